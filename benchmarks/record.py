@@ -43,7 +43,7 @@ FIGURES: Final[dict[str, tuple[str, ...]]] = {
 
 def render(results: Results) -> str:
     """Returns the table: a line for each result of each benchmark."""
-    lines = ["| benchmark | case | figures | CPU |", "|---|---|---|---|"]
+    lines = ["| benchmark | case | figures | CPU | recorded |", "|---|---|---|---|---|"]
     for name, benchmark in results.items():
         for row in benchmark["results"]:
             shown = [x for x in KEYS[name] if x != "device" or x in row]
@@ -54,7 +54,8 @@ def render(results: Results) -> str:
             if "left_out" in row:
                 found = [f"left out: {row['left_out']}"]
             cpu = row.get("cpu", {}).get("model", "not recorded")
-            lines.append(f"| {name} | {case} | {'; '.join(found)} | {cpu} |")
+            cells = (name, case, "; ".join(found), cpu, row["date"])
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -94,8 +95,7 @@ def main() -> None:
         name = merge(results, json.loads(path.read_text()))
         print(f"{path}: {name}")
     save_results(results)
-    # The file has an order of its own, in which the table is rendered later, too.
-    results = load_results()
+    results = load_results()  # in the file's order, as a test renders it
     PAGE.write_text(render_page(PAGE.read_text(), results))
     PAGE.with_name(PICTURE).write_text(draw(results))
 

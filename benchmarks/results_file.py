@@ -4,6 +4,7 @@ Benchmarks write their own JSON with `--json FILE`; `record.py` merges it in her
 makes the table of README.md.
 """
 
+import datetime
 import json
 import pathlib
 from typing import Any, Final
@@ -67,8 +68,9 @@ def merge(results: Results, document: dict[str, Any]) -> str:
         raise ValueError(f"'benchmark' must be one of {sorted(KEYS)}, got {name!r}.")
     benchmark = results.setdefault(name, {"results": []})
     rows = {_key(name, row): row for row in benchmark["results"]}
-    # Each new result says its version and machine: earlier ones may stay beside it.
+    # Results of other days and machines may stay next to the new ones.
     stamp = {"jax": document["versions"]["jax"]}
+    stamp["date"] = datetime.date.today().isoformat()
     stamp |= {k: document[k] for k in ("cpu",) if k in document}
     is_accelerator = document.get("device", "cpu") not in ("cpu", "compiled only")
     if is_accelerator:

@@ -3,11 +3,11 @@
 Command: tpu-embedding train clicks.csv --label label
          tpu-embedding train csv_file --data-dir clicks.csv --set data.label=label
 Hardware: 2 CPU cores
-Expected: held-out AUC above 0.5, the AUC of chance; your data decide how far
+Expected: held-out AUC above 0.5, the AUC of chance; how far depends on your data
 Wall time: 8 s for 32,561 rows of 15 columns
 
-The first command also chooses batch size, steps and reports by the number of rows; see
-`tpu_embedding.tools.train.csv_run`. Copy this file to go on from there.
+The first command also adapts batch size, steps and reports to the number of rows; see
+`csv_run` in `tpu_embedding/tools/train/origin.py`. Copy this file as a starting point.
 """
 
 import optax

@@ -1,7 +1,7 @@
 """Trains DLRM on Criteo's click log, or on synthetic rows of the same shape.
 
 Command: tpu-embedding train dlrm --devices 8
-         python -m tpu_embedding.tools.data.criteo train.txt train.parquet
+         python -m tpu_embedding.tools.data.criteo_to_parquet train.txt train.parquet
          tpu-embedding train dlrm --data-dir train.parquet
 Hardware: 8 emulated devices on 2 CPU cores
 Expected: on synthetic rows, held-out log loss at most 1.05 times the teacher's
@@ -9,8 +9,8 @@ Expected: on synthetic rows, held-out log loss at most 1.05 times the teacher's
 Wall time: about 90 s
 
 Without --data-dir, the rows are synthetic. For the real log, increase
-data.vocabulary_size, num_steps and data.num_evaluation_samples. The last day of the log
-is about the last seventh of train.txt, 6.5 million lines.
+data.vocabulary_size, num_steps and data.num_evaluation_samples. The log's last day is
+about the last seventh of train.txt, 6.5 million lines.
 """
 
 import optax

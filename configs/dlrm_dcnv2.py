@@ -1,14 +1,14 @@
-"""Trains DLRM-DCNv2 of MLPerf Training, on its own data or on synthetic clicks.
+"""Trains MLPerf Training's DLRM-DCNv2 on its own data or on synthetic clicks.
 
-Sizes and learning rates are those of the reference since v3.0; see the README of
+Sizes and learning rates equal the reference's since v3.0; see the README of
 `recommendation_v2/torchrec_dlrm` in github.com/mlcommons/training. The benchmark's
 target, an AUC of 0.8030, applies to its own data, Criteo's 1TB log. With --data-dir,
 the config reads that log from Parquet files, whose multi-hot columns are lists of a
-fixed size. Otherwise it draws clicks like those.
+fixed size. Otherwise, it draws synthetic clicks of the same shape.
 
 Tables and slot variables take 209 GB, so the full size needs a TPU slice. The first
-command compiles it for one on any machine, and allocates nothing. The second command
-trains a small version.
+command compiles the train step for a slice on any machine, without allocating anything.
+The second command trains a small version.
 
 Command: tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4
          tpu-embedding train dlrm_dcnv2 --devices 8 --set batch_size=1024
@@ -62,9 +62,9 @@ config = RunConfig(
     loss="log_loss",
     target=Target(metric="log_loss", at_most=1.06, relative_to="teacher"),
     # Optimizers: Adagrad for all parameters, as in the reference. The reference adds an
-    # epsilon of 1e-8 to the root of the accumulator. Here the initial accumulator has a
-    # root of 1e-8 instead. The number of steps is the benchmark's one epoch of
-    # 4,195,197,692 samples.
+    # epsilon of 1e-8 to the accumulator's square root. Here, the initial accumulator
+    # has a square root of 1e-8 instead. The number of steps is the benchmark's single
+    # epoch of 4,195,197,692 samples.
     num_steps=64_013,
     table_learning_rate=0.005,
     dense_learning_rate=0.005,

@@ -1,17 +1,17 @@
-"""Trains a table of 20 million rows; 8 devices cache one million of them.
+"""Trains a table of 20 million rows, of which 8 devices cache one million.
 
-The host's memory has all rows, the devices have the rows of recent batches. The result
-is the same, bit by bit, as with all rows on the devices (cache_rows=0).
+The host's memory has all rows, and the devices have the rows of recent batches. The
+result is bitwise identical to keeping all rows on the devices (cache_rows=0).
 
 Command: tpu-embedding train host_rows_demo --devices 8
          tpu-embedding train host_rows_demo --devices 8 --set cache_rows=0 \
              --output-dir runs/all_on_devices
          sha256sum runs/*/checkpoints/3000/default/state.json
 Hardware: 8 emulated devices on 2 CPU cores, 4 GB of memory
-Expected: on held-out samples, a log loss of at most 1.05 times the teacher's
-  (measured: 1.0079, which is 0.4652 / 0.4616, and AUC 0.7719). Both runs have the same
-  digest: state.json has the checksums of all tables. 61 % of a step's distinct rows are
-  cached, and 0.53 MB are exchanged
+Expected: held-out log loss at most 1.05 times the teacher's (measured: 1.0079, which is
+  0.4652 / 0.4616; AUC 0.7719). Both runs have the same digest, because state.json has
+  the checksums of all tables. 61 % of a step's distinct rows are cached, and 0.53 MB
+  are exchanged
 Wall time: about two minutes
 """
 
@@ -25,7 +25,7 @@ NUM_ROWS = 20_000_000
 
 config = RunConfig(
     name="host_rows_demo",
-    # Data: 8 ids per sample, whose popularity follows Zipf's law.
+    # Data: 8 ids per sample, with a popularity that follows Zipf's law.
     data=CriteoSource(
         vocabulary_size=NUM_ROWS, valences=(8,), num_evaluation_samples=16_384
     ),

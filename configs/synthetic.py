@@ -1,4 +1,4 @@
-"""Trains on clicks of a known teacher, to compare the loss with the best possible.
+"""Trains on clicks from a known teacher, whose loss is the best possible.
 
 Command: tpu-embedding train synthetic --devices 8
 Hardware: 8 emulated devices on 2 CPU cores

@@ -1,8 +1,8 @@
 """Trains a two-tower retrieval model on synthetic choices of a billion users.
 
 There are 100 million items. Tables and slot variables take 286 GB, so the full size
-needs a TPU slice. The first command compiles it for one on any machine, and allocates
-nothing. The second command trains a small version.
+needs a TPU slice. The first command compiles the train step for a slice on any machine,
+without allocating anything. The second command trains a small version.
 
 Command: tpu-embedding compile two_tower --topology v6e:4x4
          tpu-embedding train two_tower --devices 8 --set batch_size=512

@@ -107,8 +107,8 @@ _MODULES = {
 }
 
 
-_SUMMARIZED = 6
-"""Names from which on a page of the reference begins with a table of them."""
+_SUMMARIZED = 2
+"""Minimum number of names for a table of them at the top of a reference page."""
 
 
 def _summarize(app, doctree):
@@ -127,9 +127,7 @@ def _summarize(app, doctree):
             "", "", nodes.literal("", signature["fullname"]), internal=True
         )
         name["refid"] = signature["ids"][0]
-        # Values have no text of their own but that of their class.
-        texts = [] if entry["objtype"] == "data" else content.findall(nodes.paragraph)
-        first = next(iter(texts), nodes.paragraph())
+        first = next(iter(content.findall(nodes.paragraph)), nodes.paragraph())
         body += nodes.row(
             "",
             nodes.entry("", nodes.paragraph("", "", name)),

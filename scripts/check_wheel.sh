@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the source archive and the wheel, checks what an index would show of them, and
-# unpacks the wheel into a directory of its own. Uses it from there: first as it is, then
-# the layer alone, without its tools and what only they need.
-# Called by test.sh, whose environment has what the wheel needs.
+# Builds the source archive and the wheel, checks their metadata for a package index, and
+# unpacks the wheel into a temporary directory. Runs it from there, first as a whole, then
+# without the tools and their dependencies.
+# test.sh calls this script. Its environment has the wheel's dependencies.
 #   scripts/check_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

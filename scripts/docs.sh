@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation into docs/_build/html; a warning is an error.
+# Builds the documentation in docs/_build/html. Warnings are errors.
 #   scripts/docs.sh [-- SPHINX_OPTIONS]
 set -euo pipefail
 cd "$(dirname "$0")/.."

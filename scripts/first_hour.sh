@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The first hour on one host of a TPU v5p, v6e or 7x. Runs the doctor, the benchmark step
-# and a profile of it, and a short training, each with both backends. Leaves one directory
-# with all results and a table of them, to send back.
+# The first hour on one host of a TPU v5p, v6e or 7x. Runs the doctor, then for each of
+# the two backends the benchmark step, a profile of it, and a short training. Writes all
+# results and a table of them to one directory to send back.
 #
 #   scripts/first_hour.sh [--output-dir DIR] [--seconds N]
 #
 #   --output-dir DIR  new directory for the results; runs/first_hour-TIME by default
-#   --seconds N       time limit of a part; 1500 by default, and twice that for the doctor
+#   --seconds N       time limit per part; 1500 by default, doubled for the doctor
 #
-# A part that fails or takes too long is named in the table, and the next one begins.
-# Without a TPU, everything runs at a small size, on emulated devices. EXTRAS says what to
-# install: "train,tpu" by default. Exit status: 1 if a part failed.
+# If a part fails or takes too long, the table says so, and the next part starts. Without
+# a TPU, everything runs at a small size on emulated devices. The variable EXTRAS has the
+# extras to install, "train,tpu" by default. The exit status is 1 if a part failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -37,7 +37,7 @@ fi
 setup_environment "${EXTRAS-train,tpu}"
 mkdir -p "$out/logs"
 
-# Runs a command with a time limit, and notes how it ended: run_part NAME COMMAND...
+# Runs a command with a time limit and records how it ended: run_part NAME COMMAND...
 run_part() {
     local name=$1 begin=$SECONDS code=0 status=ok
     shift
@@ -45,7 +45,7 @@ run_part() {
     timeout --kill-after=30 "$limit" "$@" >"$out/logs/$name.log" 2>&1 || code=$?
     case $code in
     0) ;;
-    124 | 137) status="no end in $limit s" ;;
+    124 | 137) status="not finished in $limit s" ;;
     *) status="exit status $code" ;;
     esac
     printf '%s\t%s\t%d\n' "$name" "$status" $((SECONDS - begin)) >>"$out/parts.tsv"
@@ -55,7 +55,7 @@ run_part() {
 run_part devices python -m tpu_embedding.tools.doctor.child devices
 step=() training=(--set num_steps=2000)
 if ! grep -q '"platform": "tpu"' "$out/logs/devices.log"; then
-    echo "Without a TPU: emulated devices, small sizes."
+    echo "Found no TPU: using emulated devices and small sizes."
     step=(--devices 8 --small --steps 2 --rounds 2)
     training=(--devices 8 --set num_steps=4 --set batch_size=64)
     training+=(--set data.num_evaluation_samples=256)

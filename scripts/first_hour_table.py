@@ -2,8 +2,8 @@
 
     python scripts/first_hour_table.py DIR
 
-DIR holds what the parts left: `parts.tsv`, `logs/`, `step_*.json` and `training_*/`. A
-part that left no result has none in the table. Exit status: 1 if a part failed.
+DIR has the files of the parts: `parts.tsv`, `logs/`, `step_*.json` and `training_*/`.
+The exit status is 1 if a part failed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Row = dict[str, str]
 
 
 def rows_of(directory: pathlib.Path) -> Iterator[Row]:
-    """Yields the table's rows: each part, after its own results."""
+    """Yields the table's rows: for each part, its findings, then the part itself."""
     times: dict[str, float] = {}
     for line in _lines(directory / "parts.tsv"):
         part, status, seconds = line.split("\t")
@@ -58,7 +58,7 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def _last_json(path: pathlib.Path) -> Any:
-    """Returns the last line of a file that is a JSON object; {} without one."""
+    """Returns the last JSON object on a line of a file, or {} if there is none."""
     lines = [line for line in _lines(path) if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}
 
@@ -72,11 +72,11 @@ def _devices(log: pathlib.Path) -> str:
 
 
 def _step(file: pathlib.Path, backend: str) -> tuple[str, float]:
-    """Describes the figures of a backend's step; also returns its milliseconds."""
+    """Describes the timing of a backend's step; also returns its milliseconds."""
     document = json.loads(file.read_text())
     (figures,) = document["results"]
     text = (
-        f"{figures['median_ms']:.3f} ms a step ({figures['fastest_ms']:.3f} to "
+        f"{figures['median_ms']:.3f} ms per step ({figures['fastest_ms']:.3f} to "
         f"{figures['slowest_ms']:.3f}), {figures['devices']} x {document['device']}, "
         f"compiled in {figures['compile_seconds']:.0f} s"
     )
@@ -93,7 +93,7 @@ def _training(file: pathlib.Path) -> str:
 
 
 def main() -> int:
-    """Writes both files, and prints the one in Markdown."""
+    """Writes both files, and prints the Markdown table."""
     parser = argparse.ArgumentParser(description="Writes the table of first_hour.sh.")
     parser.add_argument("directory", type=pathlib.Path)
     directory = parser.parse_args().directory
@@ -105,7 +105,7 @@ def main() -> int:
     (directory / "table.md").write_text("\n".join(lines) + "\n")
     (directory / "table.json").write_text(json.dumps(rows, indent=2) + "\n")
     print("\n".join(lines))
-    print(f"Please send {directory}: table.md, table.json and logs/ at least.")
+    print(f"Please send {directory}, or at least its table.md, table.json and logs/.")
     return int(any(row["status"] not in ("ok", "warning") for row in rows))
 
 

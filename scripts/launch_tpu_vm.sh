@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
 # Creates a Cloud TPU VM or slice, installs this package on all of its hosts, and starts
-# a command on all of them. What exists is left alone, so it may be run again.
+# a command on all of them. Can be run again: it keeps machines and runs that exist.
 #
 #   scripts/launch_tpu_vm.sh OPTIONS -- COMMAND [ARGUMENT...]
 #
 #   --name NAME             name of the slice
-#   --project PROJECT       project of Google Cloud
+#   --project PROJECT       Google Cloud project
 #   --zone ZONE             zone, such as us-east5-b
 #   --type TYPE             accelerator type, such as v6e-16
 #   --wheel FILE            wheel of this package: pip wheel --no-deps --wheel-dir dist .
 #   --copy FILE             copies a file, such as a config, to each host; may be repeated
 #   --bucket BUCKET         mounts a bucket on each host, at /mnt/bucket
-#   --spot                  takes spot machines: cheaper, and taken away at any time
-#   --queued                asks by a queued resource, which waits a day for capacity
-#   --runtime VERSION       software of the hosts; follows from the type by default
-#   --create-option OPTION  an option of gcloud's create, such as --reserved or
+#   --spot                  uses spot machines, which are cheaper and can be preempted
+#   --queued                uses a queued resource, which waits up to a day for capacity
+#   --runtime VERSION       software of the hosts; depends on the type by default
+#   --create-option OPTION  passes an option to gcloud's create, such as --reserved or
 #                           --service-account=ACCOUNT; may be repeated
-#   --dry-run               prints the commands, and runs none
+#   --dry-run               prints the commands without running them
 #
-# Paths begin at the project's folder. The machines cost money until they are deleted;
-# the last lines that are printed say how.
+# Paths are relative to the project's folder. The machines cost money until you delete
+# them; the last printed lines show how.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -55,24 +55,24 @@ while [ "$#" -gt 0 ]; do
     esac
 done
 for required in name project zone type wheel; do
-    [ "${!required}" ] || refuse "--$required must be given"
+    [ "${!required}" ] || refuse "--$required is required"
 done
 files+=("$wheel")
 for file in "${files[@]}"; do
     [ -f "$file" ] || refuse "files of --wheel and --copy must exist, got $file"
 done
-[ "$#" -gt 0 ] || refuse "a command to start must be given, after --"
+[ "$#" -gt 0 ] || refuse "pass a command to start after --"
 if [ -z "$runtime" ]; then
     case "$type" in
     v4-*) runtime=tpu-ubuntu2204-base ;;
     v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
     v5p-*) runtime=v2-alpha-tpuv5 ;;
     v6e-*) runtime=v2-alpha-tpuv6e ;;
-    *) refuse "--runtime must be given for the type $type" ;;
+    *) refuse "--runtime is required for the type $type" ;;
     esac
 fi
 
-# What gcloud is told.
+# The gcloud commands.
 place=(--project="$project" --zone="$zone")
 if [ "$queued" ]; then
     resource=(gcloud compute tpus queued-resources)
@@ -88,7 +88,7 @@ create=("${resource[@]}" create "$name" "${place[@]}" --accelerator-type="$type"
 describe=("${resource[@]}" describe "$name" "${place[@]}")
 ssh=(gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --quiet)
 
-# Prints a command as a shell reads it.
+# Prints a command with shell quoting.
 show() {
     printf '%q' "$1"
     printf ' %q' "${@:2}"
@@ -106,13 +106,13 @@ wait_for_capacity() {
         echo "$(date +%T): queued resource $name is $state"
         case "$state" in
         ACTIVE) ;;
-        FAILED | SUSPENDED) return 1 ;; # There was no capacity, or it was taken away.
+        FAILED | SUSPENDED) return 1 ;; # There was no capacity, or it was preempted.
         *) sleep 60 ;;
         esac
     done
 }
 
-# Prints the script that runs on each host, with `install`, `start` or `stop`.
+# Prints the script to run on each host with `install`, `start` or `stop`.
 host_script() {
     echo "#!/usr/bin/env bash"
     printf 'wheel=%q bucket=%q\n' "$(basename "$wheel")" "$bucket"
@@ -126,7 +126,7 @@ is_running() { [ -e run.pid ] && kill -0 "$(cat run.pid)" 2>/dev/null; }
 
 install() {
     if [ ! -x tpu_embedding/bin/python ]; then
-        # The system's Python may be too old for the package; uv brings its own.
+        # The system's Python may be too old for the package; uv installs its own.
         sudo apt-get update --quiet
         sudo DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet python3-venv
         python3 -m venv uv
@@ -156,7 +156,7 @@ mount_bucket() {
     gcsfuse --implicit-dirs "$bucket" /mnt/bucket
 }
 
-# The command goes on after the end of the SSH session.
+# The command keeps running after the SSH session ends.
 start() {
     export PATH="$HOME/tpu_embedding/bin:$PATH" PYTHONUNBUFFERED=1
     nohup setsid "${command[@]}" >>run.log 2>&1 </dev/null &
@@ -173,7 +173,7 @@ stop() {
 }
 
 if [ "$1" != stop ] && is_running; then
-    echo "$(hostname): process $(cat run.pid) runs already"
+    echo "$(hostname): process $(cat run.pid) is already running"
 else
     "$1"
 fi
@@ -184,7 +184,7 @@ finish() {
     local status=$?
     rm -r "$folder"
     if [ "$status" -ne 0 ]; then
-        echo "Machines may exist, and cost money. To delete them:" >&2
+        echo "Machines may exist and cost money. To delete them:" >&2
         show "${delete[@]}" >&2
     fi
 }
@@ -194,7 +194,7 @@ host_script "$@" >"$folder/host.sh"
 files+=("$folder/host.sh")
 
 if [ "$dry_run" ] || ! "${describe[@]}" >/dev/null 2>&1; then
-    run "${create[@]}" "${create_options[@]}" # They cost money from here on.
+    run "${create[@]}" "${create_options[@]}" # They cost money from now on.
 fi
 if [ "$queued" ] && [ -z "$dry_run" ]; then wait_for_capacity; fi
 run gcloud compute tpus tpu-vm scp "${files[@]}" "$name:" "${place[@]}" \
@@ -203,9 +203,9 @@ if [ "$dry_run" ]; then cat "$folder/host.sh"; fi
 run "${ssh[@]}" --worker=all --command="bash host.sh install"
 run "${ssh[@]}" --worker=all --command="bash host.sh start"
 
-echo "Follow the log of the first host, until Ctrl-C:"
+echo "Follow the first host's log, until Ctrl-C:"
 show "${ssh[@]}" --worker=0 --command="tail --lines=+1 --follow run.log"
-echo "Stop the run, which saves its state, and keep the machines:"
+echo "Stop the run, which saves its state, but keep the machines:"
 show "${ssh[@]}" --worker=all --command="bash host.sh stop"
 echo "Delete the machines, which cost money until then:"
 show "${delete[@]}"

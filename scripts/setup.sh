@@ -1,12 +1,12 @@
-# Sourced by the other scripts: makes ./.venv (or $VENV) with this project in it.
+# Sourced by all other scripts: creates ./.venv (or $VENV) and installs this project.
 #
-#   setup_environment EXTRAS    such as "dev,tpu"; empty for none
+#   setup_environment EXTRAS    extras such as "dev,tpu", or an empty string
 #
-# Takes $PYTHON, else the version of .python-version, else the default python3.
+# Uses $PYTHON, or else the version in .python-version, or else the default python3.
 
-# Two functions for the options of a script, to be called in the project's folder:
+# Two functions for a script's options, to be called in the project's folder:
 #
-#   help_on_request "$@"        prints the script's first comment for --help or -h, and
+#   help_on_request "$@"        for --help or -h, prints the script's first comment and
 #                               ends the script
 #   refuse_option OPTION        ends the script with an error
 
@@ -30,30 +30,30 @@ setup_environment() {
     local extras=$1 venv=${VENV:-.venv} python extra missing=
     if [ ! -x "$venv/bin/python" ]; then
         python=$(find_python) || {
-            echo "No Python of version 3.11 or later was found; set PYTHON to one." >&2
+            echo "Found no Python 3.11 or later. Set PYTHON to one." >&2
             return 1
         }
-        echo "Making $venv with $("$python" --version)"
+        echo "Creating $venv with $("$python" --version)"
         "$python" -m venv "$venv"
     fi
-    # One stamp per extra: an environment that has more is left as it is.
+    # One stamp per extra, so an environment with more extras needs no change.
     for extra in core ${extras//,/ }; do
         [ "$venv/installed-$extra" -nt pyproject.toml ] || missing=yes
     done
     if [ "$missing" ]; then
-        echo "Installing tpu-embedding${extras:+[$extras]} and what it needs"
+        echo "Installing tpu-embedding${extras:+[$extras]} and its dependencies"
         install "$venv/bin/python" --editable ".${extras:+[$extras]}"
         for extra in core ${extras//,/ }; do touch "$venv/installed-$extra"; done
     fi
     PATH="$PWD/$venv/bin:$PATH"
 }
 
-# Installs by uv, in a third of pip's time. Where uv finds nothing, pip may: only pip
-# reads an index from pip.conf.
+# Installs with uv, in a third of pip's time. If uv fails, pip may still succeed, because
+# only pip reads an index from pip.conf.
 install() {
     local python=$1 pip
     shift
-    # Twice quiet: errors are printed, and warnings about indexes are not.
+    # -qq prints errors, but no warnings about indexes.
     pip="$python -m pip install -qq --disable-pip-version-check"
     if $pip uv && "$python" -m uv pip install --quiet --python "$python" "$@"; then
         return
@@ -65,7 +65,7 @@ find_python() {
     find_interpreter ${PYTHON:-"python$(cat .python-version)" python3 python}
 }
 
-# Prints the first of the given interpreters that can make an environment.
+# Prints the first of the given interpreters that can create an environment.
 find_interpreter() {
     local candidate
     for candidate in "$@"; do

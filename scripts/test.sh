@@ -1,27 +1,26 @@
 #!/usr/bin/env bash
 # Sets up an environment in .venv, then checks the project. Stops at the first failure.
 #   scripts/test.sh [-- PYTEST_OPTIONS]
-#       The quick tier, for before each change: format, lint, layers, and each test
-#       that is not marked `full`.
+#       The quick tier, to run before each change: format, lint, imports between folders,
+#       and all tests that are not marked `full`.
 #   scripts/test.sh --layer [-- PYTEST_OPTIONS]
-#       The quick tier of the library: no tests of tpu_embedding/tools, of the docs, of
-#       the benchmarks and of the scripts.
+#       The quick tier of the library, without the tests of tpu_embedding/tools, the
+#       docs, the benchmarks and the scripts.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
-#       The full tier, for continuous integration: also types, the tests marked `full`,
-#       the docs, the wheel, export to and import from TensorFlow in an environment of
-#       its own, the buffers of jax-tpu-embedding in another, Python 3.11 if that
-#       interpreter is there, and the lowest versions of all dependencies that
-#       pyproject.toml allows.
+#       The full tier, for continuous integration. It adds types, the tests marked `full`,
+#       the docs, the wheel, export to and import from TensorFlow and the buffers of
+#       jax-tpu-embedding in separate environments, Python 3.11 if it is installed, and
+#       the lowest versions of all dependencies that pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
-#       The exhaustive tier, for before a release: also the tests marked `exhaustive`,
-#       and the shapes of all arguments of traced functions.
+#       The exhaustive tier, to run before a release. It adds the tests marked
+#       `exhaustive`, and checks the argument shapes of all traced functions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 help_on_request "$@"
-# Checks the shapes and dtypes that the traced stages declare, at every call: in the leg
-# of the lowest versions and in the exhaustive tier, for it takes a fifth of the time.
+# Checks the declared shapes and dtypes of the traced stages at every call. Only with the
+# lowest versions and in the exhaustive tier, because it takes a fifth of the time.
 traced=$(printf 'tpu_embedding.%s,' \
     functional.{steps,serving_lookup} recommenders.unique_ids \
     inputs.{buffer_sizes,prepare,ragged_shards,shard_inputs} dynamic lookup rows update)
@@ -60,18 +59,18 @@ find_python311() {
     find_interpreter python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python
 }
 
-# A smaller leg, for pip finds an older jax there.
+# Runs fewer tests, because pip finds an older jax for Python 3.11.
 check_python311() {
     local PYTHON VENV=.venv-3.11
     if ! PYTHON=$(find_python311); then
-        echo "No Python 3.11 with venv here: its leg is left out."
+        echo "Skipping Python 3.11: no interpreter with venv was found."
         return
     fi
     setup_environment dev
     run_pytest -m "not tpu_compiler" tests/tools/cli/test_command.py
 }
 
-# The lower bounds of pyproject.toml, on the oldest Python that is here.
+# The lower bounds in pyproject.toml, on the oldest Python installed.
 check_lowest_versions() {
     local python VENV=.venv-lowest
     python=$(find_python311 || command -v python)
@@ -87,7 +86,7 @@ print(*(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, orbax.checkp
         -k "not eight and not 8devices"
 }
 
-# TensorFlow is large, and the other tests run without it.
+# In a separate environment, because TensorFlow is large and only these tests need it.
 check_tensorflow() {
     local VENV=.venv-tf
     setup_environment dev,serving,tf
@@ -95,12 +94,12 @@ check_tensorflow() {
         tests/export/test_saved_model.py tests/checkpoint/imports/test_tensorflow.py
 }
 
-# Where it does not install, its leg is left out: it has no wheel for some platforms.
+# Skipped where it cannot be installed: it has no wheel for some platforms.
 check_jax_tpu_embedding() {
     local VENV=.venv-peer
     setup_environment dev
     if ! install "$VENV/bin/python" --editable ".[peer]"; then
-        echo "jax-tpu-embedding does not install here: its leg is left out."
+        echo "Skipping jax-tpu-embedding: it cannot be installed here."
         return
     fi
     python -m pytest -n0 -m "" tests/sparse_core/test_jax_tpu_embedding.py
@@ -113,7 +112,7 @@ else
     setup_environment dev,docs,tpu
 fi
 export JAX_PLATFORMS=cpu
-# Else each process that a test starts compiles the source of JAX again.
+# Otherwise, each process that a test starts would compile JAX's sources again.
 unset PYTHONDONTWRITEBYTECODE
 section "format and lint"
 ruff format --check .
@@ -121,7 +120,7 @@ ruff check .
 section "imports between folders"
 lint-imports --no-cache
 if [ "$tests" != "not full" ]; then
-    # One leg on each core: all spend most of their time on one.
+    # Runs two groups of checks in parallel, since each mostly uses one core.
     section "types, wheel and lowest versions; TensorFlow, a peer and Python 3.11"
     log=$(mktemp)
     {

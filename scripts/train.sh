@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up an environment in .venv, then trains: scripts/train.sh CONFIG [OPTIONS]
-# The options are those of `tpu-embedding train`; with a CONFIG, --help lists them.
-# EXTRAS says what else to install: "train" by default, "train,tpu" or "train,cuda" for
-# accelerators.
+# Accepts the options of `tpu-embedding train`; with a CONFIG, --help lists them. The
+# variable EXTRAS has the extras to install: "train" by default, "train,tpu" or
+# "train,cuda" for accelerators.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

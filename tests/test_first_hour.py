@@ -84,7 +84,7 @@ def test_failed_parts_are_named_and_the_rest_goes_on(tmp_path):
     assert rows["doctor: versions"]["result"] == "python 3.12.1, jax 0.12.0"
     wrong = rows["doctor: SparseCores, dim 8, Adam"]
     assert wrong["status"] == "FAILED" and "1 of 9 rows" in wrong["result"]
-    assert rows["step_xla"]["result"].startswith("5.000 ms a step (1.000 to 9.000)")
+    assert rows["step_xla"]["result"].startswith("5.000 ms per step (1.000 to 9.000)")
     assert "2 x TPU v5, compiled in 30 s; " in rows["step_sparse_core"]["result"]
     assert "2.50 times" in rows["ratio of steps"]["result"]
     assert rows["training_xla"]["result"].startswith("auc 0.750000, step 5")
@@ -92,7 +92,7 @@ def test_failed_parts_are_named_and_the_rest_goes_on(tmp_path):
         PARTS, "ok"
     ) | {
         "doctor": "exit status 1",
-        "profile_sparse_core": "no end in 2 s",
+        "profile_sparse_core": "not finished in 2 s",
         "training_sparse_core": "exit status 3",
     }
 

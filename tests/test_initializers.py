@@ -91,7 +91,7 @@ def test_a_row_initializer_of_the_wrong_shape_names_its_tables():
         (
             lambda: te.initializers.RowInitializer(print, (2**31,)),
             ValueError,
-            "32 bits",
+            "32-bit ints",
         ),
     ],
 )

@@ -119,10 +119,10 @@ def test_a_dry_run_calls_nothing(cloud):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--zone", "", "--", "x"], "--zone must be given"),
+        (["--zone", "", "--", "x"], "--zone is required"),
         (["--zone"], "--zone needs a value"),
         (["--wheel", "none.whl", "--", "x"], "must exist, got none.whl"),
-        (["--type", "tpu7x-8", "--", "x"], "--runtime must be given"),
+        (["--type", "tpu7x-8", "--", "x"], "--runtime is required"),
         (["--fast"], "unknown option --fast"),
         (["--spot"], "a command"),
     ],

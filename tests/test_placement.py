@@ -13,7 +13,7 @@ WRONG = {
     "an axis twice": (
         lambda: te.Sharded(axes=("a", "a")),
         ValueError,
-        "different names",
+        "Sharded.axes must",
     ),
     "a function for a table": (
         lambda: te.TableConfig(

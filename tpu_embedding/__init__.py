@@ -1,11 +1,11 @@
 """Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
 
-Start with `TPUEmbedding`, the Flax layer, and `value_and_grad` and `Optimizer`, which
-train it. The rest is in modules, among them `tpu_embedding.linen`, the layer for Flax
-Linen, and `tpu_embedding.functional`, the lookup without Flax.
+Start with `TPUEmbedding`, the Flax layer, and train it with `value_and_grad` and
+`Optimizer`. Everything else is in modules, including `tpu_embedding.linen` (the layer
+for Flax Linen) and `tpu_embedding.functional` (lookups without Flax).
 
-Names are imported when they are used first: `import tpu_embedding` takes no time, and
-Orbax is loaded only by a program that saves.
+Names are imported on first use, so `import tpu_embedding` is fast and Orbax loads only
+in programs that save.
 """
 
 import sys as _sys
@@ -65,13 +65,13 @@ _describe_host()
 
 
 class _Package(_types.ModuleType):
-    """The type of this module, whose public modules show their public names only."""
+    """The type of this package. Its public modules list only their public names."""
 
     def __setattr__(self, name: str, value: _Any) -> None:
         if isinstance(value, _types.ModuleType) and name in __all__:
             source, _ = _lazy_names(__name__)[name]
             if value.__name__ == f"{__name__}.{name}" and source != __name__:
-                return  # The folder of the public function `host_rows`.
+                return  # Keeps the function `host_rows`, not its folder.
             _show_public_names_only(value)
         super().__setattr__(name, value)
 
@@ -80,7 +80,7 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def _module_with(name: str) -> str:
-    """Returns the public module that has a name; empty for an unknown one."""
+    """Returns a hint naming the public module that has the name, or an empty string."""
     if name.startswith("_"):
         return ""
     for module in (
@@ -102,12 +102,12 @@ _import_name = _import_when_used(__name__, _module_with)
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports a public name when it is used first."""
+    """Imports a public name on first use."""
     return _version() if name == "__version__" else _import_name(name)
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, also those that nobody has used yet."""
+    """Returns all public names, including names not imported yet."""
     return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
 
 

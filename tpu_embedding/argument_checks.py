@@ -1,11 +1,11 @@
-"""Checks of the arguments of public functions and of the fields of configurations.
+"""Checks arguments of public functions and fields of configurations.
 
-An argument of the wrong type would fail deep inside JAX or Flax, with an error that
-does not name it. The checks run at the call, and their errors show the line to write.
+Without them, an argument of the wrong type fails deep inside JAX or Flax, with an error
+that doesn't name it. These checks run at the call, and their errors show the correct
+call.
 
-A configuration class has a table of rules, one per field. All broken rules of an object
-are reported in one error, which names the field, the rule, the value, the owner and the
-fix.
+A configuration class has one rule per field. One error reports all broken rules of an
+object, each with the field, rule, value, owner and fix.
 """
 
 import difflib
@@ -24,7 +24,7 @@ class ArgumentType(NamedTuple):
     """The type of an argument.
 
     Attributes:
-      type: class, or union of classes.
+      type: class or union of classes.
       text: completes "must be ..." in the error, such as `"a Mesh of jax.make_mesh"`.
     """
 
@@ -47,7 +47,7 @@ def describe_value(value: Any) -> str:
         return f"{type(value).__name__} with the keys {reprlib.repr(list(value))}"
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    # A long text, such as a plan's or a model's, would hide the rest of the error.
+    # A long repr, such as a plan's or a model's, would bury the rest of the error.
     text = repr(value) if isinstance(value, _SHOWN) else ""
     return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
 
@@ -57,13 +57,13 @@ _MAX_LENGTH = 80
 
 
 def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> None:
-    """Raises TypeError unless a value has a type.
+    """Raises TypeError unless a value has the expected type.
 
     Args:
-      owner: function and argument, as `"te.functional.lookup: plan"`.
-      expected: the type.
-      value: the value that the user gives.
-      line: the line to write.
+      owner: function and argument, such as `"te.functional.lookup: plan"`.
+      expected: required type.
+      value: the user's value.
+      line: correct call, for the error.
     """
     if not isinstance(value, expected.type):
         raise TypeError(
@@ -73,24 +73,12 @@ def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> Non
 
 
 def check_mapping(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a mapping.
-
-    Args:
-      owner: function and argument, as `"te.functional.lookup: tables"`.
-      value: the value that the user gives.
-      line: the line to write.
-    """
+    """Raises TypeError unless a value is a mapping; see `check_type`."""
     check_type(owner, ArgumentType(Mapping, "a dict"), value, line)
 
 
 def check_scalar(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a number or an array of shape `()`.
-
-    Args:
-      owner: function and argument, as `"te.gradients.scale: factor"`.
-      value: the value that the user gives.
-      line: the line to write.
-    """
+    """Raises TypeError unless a value is a number or an array of shape `()`."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) != ():
         raise TypeError(
             f"{owner} must be a number, got {describe_value(value)}. Write {line}."
@@ -100,11 +88,11 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
 def right_names(
     aliases: Mapping[str, str] | None = None, /, **right: str
 ) -> Callable[[T], T]:
-    """Decorates a function or a class whose errors tell the right names of arguments.
+    """Decorates a function or class so that its errors suggest the right arguments.
 
     Args:
-      aliases: second name of an argument to the argument.
-      **right: name of another library to the argument here, or to what to write.
+      aliases: alias of an argument to the argument.
+      **right: another library's name to the argument here, or to what to write instead.
 
     Example:
       >>> @right_names(num_rows="size")
@@ -135,8 +123,8 @@ def right_names(
                 name = aliases[alias]
                 if name in kwargs:
                     raise TypeError(
-                        f"{owner} takes {alias} or {name}, which is the same, got both."
-                        f" Give {name} alone; dataclasses.replace takes no {alias}."
+                        f"{owner} got {alias} and {name}, which are the same argument. "
+                        f"Pass only {name}; dataclasses.replace doesn't accept {alias}."
                     )
                 kwargs[name] = kwargs.pop(alias)
             for name in kwargs:
@@ -154,7 +142,7 @@ def right_names(
 
 
 def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
-    """Returns what to write instead of a name that a function does not take."""
+    """Returns what to write instead of an unknown argument."""
     similar = difflib.get_close_matches(name, known, n=1)
     better = right.get(name, similar[0] if similar else "")
     if not better:
@@ -166,9 +154,9 @@ class Rule(NamedTuple):
     """A rule for the value of a field.
 
     Attributes:
-      is_met: returns True for a right value.
+      is_met: returns True for a valid value.
       text: completes "must be ..." in the error.
-      fix: says what to write instead; empty if the rule says it.
+      fix: what to write instead; empty if `text` says it.
     """
 
     is_met: Callable[[Any], bool]
@@ -177,7 +165,7 @@ class Rule(NamedTuple):
 
 
 def int_rule(low: int, high: int | None = None, fix: str = "") -> Rule:
-    """Returns the rule for an int from `low` to `high`."""
+    """Returns a rule for an int from `low` to `high`."""
     text = f"of at least {low}" if high is None else f"from {low} to {high}"
     return Rule(
         lambda x: is_int(x) and low <= x and (high is None or x <= high),
@@ -187,12 +175,12 @@ def int_rule(low: int, high: int | None = None, fix: str = "") -> Rule:
 
 
 def choice_rule(choices: tuple[str, ...], fix: str = "") -> Rule:
-    """Returns the rule for one of some words."""
+    """Returns a rule for one of several strings."""
     return Rule(lambda x: x in choices, f"one of {list(choices)}", fix)
 
 
 def optional(rule: Rule) -> Rule:
-    """Returns the rule for None, or else a value that meets a rule."""
+    """Returns a rule that also accepts None."""
     return rule._replace(
         is_met=lambda x: x is None or rule.is_met(x), text=f"{rule.text} or None"
     )
@@ -204,12 +192,12 @@ BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 def broken_rules(
     config: Any, rules: Mapping[str, Rule], owner: str = ""
 ) -> Iterator[str]:
-    """Yields the problem of each field whose rule its value breaks.
+    """Yields a problem for each field that breaks its rule.
 
     Args:
       config: object of a configuration class.
-      rules: rule of each field.
-      owner: text that names the object, as `" for table 'movie'"`.
+      rules: field to rule.
+      owner: text that names the object, such as `" for table 'movie'"`.
     """
     for field, (is_met, text, fix) in rules.items():
         value = getattr(config, field)
@@ -225,12 +213,12 @@ def broken_rules(
 
 
 def is_int(value: Any) -> bool:
-    """Returns True for ints, NumPy's included, but not for bools."""
+    """Returns True for Python and NumPy ints, but not for bools."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_finite(*values: Any) -> bool:
-    """Returns True if all values are finite numbers, but not bools."""
+    """Returns True if all values are finite numbers and not bools."""
     return all(
         isinstance(value, numbers.Real)
         and not isinstance(value, bool)
@@ -240,9 +228,9 @@ def is_finite(*values: Any) -> bool:
 
 
 def convert_ints(config: Any, *fields: str) -> None:
-    """Replaces NumPy's integers by ints, also in tuples, before the fields are checked.
+    """Converts NumPy integers in fields, including tuples, to int.
 
-    The arithmetic of NumPy's integers of few bits would wrap.
+    Arithmetic on narrow NumPy integers would wrap.
     """
     for field in fields:
         value = getattr(config, field)
@@ -254,7 +242,7 @@ def convert_ints(config: Any, *fields: str) -> None:
 
 
 def raise_all(problems: Iterable[str]) -> None:
-    """Raises one ValueError with all problems, if there are any."""
+    """Raises one ValueError with all problems, if any."""
     problems = list(problems)
     if problems:
         raise ValueError("; ".join(problems) + ".")

@@ -1,4 +1,4 @@
-"""Configuration of embedding tables, and of the features that look up their rows.
+"""Configuration of embedding tables and of the features that look up their rows.
 
 Field names and meanings follow `tf.tpu.experimental.embedding`, so a TensorFlow
 configuration carries over line by line. All classes are frozen and hashable. They
@@ -50,17 +50,22 @@ MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Simulated quantization of looked-up elements, before they are combined.
+    """Simulated quantization of looked-up rows, before they are combined.
 
     Each element `x` becomes `floor((clip(x, lower, upper) - lower) / q + 0.5) * q +
     lower` with `q = (upper - lower) / (num_buckets - 1)`. Stored rows keep full
-    precision. Gradients pass straight through, also for values outside the range.
+    precision. Gradients pass straight through, even for values outside the range.
     Source: TensorFlow's `optimization_parameters.proto`, `QuantizationConfig`.
 
     Attributes:
       num_buckets: number of distinct quantized values, at least 2.
       lower: smallest quantized value.
       upper: largest quantized value, above `lower`.
+
+    Example:
+      >>> config = QuantizationConfig(num_buckets=256, lower=-1.0, upper=1.0)
+      >>> TableConfig(vocabulary_size=10, dim=4, quantization_config=config).dim
+      4
     """
 
     num_buckets: int
@@ -84,24 +89,20 @@ class Placement(abc.ABC):
     """Where the rows of a table live on a mesh: `te.Sharded` or `te.Replicated`.
 
     A placement changes memory and traffic, never results. `TableConfig.placement` sets
-    it for a table, `make_plan(placement=...)` for all tables. The plan shows the
-    placement of each stack, and its reason.
+    it for one table, `make_plan(placement=...)` for all. The plan shows each stack's
+    placement and the reason for it.
     """
 
     @abc.abstractmethod
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns the axes that split rows, in the order of the mesh.
-
-        Args:
-          mesh_axes: names of the axes of the mesh.
-          owner: the setting that gives the placement, for errors.
+        """Returns the axes that split rows, in mesh order.
 
         Raises:
           ValueError: if the placement names an axis that the mesh lacks.
         """
 
     def storage(self, num_rows: int) -> RowStorage:
-        """Returns where the rows of a table of this size are stored: on devices."""
+        """Returns where a table of this size is stored; by default, on devices."""
         return RowStorage()
 
 
@@ -112,22 +113,21 @@ def _are_axes(value: Any) -> bool:
 
 _AXES_RULE: Final = Rule(
     _are_axes,
-    "a tuple of different names of mesh axes",
-    "a single axis is written axes=('model',), and te.Replicated() is for no axis",
+    "a tuple of distinct mesh axis names",
+    "write axes=('model',) for one axis and te.Replicated() for none",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharded(Placement):
-    """Splits the rows of a table over mesh axes, and copies them along all other axes.
+    """Placement that splits rows over mesh axes and copies them along all other axes.
 
-    A device then sends ids and rows along these axes only. Devices along the other axes
-    add their gradients up, so that their copies stay equal bit by bit. On GPUs, they do
-    if XLA runs with `--xla_gpu_deterministic_ops=true`.
+    Ids and rows travel only along `axes`. Devices along the other axes sum their
+    gradients, so their copies stay bitwise equal. On GPUs this needs
+    `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
-      axes: names of the mesh axes; None means all axes, so that each row lives on one
-        device.
+      axes: names of the mesh axes. Defaults to all axes, so each row is on one device.
 
     Example:
       >>> Sharded(axes=("model",)).axes
@@ -140,7 +140,7 @@ class Sharded(Placement):
         raise_all(broken_rules(self, {"axes": optional(_AXES_RULE)}))
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns the axes of the placement, or else of the whole mesh."""
+        """Returns the placement's axes, or all mesh axes if it names none."""
         axes = mesh_axes if self.axes is None else self.axes
         unknown = [axis for axis in axes if axis not in mesh_axes]
         if unknown:
@@ -155,14 +155,19 @@ class Sharded(Placement):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated(Placement):
-    """Copies a table to every device, for small tables.
+    """Placement that copies a small table to every device.
 
     A lookup needs no communication. Each device all-gathers the gradients of all
-    devices, and adds them up.
+    devices and sums them.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=7, dim=4, placement=Replicated())
+      >>> table.placement
+      Replicated()
     """
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns no axis: every device has all rows."""
+        """Returns no axes, because every device has all rows."""
         return ()
 
 
@@ -171,17 +176,14 @@ ChoosePlacement = Callable[[str, int], Placement]
 
 
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
-    """Returns the placement that TensorFlow's `embedding_feature` asks for.
+    """Returns the placement that TensorFlow's `embedding_feature` requests.
 
-    TensorFlow names the embedding hardware of a TPU. `"UNSUPPORTED"`, no such hardware,
-    replicates all tables. `"V1"` and `"V2"` shard them, which any hardware does here.
-
-    Args:
-      embedding_feature: one of these names, TensorFlow's enum member of that name, or
-        None.
+    TensorFlow's value, a name or an enum member, is a TPU's embedding hardware.
+    `"UNSUPPORTED"`, no such hardware, replicates all tables. `"V1"` and `"V2"` shard
+    them, on any hardware here.
 
     Returns:
-      The placement of all tables. None leaves the choice to `make_plan`.
+      The placement of all tables, or None to leave the choice to `make_plan`.
 
     Raises:
       ValueError: if the name is unknown.
@@ -200,10 +202,10 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
 
 
 def _is_name(value: Any) -> bool:
-    """Returns True for text that files and seeds can be made of."""
+    """Returns True for a non-empty string that UTF-8 can encode."""
     try:
         return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:  # half of a pair of surrogates
+    except UnicodeEncodeError:  # a lone surrogate
         return False
 
 
@@ -214,7 +216,7 @@ def _dtype_name(dtype: Any) -> str | None:
         return None
 
 
-_NAME_RULE: Final = optional(Rule(_is_name, "a non-empty string of UTF-8"))
+_NAME_RULE: Final = optional(Rule(_is_name, "a non-empty UTF-8 string"))
 
 _ROWS_RULE: Final = int_rule(1, MAX_VOCABULARY_SIZE)
 
@@ -229,7 +231,7 @@ _TABLE_RULES: Final = {
         Rule(
             callable,
             "a function (key, shape, dtype) -> array",
-            "jax.nn.initializers has ready ones",
+            "pick one from te.initializers or jax.nn.initializers",
         )
     ),
     "combiner": choice_rule(
@@ -257,7 +259,7 @@ _TABLE_RULES: Final = {
 
 
 class _UnsaidCombiner(str):
-    """The default combiner. It equals its name, and nobody has asked for it."""
+    """The default combiner: equal to its name, but not chosen by the user."""
 
 
 @right_names(
@@ -275,37 +277,36 @@ class _UnsaidCombiner(str):
 class TableConfig:
     """One embedding table.
 
-    Features share a table if they hold the same `TableConfig` object. Named tables are
-    also shared if the features hold equal configs. Tables without a name are called
-    `table_0`, `table_1`, ... in the order of first use.
+    Features share a table if they hold the same `TableConfig` object, or equal configs
+    with a name. Unnamed tables are called `table_0`, `table_1`, ... in the order of
+    first use.
 
     Attributes:
-      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `te.Dynamic` for a table of
-        any 64-bit ids.
+      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `te.Dynamic` for a table
+        that accepts any 64-bit ids.
       dim: number of columns, at least 1.
       initializer: function `(key, shape, dtype) -> array`, as in
-        `jax.nn.initializers`. Its shape argument is `(vocabulary_size, dim)`, on any
-        number of devices, so fan-based initializers see the whole table. Those of
+        `jax.nn.initializers`. The shape is `(vocabulary_size, dim)` on any number of
+        devices, so fan-based initializers see the whole table. Initializers from
         `tpu_embedding.initializers` need no memory for the whole table; any other is
-        called once for all rows. None means a normal distribution of stddev
-        `1 / sqrt(dim)`, truncated at two of them, which leaves a deviation of 0.88 of
-        that. TensorFlow's default is the same.
-      optimizer: optimizer of this table: an optax transformation, an optimizer of
-        `tpu_embedding.optimizers`, or the name of one that has defaults, such as
-        `"adagrad"`, or a Keras optimizer, whose fields are read when the plan is made.
-        None means the optimizer given to the layer.
-      combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
-        divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
-        of the sum of squared weights). A denominator of 0 gives 0. To pool in another
-        way, look the feature up as a sequence, and pool it in the model.
-      name: unique name. It is part of checkpoint keys and seeds the initial values.
+        called once for all rows. Defaults to a normal distribution with stddev
+        `1 / sqrt(dim)`, truncated at two standard deviations, as in TensorFlow.
+        Truncation reduces the deviation to 0.88 of that.
+      optimizer: an optax transformation, an optimizer from `tpu_embedding.optimizers`,
+        the name of one that has defaults, such as `"adagrad"`, or a Keras optimizer,
+        whose fields are read when the plan is made. Defaults to the layer's optimizer.
+      combiner: how to pool the rows of a sample's ids: `"sum"`, `"mean"` (sum divided
+        by the sum of the weights) or `"sqrtn"` (sum divided by the square root of the
+        sum of squared weights). A denominator of 0 gives 0. To pool in another way,
+        look the feature up as a sequence and pool in the model.
+      name: unique name, used in checkpoint keys and to seed the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
-        float32 with each. `bfloat16` takes half the memory; updates are rounded
-        stochastically. `int8` takes about a quarter, for tables that are looked
-        up but not trained; each row has a scale and a bias.
-      placement: `te.Sharded` or `te.Replicated`, where the rows live on the mesh; it
-        never changes results. None means the placement given to the layer.
+        always float32. `bfloat16` halves the memory and rounds updates stochastically.
+        `int8` takes about a quarter, with a scale and a bias per row, and is only for
+        tables that are not trained.
+      placement: where the rows live on the mesh: `te.Sharded`, `te.Replicated` or
+        `te.HostRows`. Never changes results. Defaults to `make_plan`'s placement.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -326,7 +327,7 @@ class TableConfig:
     def __post_init__(self):
         convert_ints(self, "vocabulary_size", "dim")
         raise_all(self._problems())
-        # Equal types have several spellings, and some of these differ in their hash.
+        # Equal types have several spellings, and some differ in their hash.
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
@@ -350,18 +351,18 @@ class TableConfig:
 
     @property
     def says_combiner(self) -> bool:
-        """True if the combiner was given, and is not the default."""
+        """True if the combiner was passed explicitly."""
         return not isinstance(self.combiner, _UnsaidCombiner)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What gives rows to the ids of the table."""
+        """The vocabulary, which maps the table's ids to rows."""
         size = self.vocabulary_size
         return size if isinstance(size, Vocabulary) else FixedVocabulary(size)
 
     @property
     def max_rows(self) -> int:
-        """Rows that ids may have: the vocabulary size, or the capacity."""
+        """Most rows that ids may have: the vocabulary size, or the capacity."""
         return self.vocabulary.max_rows
 
     @property
@@ -371,7 +372,7 @@ class TableConfig:
 
 
 def _is_shape(value: Any) -> bool:
-    """Returns True for sizes of axes, and for `(-1,)`."""
+    """Returns True for a tuple of positive ints, and for `(-1,)`."""
     return isinstance(value, tuple) and (
         value == (-1,) or all(is_int(n) and n >= 1 for n in value)
     )
@@ -412,36 +413,42 @@ class FeatureConfig:
       max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
         sequence instead: activations are `[batch, L, dim]`, and position j holds the
         row of the j-th id. Longer samples are truncated, shorter ones padded with
-        zeros. Combiner and weights have no effect then.
-      combiner: method that pools the rows of a sample's ids, as in `TableConfig`, for
-        this feature alone. Defaults to the table's combiner.
-      validate_weights_and_indices: True ignores ids without a positive weight under
-        `"mean"` and `"sqrtn"`. False counts them. Under jit, a weight of NaN makes the
-        activation NaN; `prepare_features` rejects it. The name is TensorFlow's;
-        `drop_nonpositive_weights` is a second one.
-      output_shape: shape of the activations without their last axis, `dim`. If its
-        product is the batch size, samples are combined and reshaped. If its product is
-        `batch * L`, samples are sequences of length L. None means `(batch,)`. `(-1,)`
-        means that the feature has samples of its own, as many as its ids have, as the
-        results of `te.inputs.unique_ids` do.
-      default_id: row that a sample without ids reads, with weight 1. Ids that are
-        dropped, for their range or their weight, do not count. The row gets the
-        sample's gradient. Without it, such a sample is zero, and touches no rows.
-      name: name in errors and metrics. None means the feature's path in the nest.
-      out_of_range_ids: policy for ids outside `[0, vocabulary_size)`. `"error"`:
-        `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
-        `"drop"`: the ids contribute zero and update no row. `"clip"`: the ids read the
-        nearest row. `LookupStats.out_of_range` counts them under every policy. A
-        `Dynamic` vocabulary has all ids but -1, "no id": `"error"` rejects it in
-        `prepare_features`, `"drop"` takes it as no id and counts it nowhere, `"clip"`
-        is rejected.
+        zeros. Combiner and weights then have no effect.
+      combiner: overrides `TableConfig.combiner` for this feature.
+      validate_weights_and_indices: whether to ignore ids without a positive weight
+        under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit
+        they make the activation NaN. The name is TensorFlow's;
+        `drop_nonpositive_weights` is an alias.
+      output_shape: shape of the activations without the last axis, `dim`. If its
+        product is the batch size, samples are combined and reshaped. If it is
+        `batch * L`, samples are sequences of length L. Defaults to `(batch,)`. `(-1,)`
+        gives the feature its own number of samples, independent of the batch, as
+        results of `te.inputs.unique_ids` need.
+      default_id: row that a sample without ids reads, with weight 1. Ids dropped for
+        their range or weight don't count as ids. The row gets the sample's gradient.
+        Without a default, such a sample is zero and touches no rows.
+      name: name in errors and metrics. Defaults to the feature's path in the nest.
+      out_of_range_ids: how to handle ids outside `[0, vocabulary_size)`. `"error"`
+        raises in `prepare_features`; inside jit, which cannot raise, the ids are
+        dropped. `"drop"` makes them contribute zero and update nothing. `"clip"` reads
+        the nearest row. `LookupStats.out_of_range` counts them under every policy. A
+        `Dynamic` vocabulary accepts every id except -1, which means "no id": `"error"`
+        rejects -1 in `prepare_features`, `"drop"` skips it without counting it, and
+        `"clip"` is not supported.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
         Without it, buffers grow with the batches. For a feature of
-        `te.inputs.unique_ids`, the different ids of a device, divided by its samples.
-      find_only: True: `insert_ids` gives unknown ids of this feature no row, for
-        features whose ids other features bring. To find an id counts as a use. Only
-        for a `Dynamic` vocabulary.
+        `te.inputs.unique_ids`, distinct ids per device divided by its samples.
+      find_only: whether `insert_ids` only finds ids and never gives a row to a new
+        one, for a feature whose ids other features add. Finding an id counts as a use.
+        Only for a `Dynamic` vocabulary.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> watched = FeatureConfig(table=table, combiner="sum")
+      >>> latest = FeatureConfig(table=table, max_sequence_length=5)
+      >>> watched.table is latest.table
+      True
     """
 
     table: TableConfig
@@ -461,12 +468,12 @@ class FeatureConfig:
 
     @property
     def drop_nonpositive_weights(self) -> bool:
-        """Second name of `validate_weights_and_indices`."""
+        """Alias of `validate_weights_and_indices`."""
         return self.validate_weights_and_indices
 
     @property
     def has_own_batch(self) -> bool:
-        """True if the feature has as many samples as its ids, whatever the batch."""
+        """True if the feature's number of samples is independent of the batch."""
         return self.output_shape == (-1,)
 
     def _problems(self):
@@ -484,23 +491,23 @@ class FeatureConfig:
             yield (
                 "FeatureConfig.max_sequence_length has no effect with output_shape, "
                 f"got {self.max_sequence_length!r} and {self.output_shape!r}{owner}; "
-                "leave out one of the two"
+                "remove one of them"
             )
         if self.default_id is not None and self.max_sequence_length:
             yield (
-                "FeatureConfig.default_id is for samples that are combined, got "
+                "FeatureConfig.default_id has no effect on sequences, got "
                 f"{self.default_id!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; leave out one of the two"
+                f"{self.max_sequence_length!r}{owner}; remove one of them"
             )
         if self.combiner is not None and self.max_sequence_length:
             yield (
-                "FeatureConfig.combiner is for samples that are combined, got "
+                "FeatureConfig.combiner has no effect on sequences, got "
                 f"{self.combiner!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; leave out one of the two"
+                f"{self.max_sequence_length!r}{owner}; remove one of them"
             )
         yield from self.table.vocabulary.feature_problems(self, owner)
         if self.find_only is True and self.table.vocabulary.ids_are_rows:
             yield (
-                "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
-                f"got True{owner}; leave it out"
+                "FeatureConfig.find_only needs a table with a te.Dynamic vocabulary, "
+                f"got True{owner}; remove it"
             )

@@ -1,7 +1,7 @@
-"""Starts JAX in a job of several processes, which exchange small values on the host.
+"""Starts JAX in multi-process jobs, and exchanges small host values between processes.
 
-The values go through the store of JAX's coordination service. No device takes part, so
-any thread may exchange them while a step runs.
+The values go through the key-value store of JAX's coordination service. No device takes
+part, so any thread may exchange them while a step runs.
 """
 
 import collections
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
-from jax._src import clusters  # no public name, as the next
+from jax._src import clusters  # not public, like the next import
 from jax._src import distributed as _jax_distributed
 
 __all__ = ["exchange", "is_first", "num_processes", "start"]
 
 START_SECONDS: Final = 300
-"""Longest wait for the name of the coordinator's host, as in JAX."""
+"""Longest wait for the coordinator's host name, as in JAX."""
 
 EXCHANGE_SECONDS: Final = 600
-"""Longest wait for the other processes. One that dies is found earlier, by JAX."""
+"""Longest wait for the other processes. JAX notices a dead one earlier."""
 
 _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -30,21 +30,21 @@ def start(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> None:
-    """Starts JAX in a job of several processes, before any other use of JAX.
+    """Starts JAX in a multi-process job, before any other use of JAX.
 
-    All processes call it, in the same program. Without arguments, JAX asks the
-    environment: Cloud TPU, GKE, Slurm and Open MPI tell a process its place. Outside of
-    a job, and with one process, it starts nothing.
+    Every process runs the same program and calls it. Without arguments, JAX detects
+    jobs on Cloud TPU, GKE, Slurm and Open MPI. Outside a job, or with one process, it
+    does nothing.
 
-    JAX's heartbeats end all processes some time after one has died.
+    If a process dies, JAX's heartbeats end the rest after a while.
 
     Args:
       coordinator: `HOST:PORT` of process 0.
-      num_processes: processes of the job.
+      num_processes: number of processes in the job.
       process_id: number of this process, from 0.
 
     Raises:
-      ValueError: if some arguments are missing, and no environment tells them.
+      ValueError: if an argument is missing and the environment doesn't provide it.
 
     Example:
       >>> start(num_processes=1)
@@ -58,7 +58,7 @@ def start(
 
 
 def _is_in_a_job() -> bool:
-    """Returns True if JAX finds a job of several processes in the environment."""
+    """Returns True if JAX detects a multi-process job in the environment."""
     place = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, START_SECONDS
     )
@@ -66,24 +66,36 @@ def _is_in_a_job() -> bool:
 
 
 def num_processes() -> int:
-    """Returns the processes of the job; 1 outside of one. Does not start devices."""
+    """Returns the number of processes in the job, 1 outside a job.
+
+    Doesn't initialize devices.
+
+    Example:
+      >>> num_processes()
+      1
+    """
     return _jax_distributed.global_state.num_processes or 1
 
 
 def is_first() -> bool:
-    """Returns True on the process that prints, and writes the files of a run."""
+    """Returns True on process 0, which prints and writes files.
+
+    Example:
+      >>> is_first()
+      True
+    """
     return _jax_distributed.global_state.process_id == 0
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Returns the value of every process, in their order, on all of them.
+    """Returns the values of all processes, in process order, on every process.
 
-    All processes call it, the same number of times for each name.
+    All processes must call it, equally often for each name.
 
     Args:
-      name: name of the exchange. Exchanges of one name happen in order; threads use
-        different names.
-      value: JSON value of this process.
+      name: name of the exchange. Exchanges with the same name happen in order, so
+        threads need different names.
+      value: this process's value; must be JSON-serializable.
 
     Raises:
       jax.errors.JaxRuntimeError: if a process does not arrive in time.
@@ -105,6 +117,6 @@ def exchange(name: str, value: Any) -> list[Any]:
         client.blocking_key_value_get(key(number, process), 1000 * EXCHANGE_SECONDS)
         for process in range(num_processes())
     ]
-    if number:  # All processes have read the one before: they have come to this one.
+    if number:  # All processes are here, so all have read the previous exchange.
         client.key_value_delete(key(number - 1, own))
     return [json.loads(text) for text in values]

@@ -1,4 +1,4 @@
-"""Checks that the libraries of an extra are installed, before any work is done."""
+"""Checks that an extra's libraries are installed, before any work is done."""
 
 import importlib.util
 
@@ -17,12 +17,12 @@ def require_extra(
 
     Args:
       extra: name of the extra in `pyproject.toml`.
-      *modules: top-level modules that the caller is going to import.
+      *modules: top-level modules to check.
       purpose: what needs them, the subject of the message.
       error: type of the error.
 
     Raises:
-      MissingExtraError: or an `error`, if a module is not installed.
+      MissingExtraError: or `error`, if a module is not installed.
 
     Example:
       >>> require_extra("train", "numpy", purpose="This function")
@@ -30,7 +30,7 @@ def require_extra(
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise error(
-                f"{purpose} needs the library {module}, which is not installed; it "
-                f"comes with the extra `{extra}`: pip install '.[{extra}]' in a clone "
+                f"{purpose} needs the library {module}, which is not installed. "
+                f"Install the extra `{extra}`: pip install '.[{extra}]' in a clone "
                 "of the repository."
             )

@@ -1,8 +1,8 @@
 """Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
 
-A table's gradient is not an array, so `optax.global_norm` and `jax.tree.map` cannot
-handle it, and raise. The functions here take any pytree that holds `TableGradients` and
-dense arrays: the `Gradients` of a Flax model, or your own dict.
+A table's gradient is not an array, so `optax.global_norm` and arithmetic in
+`jax.tree.map` raise. The functions here take any pytree of `TableGradients` and dense
+arrays: the `Gradients` of a Flax model, or your own dict.
 """
 
 import dataclasses
@@ -52,15 +52,26 @@ T = TypeVar("T")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TableGradients:
-    """The sparse gradients of the tables of one plan, on the devices of the samples.
+    """Sparse gradients of one plan's tables, on the devices of the samples.
 
-    Its leaves reject arithmetic, because row ids are among them. Use `add`, `scale`,
-    `global_norm` and `clip_by_global_norm` of this module.
+    The leaves include row ids, so they reject arithmetic. Use `add`, `scale`,
+    `global_norm` and `clip_by_global_norm` from this module.
 
     Attributes:
-      stacks: stack name to the gradient of the stacked table, sealed.
-      plan: the plan of the lookup.
-      guard: the first leaf, False, or False for each of several gradients in one.
+      stacks: stack name to the sealed gradient of the stacked table.
+      plan: plan of the lookup.
+      guard: first leaf: False, or an array of False for gradients that were stacked.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> result = te.functional.lookup(tables, jnp.array([1, 2]), plan)
+      >>> ones = jnp.ones((2, 4))
+      >>> gradients = te.functional.compute_gradients(result.routing, ones, plan)
+      >>> float(te.gradients.global_norm(gradients))
+      2.8284270763397217
     """
 
     stacks: dict[str, Sealed]
@@ -68,15 +79,15 @@ class TableGradients:
     guard: Any = dataclasses.field(default_factory=lambda: GUARD, compare=False)
 
     def tree_flatten_with_keys(self) -> Any:
-        """Returns the parts with their keys, for JAX."""
+        """Returns the children with their keys, for JAX."""
         keys = map(jax.tree_util.GetAttrKey, ("guard", "stacks"))
         return tuple(zip(keys, (self.guard, self.stacks), strict=True)), self.plan
 
     @classmethod
     def tree_unflatten(cls, plan: EmbeddingPlan, parts: Any) -> "TableGradients":
-        """Returns the gradients of the parts, for JAX."""
+        """Rebuilds the gradients from their children, for JAX."""
         guard, stacks = parts
-        # A function of JAX returns a plain array; `jax.lax.scan` stacks several.
+        # A JAX function returns a plain array; `jax.lax.scan` stacks several.
         return cls(stacks, plan, guard if getattr(guard, "ndim", 0) else GUARD)
 
     def __repr__(self) -> str:
@@ -85,16 +96,16 @@ class TableGradients:
     def row_updates(self, stack_name: str) -> RowUpdates:
         """Returns a stack's gradient by row, without rows of later rounds. Global.
 
-        A rule that takes the occurrences of an id one by one has an entry for each.
+        With `in_sequence` optimizers, each occurrence of an id has its own entry.
         """
         return _row_updates(self, stack_name)
 
 
 class _DenseKey(str):
-    """The key of dense gradients, whose text an error of `nnx.Optimizer` shows."""
+    """The key of dense gradients. `nnx.Optimizer` shows its repr in an error."""
 
     def __repr__(self) -> str:
-        return "'dense': give gradients of te.value_and_grad to te.Optimizer"
+        return "'dense': pass gradients of te.value_and_grad to te.Optimizer"
 
 
 _DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
@@ -103,30 +114,39 @@ _DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """The gradients of a whole model, as `tpu_embedding.value_and_grad` returns them.
+    """The gradients of a whole model, as returned by `tpu_embedding.value_and_grad`.
 
     Attributes:
-      dense: derivatives of the loss by the dense parameters, as Flax or JAX returns
-        them.
-      tables: path of a layer in the model, as a string, to the sparse gradients of its
-        tables. A layer that was not called has none for any stack.
+      dense: gradients of the dense parameters, in the form of Flax or JAX.
+      tables: path of each layer in the model to the sparse gradients of its tables,
+        with no stacks for a layer that was not called.
+
+    Example:
+      >>> from flax import nnx
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> model = nnx.Dict(movie=layer)
+      >>> gradients = te.grad(lambda m: m["movie"](jnp.array([1])).sum())(model)
+      >>> list(gradients.tables)
+      ['movie']
     """
 
     dense: Any
     tables: dict[str, TableGradients]
 
     def tree_flatten_with_keys(self) -> Any:
-        """Returns the parts with their keys, for JAX."""
+        """Returns the children with their keys, for JAX."""
         tables = (jax.tree_util.GetAttrKey("tables"), self.tables)
         return ((_DENSE, self.dense), tables), None
 
     @classmethod
     def tree_unflatten(cls, _: None, parts: Any) -> "Gradients":
-        """Returns the gradients of the parts, for JAX."""
+        """Rebuilds the gradients from their children, for JAX."""
         return cls(dense=parts[0], tables=parts[1])
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the gradients of a layer's tables, or of a dense part of the model.
+        """Returns the gradients of a layer's tables or of a dense part of the model.
 
         Args:
           name: path of a layer, or a key of `dense`, such as `"linear"`.
@@ -151,16 +171,15 @@ class Gradients:
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:
-    """Returns the norm of all gradients of a model, tables and dense arrays together.
+    """Returns the norm of a model's gradients, tables and dense arrays together.
 
     Args:
       gradients: pytree of arrays and `TableGradients`, such as the result of
         `tpu_embedding.value_and_grad`.
 
     Returns:
-      Square root of the sum of squares; float32. Each touched row of a table counts
-      once, with the sum of its gradients, also where a rule takes the occurrences of an
-      id one by one (`in_sequence`).
+      Square root of the sum of squares; float32. Each touched row counts once, with the
+      sum of its gradients, even with `in_sequence` optimizers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -185,15 +204,15 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
 
 
 def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
-    """Returns `update(state)` if a condition holds, else the state with the same bits.
+    """Returns `update(state)` if a condition holds, otherwise the unchanged state.
 
-    It skips a whole update of tables, slot variables and dense parameters without a
-    copy of the tables, which `jax.lax.cond` makes. Under `jax.jit` with a donated
-    state, the update stays in place.
+    Skips a whole update of tables, slot variables and dense parameters without copying
+    the tables, as `jax.lax.cond` would. Under `jax.jit` with a donated state, the
+    update stays in place.
 
     Args:
       condition: bool scalar, the same on all devices, such as `all_finite(gradients)`.
-      update: function of the state; the new state has the same shapes and dtypes.
+      update: function from the state to a new one of the same shapes and dtypes.
       state: pytree of arrays, such as tables and slot variables.
 
     Example:
@@ -228,7 +247,7 @@ def scale(gradients: T, factor: Any) -> T:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 raise TypeError(
                     f"gradients must be floats to be scaled, got dtype {leaf.dtype}; "
-                    "leave integers out of the pytree."
+                    "remove integers from the pytree."
                 )
             return (leaf * factor).astype(leaf.dtype)
         stacks = {
@@ -244,13 +263,12 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 
     Args:
       gradients: see `global_norm`.
-      max_norm: positive number. Gradients of a smaller norm stay as they are. Under
-        jit, where a traced number cannot be checked, 0, a negative one or NaN makes
-        all gradients NaN.
+      max_norm: positive number. Gradients with a smaller norm don't change. A traced
+        value can't be checked: unless it is positive, all gradients become NaN.
 
     Raises:
       TypeError: if `max_norm` is not a number.
-      ValueError: if it is not positive.
+      ValueError: if `max_norm` is not positive.
 
     Example:
       >>> import jax.numpy as jnp
@@ -269,13 +287,12 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 def add(*gradients: T) -> T:
     """Adds gradients of one model, such as the gradients of several micro-batches.
 
-    A row that several of them touch is one row of the sum. So the sum equals the
-    gradient of one batch that holds all samples, and a rule that squares gradients
-    sees what it would see there.
+    A row that several of them touch is one row of the sum. The sum thus equals the
+    gradient of one batch with all samples, even to an optimizer that squares it.
 
     Args:
-      *gradients: see `global_norm`. All have one structure, except that some may lack
-        tables. To average, use `scale` on the sum.
+      *gradients: see `global_norm`. All have the same structure, but some may lack
+        tables. To average, `scale` the sum.
 
     Raises:
       ValueError: if the structures differ in more than tables, or table gradients
@@ -296,8 +313,8 @@ def add(*gradients: T) -> T:
             raise ValueError(
                 f"add needs gradients of one structure, but gradient {number} has a "
                 f"different structure, got {describe_value(other)}. Compute all of "
-                "them with te.value_and_grad of one model, or add the parts that they "
-                "share: te.gradients.add(first.dense, second.dense). JAX says: "
+                "them with te.value_and_grad of one model, or add only shared parts: "
+                "te.gradients.add(first.dense, second.dense). JAX's error: "
                 f"{error}"
             ) from None
 
@@ -386,7 +403,7 @@ def _total_of_stack(
         def measure_round(total: Array, gradient: RowGradients, rows: Any) -> Array:
             del rows
             if isinstance(stack.optimizer.driver, InSequence):
-                # The rule takes the occurrences of a row one by one; their sum counts.
+                # The rule applies a row's occurrences one by one; their sum counts.
                 max_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)
                 gradient = merge(gradient.row_ids, gradient.values, max_rows)
             return total + measure(gradient.as_row_updates().values)

@@ -1,8 +1,8 @@
 """Facts about each TPU generation: memory, row layout, compiler options.
 
-This is the only module of the layer that knows TPU generations. Other modules receive a
-`HardwareInfo` or read it from the plan. CPU and GPU have a `HardwareInfo` too, so other
-modules need no branches. A figure without a public source is None.
+Only this module knows TPU generations. Other modules receive a `HardwareInfo` or read
+it from the plan. CPUs and GPUs also have one, so no module branches on the platform. A
+figure without a public source is None.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
-"""Bytes per array that a SparseCore is said to take.
+"""Reported limit of a SparseCore on the bytes per array.
 
-A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
-XLA, of each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding
-operations. It compiles gathers and scatters of them: it did so for v5p and v6e, up to
-24 GiB. What a chip does with them was not tried, so the plan warns.
+TorchRec's source code (`torchrec/experimental/torch_tpu`) notes it as a limit of XLA on
+each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding operations, but
+compiles gathers and scatters of them, up to 24 GiB for v5p and v6e. They were not run
+on a chip, so the plan warns.
 """
 
 
@@ -34,20 +34,25 @@ class HardwareInfo:
 
     Attributes:
       name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
-      line_lanes: lanes of one line of a packed table, 128 on TPU. XLA:TPU stores a
+      line_lanes: lanes per line of a packed table, 128 on TPU. XLA:TPU stores a
         `[rows, dim]` array with `dim` below 128 by column, and copies all of it before
-        each gather. Packing rows into 128-lane lines avoids the copy. Without it,
-        tables keep their `[rows, dim]` shape.
-      sublanes: rows of a tile; the rows of an array are padded to a multiple of it.
+        each gather. Packing rows into 128-lane lines avoids the copy. Where it is
+        None, tables keep their `[rows, dim]` shape.
+      sublanes: rows per tile; arrays are padded to a multiple of it.
       hbm_capacity_bytes: memory of one chip.
-      devices_per_chip: number of JAX devices per chip.
+      devices_per_chip: JAX devices per chip.
       num_sparse_cores: SparseCores per chip that XLA can use.
       subcore_memory_bytes: memory of one vector subcore of a SparseCore, which bounds
-        the ids that XLA's embedding operations take; None without such operations.
-      sends_rows_once: True if XLA's embedding operations send a row once to a core that
-        asks for it for several samples. Otherwise they keep buffers for every id.
+        the ids per XLA embedding operation. None without such operations.
+      sends_rows_once: whether XLA's embedding operations send a row only once to a
+        core that needs it for several samples. Otherwise they keep buffers for every
+        id.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
+
+    Example:
+      >>> hardware_by_name("v5e").hbm_capacity_bytes // GIBIBYTE
+      16
     """
 
     name: str
@@ -62,7 +67,7 @@ class HardwareInfo:
 
     @property
     def is_tpu(self) -> bool:
-        """True for TPUs, which take XLA's TPU options and libtpu's topologies."""
+        """True for TPUs, which have XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
 
     @property
@@ -79,7 +84,7 @@ class HardwareInfo:
 
     @property
     def max_array_bytes(self) -> float:
-        """Bytes per array that a device is said to take; infinity without SparseCores.
+        """Reported limit on the bytes per array; infinity without SparseCores.
 
         See `MAX_SPARSE_CORE_BYTES`.
         """
@@ -89,7 +94,7 @@ class HardwareInfo:
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU
 # documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes, sublanes,
 # SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`. Buffers of the
-# embedding operations: the programs that libtpu 0.0.50 makes of them.
+# embedding operations: programs compiled by libtpu 0.0.50.
 #
 # XLA offloads gathers to SparseCore by default, scatters and long sorts only on
 # request. Sorts are offloaded for their compile time: 900,000 pairs take 9 s to compile
@@ -187,20 +192,16 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
     """Returns the hardware of a device, real or from a topology description.
 
     Raises:
-      ValueError: if the device is of an unknown TPU kind.
+      ValueError: if the TPU kind is unknown.
     """
     return hardware_of_kind(device.platform, device.device_kind)
 
 
 def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
-    """Returns the hardware of a device, given JAX's names of it.
-
-    Args:
-      platform: `jax.Device.platform`.
-      device_kind: `jax.Device.device_kind`.
+    """Returns the hardware for a device's `platform` and `device_kind`.
 
     Raises:
-      ValueError: if the device is of an unknown TPU kind.
+      ValueError: if the TPU kind is unknown.
     """
     if platform == "cpu":
         return _CPU

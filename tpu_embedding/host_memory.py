@@ -1,8 +1,8 @@
-"""Memory of the C library, from which JAX takes its arrays on CPUs.
+"""Tunes the C library's allocator, which JAX uses for arrays on CPUs.
 
-GNU's C library asks Linux for each large buffer, and gives it back when it is freed.
-Linux clears every page of a new buffer when it is first written. A step that allocates
-hundreds of megabytes spends more time on pages than on rows.
+GNU's C library gets each large buffer from Linux and returns it when it is freed. Linux
+clears every page of a new buffer on the first write, so a step that allocates hundreds
+of megabytes spends more time on pages than on rows.
 """
 
 import ctypes
@@ -18,21 +18,19 @@ _ARENA_MAX: Final = -8
 
 _MAX_INT: Final = 2**31 - 1
 _PAD_BYTES: Final = 64 * 2**20
-"""Memory that is asked for at a time."""
+"""Bytes requested from Linux at a time."""
 
 
 def keep_freed_memory() -> bool:
-    """Keeps freed memory in this process, for the buffers of the next step.
+    """Keeps freed memory in this process for the buffers of the next step.
 
-    Steps on CPUs get faster where they allocate buffers of more than 32 MB, most of all
-    on two or more emulated devices. Call it before JAX starts its threads: before the
-    first array, mesh or plan. The setting holds for all libraries of the process,
-    and the memory of the process stays at its peak. The training command calls this
-    function on CPUs; the library never does by itself.
+    Speeds up CPU steps that allocate buffers over 32 MB, most of all on two or more
+    emulated devices. Call it before JAX starts its threads: before the first array,
+    mesh or plan. It affects all libraries in the process, whose memory stays at its
+    peak. The training command calls it on CPUs; the library itself never does.
 
     Returns:
-      True if the C library took the settings. Only GNU's has them: elsewhere nothing
-      changes.
+      True if the C library accepted the settings. Only GNU's has them.
 
     Example:
       >>> isinstance(keep_freed_memory(), bool)
@@ -43,5 +41,5 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # macOS, Windows
         return False
     settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _MAX_INT, _TOP_PAD: _PAD_BYTES}
-    settings[_ARENA_MAX] = 1  # An arena of a thread of its own is limited to 64 MB.
+    settings[_ARENA_MAX] = 1  # A per-thread arena is limited to 64 MB.
     return all(mallopt(name, value) == 1 for name, value in settings.items())

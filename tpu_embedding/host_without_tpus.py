@@ -1,9 +1,9 @@
-"""Keeps libtpu's warnings off the terminal of a machine without TPUs.
+"""Silences libtpu's warnings on machines without TPUs.
 
 libtpu may be installed there to compile for TPUs. When JAX looks for devices, libtpu
-asks for the host's name and place in a slice, and prints eight lines if nothing knows.
-`import tpu_embedding` calls `describe_host_without_tpus`, so that no program of a user
-prints them. JAX need not be imported yet, so this module looks for chips itself.
+looks up the host's name and position in a slice, and prints eight lines if it finds
+neither. `import tpu_embedding` calls `describe_host_without_tpus` to prevent that. JAX
+may not be imported yet, so this module looks for chips itself.
 """
 
 import glob
@@ -12,24 +12,24 @@ import pathlib
 from typing import Final
 
 ONE_HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
-"""Variables that describe one host to libtpu, which prints warnings without them."""
+"""Environment variables that describe a single host, so libtpu prints no warnings."""
 
 _DEVICE_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-"""Patterns of the files by which a process opens TPU chips."""
+"""Patterns of TPU device files."""
 
 _PCI_DEVICES: Final = "/sys/bus/pci/devices"
 _GOOGLE: Final = "0x1ae0"
-"""Google's number as a vendor of PCI devices (`jax/_src/hardware_utils.py`)."""
+"""Google's PCI vendor id (`jax/_src/hardware_utils.py`)."""
 
 _STORAGE_AND_NETWORK: Final = ("0x01", "0x02")
-"""Classes of the PCI devices of Google that are in virtual machines without TPUs."""
+"""PCI classes of Google devices in virtual machines without TPUs."""
 
 
 def describe_host_without_tpus() -> None:
-    """Describes this machine to libtpu as one host, if it has no TPU chips.
+    """Describes this machine to libtpu as a single host if it has no TPU chips.
 
-    On a TPU VM it changes nothing, so libtpu's warnings are printed there. Variables of
-    the user stay.
+    On a TPU VM it changes nothing, so libtpu still prints its warnings. Variables that
+    the user has set are kept.
     """
     if tpu_device_files() or _has_chips_on_bus():
         return
@@ -43,9 +43,9 @@ def tpu_device_files() -> list[str]:
 
 
 def _has_chips_on_bus() -> bool:
-    """Returns True if a PCI device may be a TPU chip, of any generation.
+    """Returns True if a PCI device may be a TPU chip of any generation.
 
-    A container sees the chips of its host on the bus, if not their files.
+    A container sees its host's chips on the bus even if it lacks their device files.
     """
     for vendor in pathlib.Path(_PCI_DEVICES).glob("*/vendor"):
         try:

@@ -1,16 +1,16 @@
-"""Initial values of tables, and the random bits that they are made from.
+"""Initial values of tables and the random bits they are made from.
 
-An initializer is a function `(key, shape, dtype)`, as in JAX. Those of this module are
-also *row initializers*: each owner of a row computes the row alone, in blocks of rows,
-without memory for the whole table. Any other function is called once for the whole
-table; `rowwise` makes a row initializer of it.
+An initializer is a function `(key, shape, dtype)`, as in JAX. This module's are also
+*row initializers*: each device computes only the rows it owns, block by block, without
+memory for the whole table. Any other function is called once for the whole table,
+unless `rowwise` makes it a row initializer.
 
-The random bits of an element depend on the key, the row and the column. No order of
-rows, and no number of devices, changes them. `jax.random` counts elements of a whole
-array instead: a device that owns every eighth row would have to compute all of them.
+An element's random bits depend only on the key, the row and the column, not on the
+order of rows or the number of devices. `jax.random` numbers the elements of the whole
+array instead, so a device that owns every eighth row would have to compute all of them.
 
-The generator is Threefry-2x32 with 20 rounds, as `jax.random` has it, in integers. So
-the bits are equal on every platform.
+The generator is Threefry-2x32 with 20 rounds, as in `jax.random`. It uses only
+integers, so the bits are the same on every platform.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ easy as 1, 2, 3", 2011."""
 
 
 def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
-    """Returns the two words of a Threefry key that stands for a key of any kind.
+    """Returns the two words of a Threefry key made from any kind of key.
 
     Args:
-      key: typed key, or the words of one. A Threefry key is used as it is; the words
-        of a longer key are hashed.
+      key: typed key or raw key words. A Threefry key is used directly; longer keys are
+        hashed.
     """
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
@@ -60,12 +60,18 @@ def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
 def row_bits(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int
 ) -> UInt32[Array, "rows dim"]:
-    """Returns 32 random bits for each element of some rows.
+    """Returns 32 random bits for each element of the given rows.
 
     Args:
       key: random key of the table.
       row_ids: rows of the table, at least 0.
-      dim: columns of the table. Tables of another `dim` have other bits.
+      dim: columns of the table. The bits depend on it.
+
+    Example:
+      >>> key = jax.random.key(0)
+      >>> two_rows = row_bits(key, jnp.array([7, 3]), 4)
+      >>> bool(jnp.all(two_rows[0] == row_bits(key, jnp.array([7]), 4)[0]))
+      True
     """
     first, second = key_words(key)
     half = -(-dim // 2)
@@ -73,7 +79,7 @@ def row_bits(
         row_ids.astype(jnp.uint32), (row_ids.shape[0], half), (0,)
     )
     columns = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
-    # One block of the generator has two words, for a column of either half.
+    # One generator block has two words, one for a column in each half.
     return jnp.concatenate(threefry(first, second, rows, columns), axis=1)[:, :dim]
 
 
@@ -85,8 +91,8 @@ def threefry(
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
     """Encrypts pairs of words with Threefry-2x32.
 
-    The rounds are written out, so that XLA fuses them. `jax.random` rolls them into a
-    loop on CPUs, which writes each round to memory.
+    The rounds are unrolled so that XLA fuses them. On CPUs, `jax.random` has a loop,
+    which writes each round to memory.
     """
     keys = (first_key, second_key, first_key ^ second_key ^ jnp.uint32(_PARITY))
     first, second = first + keys[0], second + keys[1]
@@ -125,7 +131,7 @@ _ROW_INITIALIZER_RULES: Final = {
     "function": Rule(callable, "a function (key, row_ids, dim, *parameters)"),
     "parameters": Rule(
         lambda x: isinstance(x, tuple) and all(map(_is_parameter, x)),
-        "a tuple of finite floats and ints of 32 bits",
+        "a tuple of finite floats and 32-bit ints",
         "write large numbers as floats",
     ),
 }
@@ -133,17 +139,17 @@ _ROW_INITIALIZER_RULES: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class RowInitializer:
-    """An initializer whose rows can be computed one by one.
+    """An initializer whose rows can be computed independently.
 
-    Tables of a stack whose functions are equal share one compiled program. Their
-    parameters are data of that program.
+    Tables of a stack with equal functions share one compiled program, which takes the
+    parameters as data.
 
     Attributes:
       function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`.
         `key` is the table's own Threefry key. `row_ids` is int32 `[rows]`, any rows of
-        the table in any order. Row `i` of the result must depend on the key, on
-        `row_ids[i]` and on the parameters only. `row_bits` gives random bits.
-      parameters: ints of 32 bits and floats, passed as int32 and float32 scalars.
+        the table in any order. Row `i` of the result may depend only on the key,
+        `row_ids[i]` and the parameters. `row_bits` returns random bits.
+      parameters: 32-bit ints and floats, passed as int32 and float32 scalars.
 
     Example:
       >>> def ramp_rows(key, row_ids, dim, slope):
@@ -165,26 +171,26 @@ class RowInitializer:
         return f"RowInitializer({name}, {self.parameters!r})"
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns the values of a table of this shape, `(vocabulary_size, dim)`."""
+        """Returns the values of a table of shape `(vocabulary_size, dim)`."""
         row_ids = jnp.arange(shape[0], dtype=jnp.int32)
         rows = self.function(threefry_key(key), row_ids, shape[1], *self.scalars)
         return rows.astype(dtype)
 
     @property
     def scalars(self) -> tuple[np.generic, ...]:
-        """The parameters as scalars of 32 bits."""
+        """The parameters as 32-bit scalars."""
         return tuple(
             np.int32(p) if is_int(p) else np.float32(p) for p in self.parameters
         )
 
 
 def threefry_key(key: jax.Array) -> jax.Array:
-    """Returns a Threefry key that stands for a key of any kind."""
+    """Returns a Threefry key made from any kind of key."""
     return jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
 
 
 def constant(value: float) -> RowInitializer:
-    """Returns an initializer with one value everywhere.
+    """Returns an initializer that sets every element to one value.
 
     Example:
       >>> constant(2)(jax.random.key(0), (1, 3), jnp.float32).tolist()
@@ -198,7 +204,7 @@ def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
     """Returns an initializer with uniform values from `low` to `high`.
 
     Args:
-      low: smallest value; Keras' `RandomUniform` has the same default.
+      low: smallest value. Defaults as in Keras' `RandomUniform`.
       high: largest value, at least `low`.
 
     Example:
@@ -216,8 +222,8 @@ def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
     """Returns an initializer with normally distributed values.
 
     Args:
-      stddev: standard deviation, at least 0; Keras' `RandomNormal` has the same
-        default; `jax.nn.initializers.normal` has 0.01.
+      stddev: standard deviation, at least 0. The default is Keras' (`RandomNormal`);
+        `jax.nn.initializers.normal` has 0.01.
       mean: the mean.
 
     Example:
@@ -233,7 +239,7 @@ def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 
     Args:
       stddev: standard deviation before truncation, at least 0, as in TensorFlow and
-        JAX. The values have 0.88 of it.
+        JAX. Truncation reduces it to 0.88 of that.
       mean: the mean.
 
     Example:
@@ -248,14 +254,14 @@ def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 def rowwise(initializer: Initializer) -> RowInitializer:
     """Returns a row initializer that calls another initializer for each row.
 
-    Use it for an initializer that is not of this module and draws each row by itself,
-    to need no memory for a whole table. Each row has a key of its own, so the values
-    differ from one call for the whole table.
+    Saves the memory of a whole table for an initializer from elsewhere whose rows are
+    independent. Each row has its own key, so the values differ from a single call for
+    the whole table.
 
     Args:
-      initializer: `(key, shape, dtype)`. It is asked for the shape `(1, dim)`, so its
-        values must not depend on the number of rows. Those of
-        `jax.nn.initializers.variance_scaling` do, unless its mode is `"fan_out"`.
+      initializer: `(key, shape, dtype)`, called with the shape `(1, dim)`. Its values
+        must not depend on the number of rows, as in
+        `jax.nn.initializers.variance_scaling` unless its mode is `"fan_out"`.
 
     Example:
       >>> spread = rowwise(jax.nn.initializers.uniform(0.1))
@@ -288,13 +294,13 @@ class _EachRow:
 
 
 def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
-    """Returns initial values that show where a row comes from: row `i` is `offset + i`.
+    """Returns an initializer that sets row `i` to `offset + i`.
 
     Use it to check lookups and checkpoints. float32 holds row ids up to 2**24 exactly.
     The name is TensorFlow's.
 
     Args:
-      offset: value of row 0, an int of 32 bits.
+      offset: value of row 0, a 32-bit int.
 
     Example:
       >>> key = jax.random.key(0)
@@ -303,26 +309,23 @@ def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
     """
     if not is_int(offset) or not _is_parameter(offset):
         raise ValueError(
-            f"RowIdInitializer.offset must be an int of 32 bits, got {offset!r}; give "
-            "the value of row 0."
+            f"RowIdInitializer.offset must be a 32-bit int, got {offset!r}; pass the "
+            "value of row 0."
         )
     return RowInitializer(_row_id_rows, (int(offset),))
 
 
 _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
-"""Initializers of JAX that can be recognised: all others are anonymous closures."""
+"""JAX initializers that can be recognized; the rest are anonymous closures."""
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
-    """Returns the row initializer of a table; None if it needs the whole shape.
+    """Returns a table's row initializer, or None if it needs the whole table.
 
-    Args:
-      initializer: initializer of the table. None means a truncated normal distribution
-        with stddev `1 / sqrt(dim)`.
-      dim: columns of the table.
+    Without an initializer, it is a truncated normal with stddev `1 / sqrt(dim)`.
     """
     if initializer is None:
-        # TensorFlow's default. It also takes `stddev` before truncation.
+        # TensorFlow's default. There, `stddev` is also before truncation.
         return truncated_normal(1.0 / math.sqrt(dim))
     if isinstance(initializer, RowInitializer):
         return initializer
@@ -343,7 +346,7 @@ def takes_key(initializer: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(initializer)
     except (TypeError, ValueError):
-        return True  # Some compiled functions do not tell their arguments.
+        return True  # Some compiled functions have no signature.
     try:
         signature.bind("key", "shape", "dtype")
     except TypeError:
@@ -407,11 +410,11 @@ def _row_id_rows(
 
 
 def _symmetric(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns numbers between -1 and 1, without -1, 0 and 1: odd multiples of 2**-24.
+    """Returns odd multiples of 2**-24 between -1 and 1, so never -1, 0 or 1.
 
-    Every operation is exact, so that the numbers are equal on every platform.
+    Every operation is exact, so the numbers are the same on every platform.
     """
-    # Via int32: a TPU has no conversion from unsigned integers to floats.
+    # Via int32, because TPUs can't convert unsigned integers to floats.
     odd = 2 * (bits >> 8).astype(jnp.int32) - (2**24 - 1)
     return odd.astype(jnp.float32) * 2.0**-24
 

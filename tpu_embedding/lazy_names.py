@@ -1,8 +1,8 @@
-"""Imports the public names of a package when they are used first.
+"""Imports a package's public names on first use.
 
-`import tpu_embedding` then takes no time, and a package can offer names of modules that
-import it. The imports under `TYPE_CHECKING` list the names, for editors, type checkers
-and this module alike.
+This keeps `import tpu_embedding` fast, and lets a package export names from modules
+that import it. The imports under `TYPE_CHECKING` list the names for editors, type
+checkers and this module.
 """
 
 import ast
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 _lock = threading.RLock()
-"""Two threads that import parts of the package at once could wait for each other."""
+"""Without it, two threads that import parts of the package could deadlock."""
 
 
 def import_when_used(
@@ -24,8 +24,8 @@ def import_when_used(
     """Returns the `__getattr__` of a package with lazy names.
 
     Args:
-      package: name of the package, `__name__`.
-      describe_unknown: takes a name that the package lacks; its result ends the error.
+      package: the package's `__name__`.
+      describe_unknown: returns the end of the error for an unknown name.
     """
 
     def import_name(name: str) -> Any:
@@ -53,7 +53,7 @@ def import_when_used(
 
 @functools.cache
 def lazy_names(package: str) -> dict[str, tuple[str, str]]:
-    """Returns the names under a package's `TYPE_CHECKING`: their modules and names."""
+    """Returns a package's lazy names, each with its module and its name there."""
     spec = importlib.util.find_spec(package)
     source = spec.loader.get_source(package)  # pyright: ignore
     return {
@@ -67,7 +67,7 @@ def lazy_names(package: str) -> dict[str, tuple[str, str]]:
 
 
 def show_public_names_only(module: types.ModuleType) -> None:
-    """Gives a module `__all__`, unless it has one, and a `__dir__` that follows it."""
+    """Adds `__all__`, unless a module has one, and a `__dir__` that follows it."""
     names = vars(module)
     public = {
         name

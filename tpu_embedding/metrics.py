@@ -1,8 +1,8 @@
-"""Metrics as streaming, mergeable values under `jit`: AUC, log loss, recall and others.
+"""Streaming, mergeable metrics that work under `jit`: AUC, log loss, recall and more.
 
 A metric is a frozen pytree. `from_batch` makes one, `merge` adds two, and `update` does
-both. `compute` returns a float32 scalar: NaN if the samples do not determine the value.
-Samples of weight 0 count for nothing, even if their values are NaN.
+both. `compute` returns a float32 scalar, NaN if the samples do not determine it.
+Samples with weight 0 are ignored, even if their values are NaN.
 
 The metrics are in `tpu_embedding.recommenders`.
 """

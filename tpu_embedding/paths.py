@@ -1,4 +1,4 @@
-"""Reads the paths that users write, for all commands and functions alike."""
+"""Reads paths from users, for all commands and functions."""
 
 import os
 import pathlib
@@ -6,10 +6,10 @@ from typing import Any, TypeGuard
 
 
 def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns a path of this machine, with the home directory instead of `~`.
+    """Returns a local path with `~` expanded.
 
     Args:
-      path: path that the user wrote; it may be relative.
+      path: the user's path; it may be relative.
 
     Example:
       >>> local_path("runs/../tables/").as_posix()
@@ -21,7 +21,7 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def is_local_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Returns True for a path of this machine, not for a URL or another value.
+    """Returns True for a local path, not for a URL or another value.
 
     Example:
       >>> is_local_path("clicks/day_0"), is_local_path("gs://bucket/clicks")

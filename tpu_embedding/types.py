@@ -1,7 +1,7 @@
-"""Data types that the user, the lookup and the optimizers exchange.
+"""Data types shared by users, lookups and optimizers.
 
-All of them are plain data: no mesh, no device. The dataclasses and
-`RowRange` are pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
+All are plain data, without mesh or device. The dataclasses and `RowRange` are pytrees,
+so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ NO_ID_64: Final = np.uint64(2**64 - 1)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
-    """Returns what marks a position without an id among checked ids of this dtype.
+    """Returns the mark of a position without an id, for checked ids of this dtype.
 
-    Checked ids are int32 if they number rows, and else uint64.
+    Checked ids are int32 if they are row numbers, otherwise uint64.
     """
     return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
 
@@ -44,12 +44,22 @@ AxisSize = Any
 class DenseIds:
     """Ids of a feature with a fixed number of positions per sample, and their weights.
 
-    A plain array of ids means the same as `DenseIds(ids=array)`.
+    A plain array of ids is the same as `DenseIds(ids=array)`.
 
     Attributes:
       ids: integers `[batch]` or `[batch, valence]`, global. Unused positions of a
         `[batch, valence]` array hold `PADDING_ROW_ID`.
-      weights: float32, shaped like `ids`. None means weight 1 for every id.
+      weights: float32, shaped like `ids`. Defaults to weight 1 for every id.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table, combiner="sum"))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = np.array([[1, 2], [3, PADDING_ROW_ID]])
+      >>> weighted = DenseIds(ids=ids, weights=np.array([[0.5, 2.0], [1.0, 0.0]]))
+      >>> te.functional.lookup(tables, weighted, plan).activations.shape
+      (2, 4)
     """
 
     ids: IdArray
@@ -60,7 +70,7 @@ class DenseIds:
     ids="values",
     lengths="row_splits=np.cumsum([0, *lengths])",
     row_lengths="row_splits=np.cumsum([0, *row_lengths])",
-    offsets="row_splits, which are the offsets and, at the end, the number of values",
+    offsets="row_splits, the offsets followed by the number of values",
 )
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +84,12 @@ class RaggedIds:
       values: integers `[num_values]`, the ids of all samples, in sample order.
       row_splits: integers `[batch + 1]`, rising from 0 to `num_values`; sample `i`
         owns `values[row_splits[i]:row_splits[i + 1]]`.
-      weights: float32 `[num_values]`. None means weight 1 for every id.
+      weights: float32 `[num_values]`. Defaults to weight 1 for every id.
+
+    Example:
+      >>> ids = RaggedIds(values=np.array([1, 2, 3, 4]), row_splits=[0, 3, 3, 4])
+      >>> ids.values[ids.row_splits[0] : ids.row_splits[1]].tolist()
+      [1, 2, 3]
     """
 
     values: IdArray
@@ -85,15 +100,15 @@ class RaggedIds:
     def from_lists(
         cls, lists: Sequence[Sequence[Any]], weights: Sequence[Any] | None = None
     ) -> "RaggedIds":
-        """Makes ragged ids of one list per sample.
+        """Makes ragged ids from one list per sample.
 
         Args:
           lists: `[batch]` lists of ids, of any lengths.
           weights: `[batch]` lists of numbers, of the same lengths, or None.
 
         Raises:
-          TypeError: if a sample is a string, not a list of ids.
-          ValueError: if the weights have other lengths than the ids.
+          TypeError: if a sample is a string instead of a list.
+          ValueError: if weights and ids differ in length.
 
         Example:
           >>> RaggedIds.from_lists([[1, 2, 3], [], [4]]).row_splits.tolist()
@@ -103,11 +118,11 @@ class RaggedIds:
         if text is not None:
             raise TypeError(
                 "RaggedIds.from_lists needs one list of ids per sample, got the string "
-                f"{text!r}; write [[string] for string in strings] for one per sample."
+                f"{text!r}; write [[string] for string in strings] for one id each."
             )
         lengths = [len(ids) for ids in lists]
         values = [value for ids in lists for value in ids]
-        # NumPy takes empty lists for floats, and pads strings to the longest.
+        # NumPy makes floats of empty lists, and pads strings to the longest.
         is_text = bool(values) and isinstance(values[0], str | bytes)
         dtype = object if is_text else None
         ragged = cls(
@@ -141,7 +156,17 @@ class SparseIds:
       values: integers `[num_values]`, the ids.
       dense_shape: integers `[rank]`. All axes but the last form the batch. With rank
         above 2, set `FeatureConfig.output_shape` to `dense_shape[:-1]`.
-      weights: float32 `[num_values]`. None means weight 1 for every id.
+      weights: float32 `[num_values]`. Defaults to weight 1 for every id.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> indices = np.array([[0, 0], [0, 1], [2, 0]])
+      >>> values = np.array([7, 8, 9])
+      >>> ids = SparseIds(indices=indices, values=values, dense_shape=[3, 2])
+      >>> te.inputs.prepare_features(ids, plan).batch_size
+      3
     """
 
     indices: IdArray
@@ -163,8 +188,16 @@ class ShardedRaggedIds:
         `PADDING_ROW_ID`.
       row_splits: int32 `[num_shards, samples_per_shard + 1]`, global. The splits of
         each shard start at 0.
-      weights: float32, shaped like `values`. None means weight 1 for every id.
-      batch_size: number of samples in the batch, without the empty ones.
+      weights: float32, shaped like `values`. Defaults to weight 1 for every id.
+      batch_size: number of samples in the batch, without the ones that fill up shards.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> ids = te.inputs.prepare_features([[1, 2, 3], [4]], plan)
+      >>> isinstance(ids, ShardedRaggedIds), ids.values.shape[0] == plan.num_shards
+      (True, True)
     """
 
     values: IdArray
@@ -176,15 +209,26 @@ class ShardedRaggedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowIds:
-    """A feature whose ids were replaced by the numbers of their rows.
+    """A feature whose ids have been replaced by row numbers.
 
-    Lookups take it for tables whose ids are not row numbers. It is good for one step:
-    the next one may give its rows to other ids. Between steps, keep ids, never
+    Lookups take it for tables whose ids are not row numbers. It is valid for one step
+    only: the next one may give its rows to other ids. Keep ids between steps, never
     `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
         `ShardedRaggedIds`. An id without a row is `PADDING_ROW_ID`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=10), dim=4)
+      >>> plan = te.make_plan(te.FeatureConfig(table=users), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features([7, 2**40], plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> isinstance(result.features, RowIds)
+      True
     """
 
     ids: Any
@@ -194,7 +238,7 @@ FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | Row
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns the array of ids of a feature, in whichever field its form has it."""
+    """Returns a feature's array of ids, whatever its form."""
     match feature:
         case DenseIds():
             return feature.ids
@@ -214,9 +258,9 @@ def with_ids(feature: Any, ids: Any) -> Any:
 
 
 def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
-    """Returns the sizes of all axes but the last, which holds the ids of a sample.
+    """Returns the sizes of all axes but the last, which holds a sample's ids.
 
-    It is `(batch,)` for dense ids of one axis, and `()` for a scalar.
+    Returns `(batch,)` for dense ids with one axis, and `()` for a scalar.
     """
     match ids:
         case RaggedIds():
@@ -230,7 +274,7 @@ def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
 
 
 def is_integer(dtype: Any) -> bool:
-    """Returns True for integers of any width; False for booleans and time spans."""
+    """Returns True for integers of any width, but not for bools and time spans."""
     return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 
@@ -246,6 +290,17 @@ class RowUpdates:
         pytree leaf, so code that reads the dtype of the first leaf sees a float.
       row_ids: int32 `[num_rows]`, row ids within the shard. Unused positions hold
         `PADDING_ROW_ID`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> result = te.functional.lookup(tables, np.array([1, 1, 2]), plan)
+      >>> ones = np.ones((3, 4))
+      >>> gradients = te.functional.compute_gradients(result.routing, ones, plan)
+      >>> float(gradients.row_updates("stack_0").values.max())  # row 1 counts twice
+      2.0
     """
 
     values: Float[Array, "num_rows dim"]
@@ -265,19 +320,29 @@ class LookupStats:
     """Counts of one lookup, for the metrics of the step. Global values.
 
     Attributes:
-      rounds: exchange rounds per stack, int32 scalars by stack name. More than 1 means
-        that some ids spilled to later rounds because of skew. 0 means that the
-        backend of the stack looked the rows up without an exchange. Where it can, 1 or
-        more means that the ids were beyond its limits.
-      out_of_range: ids outside their table, int32 scalars by feature name. The ids were
-        dropped or clipped, as `FeatureConfig.out_of_range_ids` says.
-      num_ids: ids of the batch without padding and dropped ones, int32 scalars by stack
-        name. Stacks whose ids stay on their device are missing, here and below.
+      rounds: exchange rounds, int32 scalars by stack name. More than 1 means that skew
+        spilled some ids to later rounds. 0 means that the stack's backend looked rows
+        up without an exchange; for such a backend, 1 or more means that the ids were
+        beyond its limits.
+      out_of_range: ids outside their table, int32 scalars by feature name. They were
+        dropped or clipped, see `FeatureConfig.out_of_range_ids`.
+      num_ids: ids of the batch without padding and dropped ids, int32 scalars by stack
+        name. Here and below, stacks whose ids stay on their device are missing.
       requested_rows: rows that all devices requested from each shard, int32
-        `[num_shards]` by stack name. A device requests the row of equal ids once,
-        unless the optimizer needs each occurrence.
-      missing_rows: reads of rows that their device lacked, int32 scalars by stack name.
-        They gave NaN. Stacks whose devices have all rows are missing here.
+        `[num_shards]` by stack name. A device requests equal ids once, unless the
+        optimizer needs each occurrence.
+      missing_rows: reads of rows that were not on their device and returned NaN, int32
+        scalars by stack name. Only for stacks whose devices may lack rows.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = {"watched": np.array([1, 2, 99])}
+      >>> stats = te.functional.lookup(tables, ids, plan).stats
+      >>> int(stats.out_of_range["watched"])
+      1
     """
 
     rounds: dict[str, Int[Array, ""]]

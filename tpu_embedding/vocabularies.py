@@ -1,16 +1,15 @@
-"""What the ids of a table are, and what gives them rows: a seam of the core.
+"""Interface of vocabularies, which map a table's ids to rows.
 
-`TableConfig.vocabulary` is an object of this module. The core calls it, and never
-asks for its class. `FixedVocabulary` is the core's own: ids are row numbers. The
-defaults of the three classes below are its answers, so another vocabulary overrides
-what differs:
+The core calls `TableConfig.vocabulary` and never checks its class. The core's own
+vocabulary is `FixedVocabulary`, whose ids are row numbers. The three classes below
+default to its behavior, so another vocabulary overrides only what differs:
 
-* `Vocabulary`: facts of one table, for configs and plans. It is a value: frozen,
-  hashable, and fit for pickling.
-* `VocabularyInputs`: the ids of a feature on their way to row numbers.
+* `Vocabulary`: facts about one table, for configs and plans. It is a frozen, hashable
+  value that can be pickled.
+* `VocabularyInputs`: turns a feature's ids into row numbers.
 * `VocabularyStacks`: arrays that a stack of such tables has in addition to its rows.
 
-Neither of the last two has a state, so all vocabularies of a kind share one object.
+The last two are stateless, so all vocabularies of a kind share one object.
 """
 
 import dataclasses
@@ -34,41 +33,40 @@ if TYPE_CHECKING:
 
 
 class VocabularyInputs:
-    """The ids of a feature on their way to row numbers; by default, they are these.
+    """Turns a feature's ids into row numbers; by default, ids are row numbers.
 
-    `read`, `check` and `for_step` run on the host, in `prepare_features`, one after the
-    other. The rest runs in lookups, also in compiled ones.
+    `read`, `check` and `for_step` run on the host in `prepare_features`, in this order.
+    The rest runs in lookups, including compiled ones.
     """
 
     text_to_ids: str = "te.inputs.hash_ids or te.inputs.Vocabulary"
     """Functions that turn strings into such ids, for errors."""
 
     def read(self, ids: Any, feature: "FeaturePlan") -> Any:
-        """Returns ids as the user passed them, in a form that NumPy can read.
+        """Returns the user's ids in a form that NumPy can read.
 
         Raises:
-          TypeError: if the form may have lost a part of the ids.
+          TypeError: if the user's form may have truncated ids.
         """
         return ids
 
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: "FeaturePlan", where: str
     ) -> np.ndarray:
-        """Returns a copy of the ids, as a type that `types.padding_of` knows: int32.
+        """Returns a copy of the ids with a dtype of `types.padding_of`; here int32.
 
-        Ids that don't fit in int32 stay out of range, at the same end: -1, or the
-        largest int32 that isn't padding. Both are outside any table, so it doesn't
-        matter whether the step, or a served program with rules of its own, drops or
-        clips them.
+        Ids that don't fit in int32 stay out of range at the same end: they become -1 or
+        the largest int32 that isn't padding. The step, or a served program with its own
+        policy, can then drop or clip them correctly.
 
         Args:
           ids: integers of any dtype.
-          holds_padding: True if `PADDING_ROW_ID` marks positions without an id.
-          feature: the feature, whose `out_of_range_ids` says what invalid ids become.
+          holds_padding: whether `PADDING_ROW_ID` marks positions without an id.
+          feature: sets the policy, `out_of_range_ids`.
           where: name of a position, for errors.
 
         Raises:
-          ValueError: if an id is invalid and the feature's policy is `"error"`.
+          ValueError: if an id is invalid and the policy is `"error"`.
         """
         num_rows = feature.table.max_rows
         policy = feature.config.out_of_range_ids
@@ -88,7 +86,7 @@ class VocabularyInputs:
                 "te.inputs.PADDING_ROW_ID, or set FeatureConfig.out_of_range_ids to "
                 "'drop' or 'clip'."
             )
-        # The conversion would wrap ids that an int32 cannot hold. Replace them first.
+        # Replace ids that don't fit in int32 first: the conversion would wrap them.
         is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
         replacement = np.where(ids < 0, -1, PADDING_ROW_ID - 1)
         kept = np.where(is_foreign, 0, ids).astype(np.int32)
@@ -99,15 +97,15 @@ class VocabularyInputs:
         return ids
 
     def needs_rows(self, ids: Any) -> bool:
-        """Returns True for a feature that `find_rows` must see before its lookup."""
+        """Returns True for a feature that needs `find_rows` before its lookup."""
         return False
 
     def row_numbers(self, ids: Any, feature: "FeaturePlan") -> Any:
-        """Returns what a lookup takes: int32 rows of the table, in the feature's form.
+        """Returns int32 row numbers for a lookup, in the feature's form.
 
         Raises:
-          TypeError: if they are not known, or the feature holds rows of another kind of
-            vocabulary.
+          TypeError: if they are not known, or the feature holds another vocabulary's
+            rows.
         """
         if isinstance(ids, RowIds):
             raise TypeError(
@@ -117,7 +115,7 @@ class VocabularyInputs:
         return ids
 
     def unknown_rows(self, feature: "FeaturePlan") -> TypeError:
-        """Returns the error for a feature whose rows must be known, and are not."""
+        """Returns the error for a feature whose rows are not known yet."""
         return TypeError(f"Feature {feature.name!r} must hold RowIds, got ids.")
 
     def find_rows(
@@ -125,30 +123,25 @@ class VocabularyInputs:
     ) -> Any:
         """Returns a batch with `RowIds` for its features that need rows.
 
-        It changes no table: a new id lacks a row. One call answers for all features
-        with these inputs.
+        Tables don't change, so new ids lack rows. One call handles all features with
+        these inputs.
         """
         return features
 
     def served_rows(
         self, ids: Any, feature: "FeaturePlan", tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns the row numbers of a feature in an exported model.
+        """Returns a feature's row numbers in an exported model, from its table's name.
 
-        Args:
-          ids: ids of the feature.
-          feature: the feature.
-          tables: the tables that are served, and arrays that the export has put there.
-          name: name of the feature's table.
+        `tables` also has the arrays that the export added.
         """
         return ids
 
 
 class VocabularyStacks:
-    """Arrays that a stack has in addition to its rows; by default, there are none.
+    """Arrays that a stack has in addition to its rows; none by default.
 
-    They are in the dict of the tables under names of their own, and the shards are
-    the same as for the rows.
+    They are in the dict of tables under their own names, and sharded like the rows.
     """
 
     def array_names(self, stack: "StackPlan") -> tuple[str, ...]:
@@ -174,41 +167,41 @@ class VocabularyStacks:
         return iter(())
 
     def zero_counts(self, stack: "StackPlan") -> dict[str, Any]:
-        """Returns what a layer counts per table, before the first step."""
+        """Returns a layer's counts per table before the first step."""
         return {}
 
     def used_rows(self, tables: Mapping[str, Any], stack: "StackPlan") -> Any:
-        """Returns the array whose shards `table_sizes` gets, or None."""
+        """Returns the array whose shards are passed to `table_sizes`, or None."""
         return None
 
     def table_sizes(
         self, used_rows: Any, stack: "StackPlan"
     ) -> Float[Array, " tables"] | None:
-        """Returns the rows of each table that count in its totals. Per shard.
+        """Returns how many rows of each table count in its totals. Per shard.
 
-        None if all rows count.
+        None means that all rows count.
         """
         return None
 
     def rows_on_one_shard(
         self, rows: Int[Array, " rows"], stack: "StackPlan"
     ) -> Int[Array, " rows"]:
-        """Returns the numbers that rows of a stack have on a single shard.
+        """Returns the numbers that a stack's rows would have on a single shard.
 
-        Random bits of rows depend on them, so they are equal on any number of shards.
+        Random bits depend on them, so they are the same on any number of shards.
         """
         return rows
 
 
 class Vocabulary:
-    """What gives rows to the ids of a table, and which facts follow from that."""
+    """The mapping from a table's ids to rows, and the facts that follow from it."""
 
     ids_are_rows: bool = True
-    """True if each id is the number of its row, for good."""
+    """True if each id is permanently its row number."""
     instead_of_row_numbers: str = ""
-    """What to do where only row numbers serve, if ids are not; ends errors."""
+    """End of errors: what to do where ids must be row numbers but aren't."""
     stacking_key: Any = None
-    """Tables of a class share a stack only if their keys, hashable, are equal."""
+    """Hashable. Tables of a class share a stack only if their keys are equal."""
     inputs: VocabularyInputs = VocabularyInputs()
     stacks: VocabularyStacks = VocabularyStacks()
 
@@ -218,27 +211,24 @@ class Vocabulary:
         raise NotImplementedError
 
     def rows_over(self, num_shards: int) -> int:
-        """Returns the rows of the table over all shards, spare ones included."""
+        """Returns the table's rows over all shards, including spare rows."""
         return self.max_rows
 
     def table_problems(
         self, dtype_name: str | None, initializer: "Initializer | None", owner: str
     ) -> Iterator[str]:
-        """Yields what other fields of the `TableConfig` must not be.
+        """Yields problems with other fields of the `TableConfig`.
 
-        Args:
-          dtype_name: storage type of the rows; None if it is unknown.
-          initializer: the table's own.
-          owner: the table, for errors.
+        A `dtype_name` of None means that it is unknown. `owner` names the table.
         """
         return iter(())
 
     def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
-        """Yields what fields of a feature of the table must not be."""
+        """Yields problems with fields of a feature of the table."""
         return iter(())
 
     def optimizer_problem(self, optimizer: "RowOptimizer") -> str | None:
-        """Returns why such tables cannot have an optimizer, and what to do; or None."""
+        """Returns why the optimizer doesn't fit and what to do instead, or None."""
         return None
 
 
@@ -262,6 +252,6 @@ class FixedVocabulary(Vocabulary):
         return self.size
 
     def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
-        """Yields a `default_id` that is not a row."""
+        """Yields a problem if `default_id` is not a row."""
         row = optional(int_rule(0, self.size - 1, "give a row's number"))
         yield from broken_rules(feature, {"default_id": row}, owner)

@@ -1,6 +1,6 @@
-"""Idioms that say to XLA what JAX alone cannot, each with its reason.
+"""Idioms that tell XLA what JAX alone can't express, with the reason for each.
 
-The last functions compute what JAX also has, in forms that suit a TPU.
+The last functions reimplement JAX operations in forms that suit TPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,41 +15,34 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 T = TypeVar("T")
 
 _VECTOR_STEPS: Final = ((52, 1), (40, 2), (32, 3), (24, 5))
-"""Row lengths from which on so many operations per element keep a copy in vectors."""
+"""Minimum row length, and the operations per element that keep its copy vectorized."""
 
 _LONGEST_UNROLLED_ROW: Final = 64
-"""Elements of the longest row whose copy XLA:CPU unrolls to single elements."""
+"""Elements of the longest row whose copy XLA:CPU unrolls."""
 
 _BLOCK: Final = 128
-"""Numbers of a block: the lanes of a TPU's vector register."""
+"""Numbers per block: the lanes of a TPU vector register."""
 
 _UNROLL: Final = 8
-"""Numbers of each block that one iteration of the loop adds."""
+"""Numbers of each block per iteration of the loop."""
 
 
 def read_before_write(values: T) -> T:
-    """Returns the values, all of which are computed before one is used.
+    """Returns the values, and computes all of them before any is used.
 
-    Give it a table and the rows that were read of it, and write to the table that it
-    returns. Otherwise XLA may write first, and keep the old rows in a copy of the whole
-    table. Under an update in a loop, XLA:CPU copies whole slot variables.
-
-    Args:
-      values: pytree of arrays.
+    Pass a table and the rows read from it, and write to the returned table. Otherwise
+    XLA may write first and keep the old rows in a copy of the whole table. For updates
+    in a loop, XLA:CPU copies whole slot variables.
     """
     return jax.lax.optimization_barrier(values)
 
 
 def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
-    """Returns `function(carry)` if a condition holds, else the carry as it is.
+    """Returns `function(carry)` if a condition holds, otherwise the carry.
 
-    It is a loop of at most one turn, which updates the carry in place. XLA copies the
-    operands of a conditional, so `jax.lax.cond` would copy whole tables.
-
-    Args:
-      condition: bool scalar.
-      function: takes and returns pytrees of the same shapes and dtypes.
-      carry: pytree of arrays.
+    A loop of at most one iteration updates the carry in place. XLA copies the operands
+    of a conditional, so `jax.lax.cond` would copy whole tables. `function` must keep
+    shapes and dtypes.
     """
 
     def run_once(state: tuple[Array, T]) -> tuple[Array, T]:
@@ -60,42 +53,37 @@ def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
 
 
 def as_variables(values: T) -> T:
-    """Returns constants whose values XLA does not know.
+    """Returns constants with their values hidden from XLA.
 
-    Otherwise XLA folds them into the arithmetic: it rounds differently than with
-    variables, or removes operations that it finds to do nothing.
-
-    Args:
-      values: pytree of arrays.
+    Otherwise XLA folds them into the arithmetic, which then rounds differently, or
+    removes operations that have no effect with these values.
     """
     return jax.lax.optimization_barrier(values)
 
 
 def computed_apart(values: T) -> T:
-    """Returns the values, computed by operations of their own.
+    """Returns the values, computed without fusion into their consumers.
 
     XLA:CPU fuses arithmetic with the copy, slice or scatter around it. The fused loop
-    runs on one core, or without vectors. XLA:TPU aborts on some fusions of gathers.
-
-    Args:
-      values: pytree of arrays.
+    runs on one core or without vector instructions. XLA:TPU aborts on some fusions of
+    gathers.
     """
     return jax.lax.optimization_barrier(values)
 
 
 def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *row"]:
-    """Returns gathered rows unchanged, by a loop that XLA:CPU compiles to vectors.
+    """Returns gathered rows unchanged, through a loop that XLA:CPU vectorizes.
 
-    XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 elements to single loads
-    and stores. With that many instructions per row, the reads of few rows overlap. A
-    loop with enough operations per element is not unrolled, and takes a fifth of the
-    time at 64 columns, a third at 32. So the bits are clamped to the range of int32,
-    with bounds that XLA does not know. Rows of less than 24 elements take longer this
-    way. `benchmarks/gather_speed.py` measures all lengths with and without.
+    XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 elements into scalar loads
+    and stores. With that many instructions per row, few row reads overlap. A loop with
+    enough operations per element is not unrolled, and takes a fifth of the time at 64
+    columns and a third at 32. So this one clamps the bits to the range of int32, with
+    bounds hidden from XLA. Rows with fewer than 24 elements would be slower.
+    `benchmarks/gather_speed.py` measures all lengths both ways.
 
     Args:
-      rows: what a gather returned; other types than float32 and int32, and other
-        lengths, are returned as they are.
+      rows: result of a gather. Types other than float32 and int32, and other lengths,
+        are returned directly.
     """
     is_word = rows.dtype in (jnp.float32, jnp.int32)
     length = rows.shape[1] if rows.ndim == 2 else 0
@@ -119,10 +107,10 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
 def zeros_unless(
     is_row: Bool[Array, " rows"], rows: Float[Array, "rows dim"]
 ) -> Float[Array, "rows dim"]:
-    """Returns `jnp.where(is_row[:, None], rows, 0.0)` of float32 rows.
+    """Returns `jnp.where(is_row[:, None], rows, 0.0)` for float32 rows.
 
-    XLA:CPU selects element by element where it sums 20 rows. It needs a tenth less time
-    to clear the bits of a row with one mask.
+    In a sum of 20 rows, XLA:CPU selects element by element. Clearing a row's bits with
+    one mask takes a tenth less time.
     """
 
     def select(is_row: Array, rows: Array) -> Array:
@@ -139,9 +127,9 @@ def zeros_unless(
 def running_sum(values: Array) -> Int[Array, " n"]:
     """Returns `jnp.cumsum(values)` of integers or bools `[n]`, as int32.
 
-    XLA:TPU takes 10 to 40 s to compile `jnp.cumsum` of 900,000 numbers. This one takes
-    1 s. It sums within blocks first, all blocks at once, and then over the blocks. A
-    symbolic size, which a program for serving has, cannot be cut into blocks.
+    XLA:TPU takes 10 to 40 s to compile `jnp.cumsum` of 900,000 numbers, and 1 s for
+    this. It sums within all blocks at once, then over the blocks. The symbolic sizes of
+    serving programs cannot be split into blocks.
     """
     if jax.export.is_symbolic_dim(values.shape[0]):
         return jnp.cumsum(values, dtype=jnp.int32)
@@ -151,10 +139,10 @@ def running_sum(values: Array) -> Int[Array, " n"]:
 def value_of_range(
     numbers: Int[Array, " n"], starts: Sequence[int], values: Sequence[int]
 ) -> Int[Array, " n"]:
-    """Returns the value of the range that each number is in.
+    """Returns the value of the range that contains each number.
 
-    A range ends where the next one starts. The result is a sum of the steps from value
-    to value: a TPU gathers single integers slowly.
+    A range ends where the next one starts. The result is a sum of the steps between
+    values, because TPUs gather single integers slowly.
 
     Args:
       numbers: int32 or uint32.
@@ -172,9 +160,9 @@ def value_of_range(
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Replaces each negative number by the last number before it that is not negative.
+    """Replaces each negative number with the last non-negative number before it.
 
-    Negative numbers at the beginning become -1. The result is int32.
+    Leading negative numbers become -1. The result is int32.
     """
     return _scan(
         values.astype(jnp.int32),
@@ -186,13 +174,7 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
 def _scan(
     values: Int[Array, " n"], combine: Callable[[Array, Array], Array], neutral: int
 ) -> Int[Array, " n"]:
-    """Combines each number with all numbers before it.
-
-    Args:
-      values: the numbers.
-      combine: an associative function.
-      neutral: neutral element of the operation.
-    """
+    """Combines each number with all before it, using an associative function."""
     num_values = values.shape[0]
     if num_values <= _BLOCK:
         return jax.lax.associative_scan(combine, combine(jnp.int32(neutral), values))

@@ -193,7 +193,7 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
     before, after = plan_of(3), plan_of(num_devices, capacity)
     state = train(start(before), before, range(12))
     te.save(tmp_path / "c", state, plan=before)
-    leaves_out = pytest.warns(UserWarning, match="left out.*192 of 320 of table 'user'")
+    leaves_out = pytest.warns(UserWarning, match="Dropped.*192 of 320 of table 'user'")
     with leaves_out if capacity == 128 else contextlib.nullcontext():
         restored = te.restore(tmp_path / "c", start(after), plan=after)
     for name, old in by_id(state, before).items():

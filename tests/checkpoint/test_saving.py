@@ -140,7 +140,7 @@ def test_saved_arrays_may_be_donated(plan, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ([0.9, 1.9], TypeError, r"integer type, got float64\[2\]; write \[3\] for one"),
+        ([0.9, 1.9], TypeError, r"integer array .*, got float64\[2\]. Write \[3\]"),
         ([0, -1], IndexError, "between 0 and .*, got -1"),
     ],
 )
@@ -204,9 +204,9 @@ def test_a_checkpoint_is_read_without_its_plan(saved):
     np.testing.assert_array_equal(part, slots["movie"]["accumulators"][5:20])
     with pytest.raises(IndexError, match="between 0 and 39, got 40"):
         read(directory, "movie", [40])
-    with pytest.raises(CheckpointError, match="'film', only"):
+    with pytest.raises(CheckpointError, match="no table 'film'"):
         read(directory, "film")
-    with pytest.raises(CheckpointError, match="no slot variable 'mu', only"):
+    with pytest.raises(CheckpointError, match="no slot variable 'mu'"):
         read(directory, "movie", slot="mu")
 
 
@@ -374,8 +374,8 @@ def test_all_differences_are_listed_and_nothing_changes(saved):
 WRONG_ARGUMENTS = {
     "tables": (dict(tables=["film"]), ValueError, "tables must name tables of the sta"),
     "slots": (dict(slots="skip"), ValueError, "slots must be one of"),
-    "plan": (dict(plan=None), ValueError, "belong to no known plan. Pass plan="),
-    "another plan": (dict(plan=plan_of), ValueError, "belong to no known plan"),
+    "plan": (dict(plan=None), ValueError, "to a known plan. Pass the plan"),
+    "another plan": (dict(plan=plan_of), ValueError, "to a known plan"),
 }
 
 
@@ -391,7 +391,7 @@ def test_wrong_arguments(saved, plan, arguments, error, message):
 
 def test_a_checkpoint_is_not_overwritten(plan, tmp_path):
     te.save(tmp_path / "a", state_of(plan), plan=plan)
-    with pytest.raises(CheckpointError, match="exists; choose a new one"):
+    with pytest.raises(CheckpointError, match="already exists"):
         te.save(tmp_path / "a", state_of(plan, 1), plan=plan)
     assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 3
 
@@ -406,7 +406,7 @@ def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         errors = list(threads.map(save, [1, 2]))
     (winner,) = (number for number in (1, 2) if errors[number - 1] is None)
-    assert "exists; choose a new one" in errors[2 - winner]
+    assert "already exists" in errors[2 - winner]
     saved = te.restore(tmp_path / "a", {"step": np.zeros(10_000, int)})["step"]
     np.testing.assert_array_equal(saved, np.full(10_000, winner))
 
@@ -471,7 +471,9 @@ def test_another_format_is_refused(saved, plan, tmp_path):
     shutil.copytree(saved[0], tmp_path / "a")
     file = tmp_path / "a" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    with pytest.raises(CheckpointError, match="has format 1, .*with the tpu_embedding"):
+    with pytest.raises(
+        CheckpointError, match="has format 1, .*version of tpu_embedding"
+    ):
         te.restore(tmp_path / "a", state_of(plan), plan=plan)
     flip(file)
     file.write_text(file.read_text()[:-2])

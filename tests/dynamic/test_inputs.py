@@ -103,7 +103,7 @@ def test_words_pass_and_known_rows_are_refused():
     dense = te.DenseIds(ids=words, weights=np.array([1.0, 2.0]))
     prepared = prepare(dense)
     assert prepared.ids.to_numpy().tolist() == [2**40, 7]
-    with pytest.raises(TypeError, match="known already"):
+    with pytest.raises(TypeError, match="already rows"):
         prepare(te.functional.RowIds(np.array([1], np.int32)))
 
 

@@ -224,9 +224,7 @@ NO_CLOCKS = [
 def test_a_clock_that_is_no_such_integer_is_refused(now, error, got):
     plan = plan_of()
     tables, slots = start(plan)
-    message = (
-        rf"now must be one integer from 1 to 2\*\*32 - 1, got .*{got}.*np.uint32\("
-    )
+    message = rf"now must be an integer from 1 to 2\*\*32 - 1, got .*{got}.*np.uint32\("
     with pytest.raises(error, match=message):
         insert(tables, slots, plan, [5], now=now)
 
@@ -234,7 +232,7 @@ def test_a_clock_that_is_no_such_integer_is_refused(now, error, got):
 def test_a_traced_clock_of_another_kind_is_refused():
     plan = plan_of()
     tables, slots = start(plan)
-    with pytest.raises(TypeError, match="now must be one integer"):
+    with pytest.raises(TypeError, match="now must be an integer"):
         jax.jit(lambda now: insert(tables, slots, plan, [5], now=now))(jnp.float32(1))
 
 

@@ -101,7 +101,7 @@ def test_exports_that_have_no_delta(exports):
         rngs=nnx.Rngs(0),
     )
     te.export.save_tables(layer, exports / "other")
-    with pytest.raises(ExportError, match="exports of the same files"):
+    with pytest.raises(ExportError, match="exports with the same files"):
         te.export.save_delta(exports / "other", exports / "export0", exports / "delta")
     wider = {
         name: te.TableConfig(vocabulary_size=9, dim=4, name=name) for name in SIZES

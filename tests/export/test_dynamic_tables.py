@@ -125,7 +125,7 @@ class Sharing(DynamicModel):
 
 
 def test_ids_of_dynamic_and_static_tables_need_two_inputs(tmp_path):
-    with pytest.raises(ExportError, match="make two inputs of them"):
+    with pytest.raises(ExportError, match="Use two inputs"):
         te.export.save(Sharing(), tmp_path / "served", np.arange(4))
 
 

@@ -153,7 +153,7 @@ def test_any_method_of_several_layers(tmp_path):
 
 def test_code_that_computes_with_the_batch_size(tmp_path):
     model, path, ids = Similar(), tmp_path / "served", np.array([1, 2, 3])
-    with pytest.raises(te.export.ExportError, match="pass batch_size=N"):
+    with pytest.raises(te.export.ExportError, match="Pass batch_size=N"):
         te.export.save(model, path, ids, method="of_whole_batch")
     assert not list(tmp_path.iterdir())
     te.export.save(model, path, ids, method="of_whole_batch", batch_size=3)
@@ -192,7 +192,7 @@ WRONG_CALLS = {
     "user.*307": (FOUR | {"user": np.array([1, 2, 3, 307])}, INPUTS),
     "must be integers": (FOUR | {"user": np.ones(4)}, INPUTS),
     "watched": (FOUR | {"watched": np.ones((4, 2), int)}, INPUTS),
-    "have weights": (FOUR | {"weighted": np.ones((4, 3), int)}, INPUTS),
+    "without weights": (FOUR | {"weighted": np.ones((4, 3), int)}, INPUTS),
     "must be dense or ragged": (FOUR | {"watched": [[1], [], [2, 3], [4]]}, INPUTS),
     "Cannot cast": (FOUR, np.array([["a"]])),
 }
@@ -217,7 +217,7 @@ def test_numbers_that_the_program_cannot_hold_are_refused(tmp_path):
     served = te.export.load(tmp_path / "served")
     wanted = model.left.embedding_tables()["movies"][[1, 2]]
     np.testing.assert_array_equal(served(np.array([0, 1])), wanted)
-    with pytest.raises(ValueError, match="numbers that int32 can hold, got 0 to 8"):
+    with pytest.raises(ValueError, match="int32, got values from 0 to 8"):
         served(np.array([0, 2**33]))
 
 

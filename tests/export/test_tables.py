@@ -72,7 +72,7 @@ def test_tables_of_a_stored_type_keep_their_bits(tmp_path, dtype):
         file = tmp_path / "int8" / "tables" / "a.safetensors"
         error = decode(read_tensors(file)["a"]) - layer.embedding_tables()["a"]
         assert 0 < np.abs(error).max() < 1e-2
-    with pytest.raises(te.export.ExportError, match="holds tables and no program"):
+    with pytest.raises(te.export.ExportError, match="holds tables but no program"):
         te.export.load(tmp_path / "tables")
 
 

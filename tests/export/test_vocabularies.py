@@ -91,7 +91,7 @@ def test_vocabularies_by_input():
     for wrong, message in (
         ({"movie": USERS}, "the inputs are .'left/movie', 'right/movie'."),
         ({5: USERS}, "got 5; the inputs are .'user'"),
-        ({"user": larger}, "'user'.*table has rows, 3, got Vocabulary.3 tokens"),
+        ({"user": larger}, "'user'.*at most 3 ids, .*got Vocabulary.3 tokens"),
         ({"user": ["a"]}, "must be a te.inputs.Vocabulary"),
     ):
         with pytest.raises(ExportError, match=message):

@@ -123,7 +123,7 @@ def test_growth_is_told_from_the_fourth_on():
         grown = choose(sizes, demand_of([16] * 100), demand_of([1] * 100, name="other"))
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert f"it now gets {grown[0]}" in message
+    assert f"now {grown[0]}" in message
     assert "expected_valence" in message and f"to {grown[0] / 100:.3g} for" in message
     assert "'other'" not in message
 

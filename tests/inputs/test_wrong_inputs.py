@@ -104,7 +104,7 @@ WRONG_WEIGHTS = {
     "too large": ([1], [1e39], ValueError, "got inf at (0,)"),
     "masked": ([1, 2], MASKED, TypeError, "got a masked array"),
     "fewer": ([1, 2], [1.0], ValueError, "(2,), got (1,)"),
-    "ragged for dense": ([1, 2], RAGGED, TypeError, "DenseIds, as its ids are, got R"),
+    "ragged for dense": ([1, 2], RAGGED, TypeError, "DenseIds, like its ids, got R"),
     "ragged, fewer": (RAGGED, [1.0, 2.0], ValueError, "(3,), got (2,)"),
     "ragged, other lengths": (
         RAGGED,
@@ -122,13 +122,13 @@ WRONG_WEIGHTS = {
         RAGGED,
         SPARSE,
         TypeError,
-        "RaggedIds, as its ids are, got S",
+        "RaggedIds, like its ids, got S",
     ),
     "sparse, other places": (
         SPARSE,
         sparse([[0, 0], [1, 2], [2, 0]], [1.0, 2.0, 3.0]),
         ValueError,
-        "the indices of its ids",
+        "the same indices as its ids",
     ),
     "sparse, other shape": (
         SPARSE,

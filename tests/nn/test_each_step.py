@@ -102,7 +102,7 @@ def test_refuses_a_step_without_an_optimizer():
     ("value", "match"),
     [
         (0.1, "must be a function without arguments, got 0.1; set a number"),
-        (lambda count: 0.1, "pass a function of the step to the optimizer"),
+        (lambda count: 0.1, "pass a schedule, a function of the step"),
     ],
 )
 def test_refuses_what_is_no_function_without_arguments(value, match):

@@ -333,7 +333,7 @@ MISUSE = {
     "jit inside": (
         lambda m, v, b: te.linen.value_and_grad(jax.jit(linen_loss(m, b)))(v),
         ValueError,
-        "jax.jit belongs around the whole step",
+        "jax.jit to the whole step",
     ),
     "state without tables": (
         lambda m, v, b: te.linen.TrainState.create(

@@ -193,7 +193,7 @@ class Randomized(OneTable):
 def test_features_that_cannot_be_known_ahead_are_refused(model_class):
     model = model_class(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="must return the features with"):
+    with pytest.raises(ValueError, match="features_of must return the features"):
         one_table_step()(model, optimizer, SMALL_BATCH, None)
 
 
@@ -234,7 +234,7 @@ def test_an_evaluation_between_calls_changes_nothing():
 
 
 MISUSE = {
-    "another batch": (call_with_another_batch, "batch that the call before got"),
+    "another batch": (call_with_another_batch, "next_batch of the previous"),
     "another update": (train_otherwise, "something else has changed the optimizer"),
     "another optimizer": (call_with_another_optimizer, "rows in flight for another"),
     "inside jit": (call_inside_jit, "call it outside"),

@@ -194,7 +194,7 @@ def test_equal_calls_share_a_stack():
             lambda: (rule := opt.with_ema(opt.sgd(1))).update(
                 jnp.ones((1, 2)), rule.init(jnp.ones((1, 2)))
             ),
-            "params must be given",
+            "params, got None",
         ),
     }.values(),
 )

@@ -44,13 +44,13 @@ REFUSED = {
     ),
     "adafactor_scaled_after": (
         optax.chain(te.optimizers.adafactor(1.0), optax.scale(0.1)),
-        "last of a chain",
+        "last in a chain",
     ),
     "adafactor_with_options": (
         te.optimizers.with_options(
             te.optimizers.adafactor(1.0), weight_decay_factor=0.5
         ),
-        "last of a chain",
+        "last in a chain",
     ),
     "every_row_in_a_chain": (
         optax.chain(optax.clip(1.0), EVERY_ROW),

@@ -80,7 +80,7 @@ REFUSED = {
     "lbfgs": NO_LOSS,
     "noisy_sgd": MIXES,
     "novograd": MIXES,
-    "sm3": "all rows share depends on the rows.*to the dense parameters only",
+    "sm3": "scalar of its state.*to the dense parameters only",
     "dowg": MIXES,
     "muon": MIXES,
     "prodigy": MIXES,
@@ -90,9 +90,9 @@ REFUSED = {
     "clip_by_block_rms": MIXES,
     "clip_by_global_norm": MIXES,
     "MultiSteps": IN_TIME,
-    "scale_by_factored_rms": r"part \.v_row has shape.*te\.optimizers\.adafactor",
+    "scale_by_factored_rms": r"\.v_row has shape.*te\.optimizers\.adafactor",
     "scale_by_trust_ratio": MIXES,
-    "zero_nans": "all rows share.*jnp.nan_to_num",
+    "zero_nans": "scalar of its state.*jnp.nan_to_num",
     "reduce_on_plateau": NO_LOSS,
 }
 

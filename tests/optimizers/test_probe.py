@@ -68,8 +68,8 @@ NOT_RUNNABLE = {
     "arguments": (optax.lbfgs(0.1), "TypeError: .*missing 3 required"),
     "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "TracerBool"),
     "a rate without arguments": (optax.sgd(lambda: 0.1), "te.nn.set_each_step"),
-    "no array": (optax.stateless(lambda u, p: None), "does not return one array"),
-    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "fast_optimizer alone"),
+    "no array": (optax.stateless(lambda u, p: None), "must return one array"),
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "only its fast_optimizer"),
 }
 
 

@@ -124,11 +124,11 @@ def test_the_plan_chooses_the_driver(name):
 CONTRADICTIONS = {
     "every row of a sequence": (
         lambda: te.optimizers.every_row(te.optimizers.in_sequence(optax.sgd(0.1))),
-        "every row and to duplicates in sequence",
+        "every row and once per occurrence",
     ),
     "sequence of every row": (
         lambda: te.optimizers.in_sequence(adam(lazy_adam=False)),
-        "every row and to duplicates in sequence",
+        "every row and once per occurrence",
     ),
     "norm of occurrences of every row": (
         lambda: te.optimizers.every_row(DRIVERS["norm"][0]),

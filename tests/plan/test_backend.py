@@ -1,4 +1,4 @@
-"""The seam of backends: the core calls one that it has never seen, and names none."""
+"""The interface of backends: the core can call one that it has never seen."""
 
 import collections
 import dataclasses

@@ -26,7 +26,7 @@ WRONG = {
     "axes of two types": (
         dict(mesh=kinds_of(AxisType.Explicit, AxisType.Auto)),
         ValueError,
-        "all of type Auto or all of type Explicit, got .*'y'",
+        "of type Auto or all of type Explicit, got .*'y'",
     ),
     "hardware as a name": (
         dict(hardware="v5p"),
@@ -54,7 +54,7 @@ def test_no_mesh_means_that_of_the_context():
     with jax.set_mesh(mesh):
         plan = te.make_plan(FEATURE)
         # JAX hides the devices of the context there.
-        with pytest.raises(ValueError, match="mesh must be given .* inside jax.jit"):
+        with pytest.raises(ValueError, match="mesh must be .* inside jax.jit"):
             jax.eval_shape(lambda: te.make_plan(FEATURE) and 0)
     assert plan.mesh == mesh
     assert set(auto_mesh(plan).axis_types) == {AxisType.Auto}

@@ -36,7 +36,7 @@ USES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_an_average_of_words_raises_at_its_use(dtype, use):
     layer, sources = averaged(dtype)
-    text = f"int32 words that {dtype} .*float32 .*'t'.*layer.embedding_tables"
+    text = f"{dtype} rows packed in int32 words.*float32 .*'t'.*layer.embedding_tables"
     with pytest.raises(ValueError, match=text):
         use(layer)
     # What the error says to write.

@@ -165,7 +165,7 @@ def test_wrong_arguments_are_named():
         ((queries, plan, 6), {"table": "few"}, "k must be from 1 to 5, the rows of"),
         ((queries, plan, 0), {"table": "few"}, "k must be from 1 to 5"),
         ((queries, plan, 1), {}, "one of the tables ['few', 'many'], got None"),
-        ((queries[:, :3], plan, 1), {"table": "few"}, "the shape [queries, 4], as"),
+        ((queries[:, :3], plan, 1), {"table": "few"}, "the shape [queries, 4], like"),
         (
             (queries, plan, 1),
             {"table": "few", "transform": lambda rows: rows[:, :3]},
@@ -175,7 +175,7 @@ def test_wrong_arguments_are_named():
             ((queries, plan, 1), {"table": "few", "excluded": x}, message)
             for x, message in (
                 ([3], "excluded must be integers [7, n]"),
-                ([[1, 2], [3]], "fill lists of other lengths up by te.inputs.PADDING"),
+                ([[1, 2], [3]], "pad lists to equal lengths with te.inputs.PADDING"),
                 (np.zeros((6, 1), int), "got int64 [6, 1]"),
                 (np.full((7, 1), 2.7), "got float64 [7, 1]"),
             )

@@ -212,7 +212,7 @@ def test_values_on_devices_are_not_waited_for(batch):
 
 
 def test_lists_of_clicks_are_checked():
-    with pytest.raises(ValueError, match="and 1 such labels in all"):
+    with pytest.raises(ValueError, match="1 such labels in total"):
         m.AUC.from_batch([0.5, 3.0, 2.0], [1, 3, 3], [True, False, True])
 
 

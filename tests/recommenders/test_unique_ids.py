@@ -79,7 +79,10 @@ def test_ids_outside_the_table_are_the_features_to_drop():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"a": np.ones(2, int), "b": np.ones(3, int)}, r"of one batch.*\(2,\), \(3,\)"),
+        (
+            {"a": np.ones(2, int), "b": np.ones(3, int)},
+            r"equal batch size.*\(2,\), \(3,\)",
+        ),
         (np.array([0.5]), "needs integers"),
         ([[1, 2], [3]], "from_lists"),
         (np.zeros((2, 3, 4), int), r"\[batch, valence\]"),

@@ -1,18 +1,17 @@
-"""Saves and restores the state of a training, and imports tables of other libraries.
+"""Saves and restores training state, and imports tables from other libraries.
 
-Files are independent of devices and plans: a table is one array in natural row order,
-in an ordinary orbax checkpoint.
+Files don't depend on devices or plans: each table is one array, rows in natural order,
+in an ordinary Orbax checkpoint.
 
-    saving           te.save and te.restore, and the orbax handler they use
-    restoring        reads a checkpoint into a state, under any plan, by blocks
-    split_state      finds the embedding layers in a state, and its other leaves
-    saved_leaves     the leaves to save, their description, and the ids of dynamic
-                     tables
-    arrays           reads and writes arrays on the disk, chunk by chunk
-    records          names and descriptions of the files, and the error of this folder
-    state_file       state.json: written, sealed with checksums, read and checked
-    differences      everything in which a checkpoint and a state differ
-    imports/         tables that other libraries wrote
+    saving           te.save, te.restore, and the Orbax handler they use
+    restoring        reads a checkpoint into a state block by block, under any plan
+    split_state      splits a state into embedding layers and other leaves
+    saved_leaves     describes the leaves to save, and places ids of dynamic tables
+    arrays           reads and writes arrays on disk, chunk by chunk
+    records          file names, descriptions, and CheckpointError
+    state_file       writes, seals, reads and checks state.json
+    differences      lists the differences between a checkpoint and a state
+    imports/         reads tables written by other libraries
 """
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table

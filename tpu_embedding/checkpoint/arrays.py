@@ -1,14 +1,14 @@
 """Reads and writes the arrays of a checkpoint with tensorstore.
 
-An array has the format zarr 3, without compression. Each chunk ends with its crc32c, so
-any reader of zarr notices a flipped bit. `state.json` repeats these checksums, so a
-chunk of another checkpoint is an error, as is a missing one. A chunk of a large table
-is 10 to 20 MB of neighbouring rows.
+Arrays are stored as uncompressed zarr 3. Each chunk ends with its CRC-32C, so any zarr
+reader notices a flipped bit. `state.json` repeats these checksums, so a missing chunk
+or a chunk from another checkpoint is also an error. A large table's chunks hold 10 to
+20 MB of adjacent rows.
 
 Orbax names the arrays of a tree, and an `ArrayWriter` writes them. Tables and slot
-variables are `TableToSave` in the tree. The rows of a stack stream block by block
-(`tables/row_stream.py`), so neither the devices nor the host hold a second copy of a
-table. Every process writes the blocks of its own devices.
+variables are `TableToSave` leaves of the tree. A stack's rows stream block by block
+(`tables/row_stream.py`), so neither devices nor host hold a second copy of a table.
+Each process writes the blocks of its own devices.
 """
 
 import collections
@@ -55,30 +55,26 @@ from tpu_embedding.tables.row_stream import RowBlock, read_blocks
 from tpu_embedding.tables.table_values import unstack_tables
 
 MAX_PENDING_BYTES: Final = 2**28
-"""Bound on the bytes that wait in host memory to be written."""
+"""Maximum bytes waiting in host memory to be written."""
 
 _READERS: Final = 4
-"""Chunks that are read at once to verify them."""
+"""Chunks read concurrently during verification."""
 
 _OPEN_FILES: Final = "/proc/self/fd"
-"""Links to the open files and directories of the process, on Linux."""
+"""Links to the process's open files and directories, on Linux."""
 
 _CODECS: Final = ["bytes", "crc32c"]
 
 _MAX_PADDING: Final = 1 / 128
-"""Bound on the padding of the last chunk, as a share of the array's rows."""
+"""Maximum padding of the last chunk, as a fraction of the array's rows."""
 
 
 def array_spec(
     path: epath.Path, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the tensorstore spec of a new array.
+    """Returns the tensorstore spec of a new array in the directory `path`.
 
-    Args:
-      path: directory of the array.
-      dtype: type of its elements.
-      shape: shape of the array.
-      chunk_shape: shape of a chunk; an axis without elements still has chunks of one.
+    Zeros in `chunk_shape`, for empty axes, are raised to one.
     """
     return {
         "driver": "zarr3",
@@ -100,15 +96,10 @@ def array_spec(
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
-    """Returns the rows of a chunk: all, or a power of two that divides a block's.
+    """Returns rows per chunk: all rows, or a power of two that divides the block size.
 
-    All chunks of an array have one size in its files. The last one is filled up with
-    zeros, so chunks are smaller where it would be larger than its share.
-
-    Args:
-      num_rows: rows of the array.
-      row_shape: shape of a row.
-      dtype: type of its elements.
+    Zeros pad the last chunk to full size. The chunk size is halved until this padding
+    is at most 1/128 of the rows.
     """
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
@@ -119,14 +110,14 @@ def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
 
 
 class PendingWrites:
-    """Writes in progress; `add` waits for the oldest ones while too many bytes wait."""
+    """Writes in progress. `add` blocks while over `MAX_PENDING_BYTES` are pending."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
         self._num_bytes = 0
 
     def add(self, store: ts.TensorStore, values: np.ndarray) -> None:
-        """Starts to write values, which must stay as they are until the end."""
+        """Starts to write values. They must not change until the write has ended."""
         write = store.write(values, can_reference_source_data_indefinitely=True)
         self._writes.append((values.nbytes, write.commit))
         self._num_bytes += values.nbytes
@@ -147,9 +138,9 @@ class OpenCheckpoint:
 
     Attributes:
       root: directory of the state, for messages.
-      files: path to read this directory from, even if its name now leads elsewhere.
+      files: path that keeps leading to this directory even if it is replaced.
       record: description of the checkpoint.
-      threads: threads that open arrays, and read chunks to verify them.
+      threads: threads that open arrays and verify chunks.
     """
 
     root: epath.Path
@@ -158,23 +149,20 @@ class OpenCheckpoint:
     threads: ThreadPoolExecutor
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` if another checkpoint has been written over it."""
+        """Raises `CheckpointError` if the checkpoint has been overwritten."""
         if read_state_file(self.root, self.files).digest != self.record.digest:
             raise CheckpointError(
-                f"The checkpoint {self.root} was replaced while it was read. Restore "
-                "it again, into a new state."
+                f"The checkpoint {self.root} was replaced while it was being read. "
+                "Restore it again into a new state."
             )
 
 
 @contextlib.contextmanager
 def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
-    """Opens a checkpoint, so that all is read from one save.
+    """Opens a checkpoint so that everything is read from one save.
 
-    On Linux, the files are read through the open directory. A directory that takes its
+    On Linux, files are read through the open directory, so a directory that takes its
     name in the meantime isn't read.
-
-    Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
 
     Raises:
       CheckpointError: if the checkpoint is missing, or its description is damaged.
@@ -194,18 +182,12 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
 
 
 class SavedArray:
-    """An array of a checkpoint, which opens in the background."""
+    """An array of a checkpoint, opened in the background."""
 
     def __init__(
         self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
-        """Starts to open an array.
-
-        Args:
-          checkpoint: the open checkpoint.
-          keys: keys of the array in the tree.
-          *records: shapes and types. The array must have one of them.
-        """
+        """Starts to open the array at `keys`. `records` are its accepted types."""
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
         self._files = checkpoint.files
@@ -217,30 +199,30 @@ class SavedArray:
         """Returns the open array.
 
         Raises:
-          CheckpointError: if it is missing, or has another shape or type.
+          CheckpointError: if it is missing, or its shape or type is not accepted.
         """
         with errors_of_reading(self._owner):
             return self._opening.result()
 
     def read(self, index: Any = ()) -> np.ndarray:
-        """Reads a part of the array, or all of it.
+        """Reads part of the array.
 
         Args:
-          index: slices within the array, or row ids `[n]`.
+          index: slices within the array, or row ids `[n]`. Defaults to all of it.
 
         Raises:
-          CheckpointError: if a chunk is missing or damaged, or is another save's.
+          CheckpointError: if a chunk is missing, damaged, or from another save.
         """
         store = self.opened()
         with errors_of_reading(self._owner):
             self._check_chunks(store, index)
             values = store[index].read().result()
-            # They may have been overwritten.
+            # The files may have been overwritten during the read.
             self._check_chunks(store, index)
             return values
 
     def ranges(self) -> Iterator[slice | tuple[()]]:
-        """Yields the ranges of rows of the chunks; `()` for an array without axes."""
+        """Yields each chunk's range of rows, or `()` for a scalar array."""
         store = self.opened()
         if not store.shape:
             yield ()
@@ -250,16 +232,16 @@ class SavedArray:
             yield slice(start, min(start + step, store.shape[0]))
 
     def _open(self) -> ts.TensorStore:
-        """Opens the array, after comparing its metadata with the checkpoint's record.
+        """Opens the array after checking its metadata against the checkpoint's record.
 
-        Tensorstore ends the process for sizes that don't fit in memory. So `read`
-        compares chunks with their files, and a chunk is at most the whole array.
+        Tensorstore kills the process for sizes that don't fit in memory. So chunks may
+        not be larger than the array, and `read` compares them with their files' sizes.
         """
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
         wanted = checksum_at(self._checksums, 0)
         if wanted and metadata_checksum(text) != wanted:
-            raise ValueError(f"{METADATA_FILE} doesn't have the recorded checksum")
+            raise ValueError(f"{METADATA_FILE} does not match its recorded checksum")
         metadata = json.loads(text)
         shape, dtype = tuple(metadata["shape"]), metadata["data_type"]
         actual = str(ArrayRecord(shape=shape, dtype=dtype))
@@ -272,7 +254,7 @@ class SavedArray:
         return ts.open(spec | options, read=True).result()
 
     def _check_chunks(self, store: ts.TensorStore, index: Any) -> None:
-        """Raises ValueError if a chunk's file has another size or another checksum."""
+        """Raises ValueError if a chunk's file has the wrong size or checksum."""
         size = math.prod(_chunk_shape(store))
         size = size * store.dtype.numpy_dtype.itemsize + CRC_BYTES
         for chunk in chunks_of(store.shape, _chunk_shape(store), index):
@@ -283,7 +265,7 @@ class SavedArray:
                 raise ValueError(text)
             wanted = checksum_at(self._checksums, 1 + chunk.number)
             if wanted and crc != wanted:
-                text = f"{chunk.name} doesn't have the recorded checksum"
+                text = f"{chunk.name} does not match its recorded checksum"
                 raise ValueError(text)
 
 
@@ -292,7 +274,7 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Raises ValueError for chunks that no save writes, such as compressed ones."""
+    """Raises ValueError for chunks that `te.save` never writes, such as compressed."""
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
@@ -305,7 +287,7 @@ def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) ->
             for chunk, size in zip(chunk_shape, shape, strict=True)
         )
     ):
-        raise ValueError(f"{METADATA_FILE} describes chunks that no save writes")
+        raise ValueError(f"{METADATA_FILE} describes chunks that te.save never writes")
 
 
 def read_table(
@@ -315,36 +297,38 @@ def read_table(
     *,
     slot: str | None = None,
 ) -> np.ndarray:
-    """Reads rows of a table, or of one of its slot variables, without its plan.
+    """Reads rows of a table or slot variable from a checkpoint, without its plan.
 
     Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
+      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
       table: name of the table.
       rows: a slice with step 1, or row ids `[n]`. Defaults to all rows.
-      slot: name of a slot variable, or `":ids"` for the ids of a dynamic table's rows,
-        uint64. Defaults to the values of the table.
+      slot: name of a slot variable, or `":ids"` for the uint64 ids of a dynamic
+        table's rows. Defaults to the table's values.
 
     Returns:
-      `[n, *row_shape]`; tables in their own type. Rows of int8 tables are decoded to
-      float32. Values that all rows share have no axis of rows.
+      `[n, *row_shape]` in the stored type. The values of int8 tables are decoded to
+      float32. Arrays that all rows share, such as step counts, are returned whole.
 
     Raises:
-      CheckpointError: if the table is not in the checkpoint, or a file is damaged.
-      IndexError: if a row is not in the table.
-      TypeError: if the row ids are not integers along one axis.
+      CheckpointError: if the table or slot is not in the checkpoint, or a file is
+        damaged.
+      IndexError: if a row id is out of range.
+      TypeError: if the row ids are not a one-dimensional integer array.
+      ValueError: if the slice's step is not 1.
     """
     with open_checkpoint(directory) as checkpoint:
         tables = checkpoint.record.tables
         if table not in tables:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.root} lacks table {table!r}, only "
+                f"The checkpoint {checkpoint.root} has no table {table!r}. It has "
                 f"{sorted(tables)}."
             )
         arrays = tables[table].arrays
         if slot not in arrays:
             raise CheckpointError(
                 f"Table {table!r} of the checkpoint {checkpoint.root} has no slot "
-                f"variable {slot!r}, only {sorted(filter(None, arrays))}."
+                f"variable {slot!r}. It has {sorted(filter(None, arrays))}."
             )
         array = SavedArray(checkpoint, array_keys(table, slot), arrays[slot])
         values = array.read(_index_of(rows, arrays[slot]))
@@ -355,7 +339,6 @@ def read_table(
 
 
 def _index_of(rows: Any, array: ArrayRecord) -> Any:
-    """Returns the index of some rows of an array, after checking it."""
     if rows is None or not array.has_rows:
         return ()
     size = array.shape[0]
@@ -367,8 +350,8 @@ def _index_of(rows: Any, array: ArrayRecord) -> Any:
     row_ids = np.asarray(rows)
     if row_ids.ndim != 1 or (row_ids.size and row_ids.dtype.kind not in "iu"):
         raise TypeError(
-            "rows must be a slice or row ids [n] of an integer type, got "
-            f"{row_ids.dtype}{list(row_ids.shape)}; write [3] for one row."
+            "rows must be a slice or an integer array [n] of row ids, got "
+            f"{row_ids.dtype}{list(row_ids.shape)}. Write [3] for a single row."
         )
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
@@ -391,9 +374,9 @@ class StackToSave:
 
     Attributes:
       packed: global rows.
-      stack: the stack of the rows.
-      plan: plan of the embedding layer.
-      chosen: rows of each dynamic table to write, in the order of their ids.
+      stack: the rows' stack.
+      plan: plan of the layer.
+      chosen: rows of each dynamic table to write, in ascending order of their ids.
     """
 
     packed: PackedRows
@@ -404,7 +387,7 @@ class StackToSave:
     def blocks(self) -> Iterator[RowBlock]:
         """Yields the blocks that this process writes. All processes iterate together.
 
-        Of dynamic tables, each process has all rows on its host for that time.
+        For a stack of dynamic tables, every host temporarily holds all its rows.
         """
         if self.stack.vocabulary.ids_are_rows:
             for turn in read_blocks(self.packed, self.stack, self.plan):
@@ -420,12 +403,12 @@ class StackToSave:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableToSave:
-    """The rows of one table: a leaf of the tree that orbax saves.
+    """The rows of one table: a leaf of the tree that Orbax saves.
 
     Attributes:
       table: name of the table in its stack.
-      rows: the rows of the whole stack.
-      shape: shape of the array.
+      rows: rows of the whole stack.
+      shape: shape of the array to write.
     """
 
     table: str
@@ -434,20 +417,20 @@ class TableToSave:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the array's elements."""
+        """Element type of the array."""
         return np.dtype(file_row(self.rows.packed).dtype)
 
     @property
     def size(self) -> int:
-        """Number of the array's elements, for orbax."""
+        """Number of elements; read by Orbax."""
         return math.prod(self.shape)
 
 
 class ArrayWriter(ocp.type_handlers.NumpyHandler):
-    """Writes all leaves of a tree; plain orbax reads them as NumPy arrays."""
+    """Writes all leaves of a tree. Plain Orbax reads them as NumPy arrays."""
 
     _array_metadata_store: Final = None
-    """Orbax looks for it, and warns without it."""
+    """Orbax warns if this attribute is missing."""
 
     async def serialize(
         self,
@@ -455,10 +438,10 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> Sequence[Any]:
-        """Copies leaves to the host, and starts to write them.
+        """Copies leaves to the host and starts to write them.
 
-        Returns once the rest of the rows fits in host memory; arrays of devices may
-        then be donated.
+        Returns once the remaining writes fit in host memory. Device arrays may then be
+        donated.
         """
         del args
         created: list[ts.Future] = []
@@ -470,7 +453,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             )
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
-            # Without a request to the file system.
+            # Opens without a request to the file system.
             store = ts.open(spec | {"assume_metadata": True}).result()
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
@@ -480,10 +463,10 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
                     if shard.replica_id == 0:
                         writes.add(store[shard.index], np.array(shard.data))
             elif jax.process_index() == 0:
-                # Of several processes, each one has a copy, such as a random key.
+                # Every process has a copy, such as a random key. One writes it.
                 writes.add(store, np.array(value))
-        # One pass over a stack reads the rows of all its tables. `add` waits while the
-        # rows that are not written yet take too much memory.
+        # One pass over a stack reads the rows of all its tables. `add` blocks while
+        # unwritten rows take too much memory.
         for rows, stores in streams.items():
             for table, start, block in rows.blocks():
                 writes.add(stores[table][start : start + len(block)], block)
@@ -491,7 +474,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
 
 
 def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
-    """Returns the shape of a chunk, which no two processes write."""
+    """Returns a chunk shape for which no two processes write the same chunk."""
     if isinstance(value, TableToSave):
         num_rows, *row_shape = value.shape
         return (rows_per_chunk(num_rows, row_shape, value.dtype), *row_shape)
@@ -501,7 +484,7 @@ def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
 
 
 def pytree_handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns an orbax handler that saves trees of arrays and `TableToSave`."""
+    """Returns an Orbax handler that saves trees of arrays and `TableToSave`."""
     writer = ArrayWriter()
     types = (TableToSave, np.ndarray, jax.Array)
     return ocp.PyTreeCheckpointHandler(

@@ -1,7 +1,4 @@
-"""Compares parts of a checkpoint with the state: a table, its optimizer, a leaf.
-
-`restoring.py` walks over the parts, and collects the differences.
-"""
+"""Compares parts of a checkpoint with the state: a table, its optimizer, or a leaf."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
@@ -14,27 +11,27 @@ from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
-"""`"restore"`: slot variables come from the checkpoint. `"initialize"`: they start
-again, as at the first step."""
+"""`"restore"` reads slot variables from the checkpoint. `"initialize"` resets them to
+their initial values."""
 
 RulesChoice = Literal["check", "ignore"]
-"""`"check"`: each table must have the optimizer of the checkpoint, learning rates
-apart. `"ignore"`: slot variables are restored if their names and shapes are equal, and
-start again if not."""
+"""`"check"` requires each table's optimizer to match the checkpoint, except for
+hyper-parameters such as the learning rate. `"ignore"` restores slot variables with
+equal names, types and shapes, and resets the rest."""
 
 DtypesChoice = Literal["check", "convert"]
-"""`"check"`: tables must have the types of the checkpoint. `"convert"`: rows become
-float32 or bfloat16, whichever the tables of the state are."""
+"""`"check"` requires tables to have their saved types. `"convert"` converts rows to
+the state's type, float32 or bfloat16."""
 
 _CONVERTIBLE: Final = ("float32", "bfloat16")
-"""Types to which rows are converted: they hold the numbers of all types."""
+"""Types to which rows of any type can be converted."""
 
 DenseChoice = Literal["restore", "keep"]
-"""`"restore"`: other leaves of the state come from the checkpoint. `"keep"`: they
-stay."""
+"""`"restore"` reads the other leaves from the checkpoint. `"keep"` leaves them
+unchanged."""
 
 _ROUNDING_SLOT: Final = "step"
-"""Count of updates of narrow tables, from which their rounding is drawn."""
+"""Update count of narrow tables, which seeds their stochastic rounding."""
 
 _FIXES: Final = {
     "missing": "Pass tables=[the tables to restore], or rename={new name: old name}.",
@@ -66,8 +63,8 @@ class Difference(NamedTuple):
 
     Attributes:
       owner: the table or leaf.
-      problem: the values of both.
-      fix: key of what to do about it.
+      problem: the value on each side.
+      fix: key of the fix in `_FIXES`.
     """
 
     owner: str
@@ -76,7 +73,7 @@ class Difference(NamedTuple):
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Returns the differences of each owner, and the fixes after them."""
+    """Returns one line per owner, followed by the fixes."""
     problems: dict[str, list[str]] = {}
     for difference in differences:
         problems.setdefault(difference.owner, []).append(difference.problem)
@@ -100,14 +97,14 @@ def table_differences(
     rows: Literal["arrays", "shapes"],
     dtypes: DtypesChoice,
 ) -> Iterator[Difference]:
-    """Yields the differences of one table, its slot variables apart.
+    """Yields the differences of one table, except its slot variables.
 
     Args:
       name: the table's name in the state.
-      saved: the table of the checkpoint.
-      wanted: the table of the state.
-      rows: contents of the state.
-      dtypes: whether to compare types of rows.
+      saved: the checkpoint's table.
+      wanted: the state's table.
+      rows: whether the state holds arrays or only shapes.
+      dtypes: whether row types must be equal.
     """
     owner = f"table {name!r}"
     if saved.dim != wanted.dim:
@@ -133,7 +130,7 @@ def table_differences(
 
 
 def _vocabulary_kind(table: TableRecord) -> str:
-    """Returns what must be equal of two vocabularies; capacities may differ."""
+    """Returns the part of a vocabulary that must match. Capacities may differ."""
     if table.dynamic is None:
         return "a fixed vocabulary"
     default_row = table.dynamic["default_row"]
@@ -143,19 +140,13 @@ def _vocabulary_kind(table: TableRecord) -> str:
 def optimizer_differences(
     name: str, saved: TableRecord, wanted: TableRecord
 ) -> Iterator[Difference]:
-    """Yields the differences of the optimizer and slot variables of one table.
-
-    Args:
-      name: the table's name in the state.
-      saved: the table of the checkpoint.
-      wanted: the table of the state.
-    """
+    """Yields the differences in one table's optimizer and slot variables."""
     owner = f"table {name!r}"
     if saved.optimizer is None or wanted.optimizer is None:
         if saved.optimizer is not wanted.optimizer:
-            text = "an optimizer in the checkpoint, no optimizer now"
+            text = "an optimizer in the checkpoint, but none now"
             if saved.optimizer is None:
-                text = "no optimizer in the checkpoint, an optimizer now"
+                text = "an optimizer now, but none in the checkpoint"
             yield Difference(owner, text, "rule")
         return
     for key, value in saved.optimizer.items():
@@ -178,14 +169,11 @@ def optimizer_differences(
 
 
 def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
-    """Returns the slot variables that a table takes over, with their saved names.
+    """Returns the slot variables to restore, with their saved names.
 
-    They have equal names and shapes. A count of steps has another name where a rule has
-    one more or one less: such a count takes over the first one of the checkpoint.
-
-    Args:
-      saved: the table of the checkpoint.
-      wanted: the table of the state.
+    Their names, types and shapes are equal. A rule with a different number of step
+    counts also names them differently, so a count whose name the checkpoint lacks is
+    restored from the checkpoint's first one.
     """
     counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
     names = {}
@@ -204,27 +192,27 @@ def _is_count(name: str, array: ArrayRecord) -> bool:
 def shared_differences(
     stack: StackPlan, slot: NamedSlot, values: Mapping[str, Any]
 ) -> Iterator[Difference]:
-    """Yields a difference if tables of one stack would share a value that differs.
+    """Yields a difference if stacked tables disagree on a value that they share.
 
     Args:
       stack: stack of the layer.
       slot: a count or hyper-parameter of the stack in the state.
-      values: name of each restored table to its value in the checkpoint.
+      values: restored table name to its value in the checkpoint.
     """
     first, *others = values.values()
     if any(not np.array_equal(first, other) for other in others):
         texts = ", ".join(f"{value} for {name!r}" for name, value in values.items())
-        problem = f"they share {slot.name!r} now, and the checkpoint has {texts}"
+        problem = f"they share {slot.name!r} now, but the checkpoint has {texts}"
         yield Difference(f"tables {sorted(values)}", problem, "shared")
     stay = sorted({table.name for table in stack.tables} - set(values))
-    # Tables that are not trained yet have no count to lose.
+    # Tables that have not been trained have a zero count, which may be overwritten.
     if not stay or slot.kind != "shared" or isinstance(slot.leaf, jax.ShapeDtypeStruct):
         return
     count = np.asarray(slot.leaf)
     if count.any() and not np.array_equal(count, first):
         problem = (
-            f"they stay, with {slot.name!r} {count}, and share it with the restored "
-            f"tables; the checkpoint has {first} for {next(iter(values))!r}"
+            f"they are not restored and share {slot.name!r} {count} with the restored "
+            f"tables, but the checkpoint has {first} for {next(iter(values))!r}"
         )
         yield Difference(f"tables {stay}", problem, "shared")
 
@@ -234,8 +222,9 @@ def dense_differences(
 ) -> Iterator[Difference]:
     """Yields the differences of the other leaves.
 
-    The caller may restore only the model of a saved `(model, optimizer)`. So leaves are
-    compared only if their path starts with a position that the caller's state has.
+    The caller may restore only the model of a saved `(model, optimizer)`. So saved
+    leaves may be missing from the state if their path starts with a position that the
+    state lacks.
 
     Args:
       saved: path to type and shape.
@@ -254,7 +243,7 @@ def dense_differences(
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Returns type and shape of a leaf, such as `float32[2, 3]`."""
+    """Returns a leaf's type and shape, such as `float32[2, 3]`."""
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"

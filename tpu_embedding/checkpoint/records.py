@@ -1,17 +1,16 @@
-"""The names and contents of a checkpoint, as its file `state.json` describes them.
+"""The layout of a checkpoint, as described in its `state.json`, and `CheckpointError`.
 
-A checkpoint is an orbax checkpoint of a pytree, with one file more::
+A checkpoint is an Orbax checkpoint of a pytree, plus one file::
 
-    _METADATA                the tree, for orbax
+    _METADATA                the tree, for Orbax
     state.json               types, optimizers, other leaves, the user's description
     tables.movie.values/     [vocabulary_size, dim], rows in natural order
     tables.movie.slots.momenta/
-    tables.user.directory.ids/      of a dynamic table: its ids, rising, one per row
-    dense.linear.kernel/     all other leaves of the state
+    tables.user.directory.ids/      a dynamic table's ids, ascending, one per row
+    dense.linear.kernel/     a leaf that is neither table nor slot variable
 
-Each array is a zarr 3 directory. Stacking, packing and devices leave no trace, so any
-plan and any reader of orbax checkpoints or zarr can read it. This module knows no
-devices. It also has the error of checkpoints, which errors of libraries become.
+Each array is a zarr 3 directory. The layout doesn't depend on stacking, packing or
+devices, so any plan and any Orbax or zarr reader can read it.
 """
 
 import contextlib
@@ -34,43 +33,32 @@ _ERRORS_OF_FILES = (
     TypeError,
     ValueError,
 )
-"""Errors of libraries, and of values that have another type than a save writes."""
+"""Errors raised by libraries, and by values whose type `te.save` never writes."""
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is missing, damaged, or does not fit the state.
-
-    It names the checkpoint, the array or table, and what to do instead.
-    """
+    """Raised if a checkpoint is missing, damaged, or does not fit the state."""
 
 
 @contextlib.contextmanager
 def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises `CheckpointError` if a checkpoint cannot be written.
-
-    Args:
-      path: the checkpoint.
-    """
+    """Turns errors raised while a checkpoint is written into `CheckpointError`."""
     try:
         yield
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        # tensorstore and orbax raise all of them for a full disk.
+        # Tensorstore and Orbax raise any of these for a full disk.
         raise CheckpointError(
             f"The checkpoint {path} cannot be written: {_first_words(error)}. "
-            "Make room on the disk, give a directory that can be written, or convert "
-            "a leaf whose dtype no file can hold."
+            "Free disk space, choose a writable directory, or convert leaves whose "
+            "dtype files cannot store."
         ) from error
 
 
 @contextlib.contextmanager
 def errors_of_reading(owner: str) -> Iterator[None]:
-    """Raises `CheckpointError` if a file of a checkpoint is missing or damaged.
-
-    Args:
-      owner: the array or file, for the message.
-    """
+    """Turns errors raised while an array or file is read into `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -78,12 +66,12 @@ def errors_of_reading(owner: str) -> Iterator[None]:
     except _ERRORS_OF_FILES as error:
         raise CheckpointError(
             f"{owner} is missing or damaged: {_first_words(error)}. Restore an earlier "
-            "checkpoint, or copy the files again."
+            "checkpoint or copy the files again."
         ) from error
 
 
 def _first_words(error: Exception) -> str:
-    """Returns the type and first line of an error, without its line in a source."""
+    """Returns an error's type and first line, without tensorstore's source location."""
     text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
     return f"{type(error).__name__}: {text}"
 
@@ -93,13 +81,13 @@ TABLES: Final = "tables"
 DENSE: Final = "dense"
 
 DIRECTORY_ARRAY: Final = ":"
-"""Beginning of the names of arrays that describe the ids of a dynamic table."""
+"""Prefix of the names of arrays that describe a dynamic table's ids."""
 
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
-"""Beginning of a path in a bucket, and the driver of tensorstore for it."""
+"""Bucket prefix to tensorstore driver."""
 
 STATE_ITEMS: Final = (".", "default", "state")
-"""Directories of a state in a checkpoint: alone, or an item of a CheckpointManager."""
+"""Where a checkpoint may hold its state: at its root, or in an Orbax item."""
 
 Json = dict[str, Any]
 
@@ -109,9 +97,9 @@ class ArrayRecord:
     """An array of the checkpoint: a table, a slot variable, or values of a whole table.
 
     Attributes:
-      shape: whole shape of the array; `[rows, *row_shape]` if it has rows.
-      dtype: name of the type of its elements.
-      has_rows: False for values of a whole table, such as a count of steps.
+      shape: shape of the array; `[rows, *row_shape]` if it has rows.
+      dtype: name of the element type.
+      has_rows: False for values of a whole table, such as a step count.
     """
 
     shape: tuple[int, ...]
@@ -120,11 +108,11 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape of a row; of the whole array without rows."""
+        """Type and shape of a row, or of the whole array if it has no rows."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:
-        """Returns type and shape, such as `float32[10, 4]`."""
+        """Returns the type and shape, such as `float32[10, 4]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -133,15 +121,16 @@ class TableRecord:
     """A table of a checkpoint.
 
     Attributes:
-      vocabulary_size: rows.
-      dim: columns.
+      vocabulary_size: number of rows.
+      dim: number of columns.
       dtype: storage type of the table: float32, bfloat16 or int8.
-      values: the table's array. Rows of int8 are `dim` codes, scale and bias, as bytes.
+      values: array of the table. An int8 row is stored as `dim` codes, a scale and a
+        bias, all as bytes.
       slots: slot variables, counts and hyper-parameters, by name.
-      optimizer: types of the optimizer's state, and the way it is applied; None if the
-        table was not trained.
-      dynamic: `capacity` and `default_row` of a dynamic table; None for a static one.
-      directory: the ids of a dynamic table and what is known of them, by name.
+      optimizer: types of the optimizer's state and how updates are applied. None if
+        the table has no optimizer.
+      dynamic: `capacity` and `default_row` of a dynamic table. None for a static one.
+      directory: ids of a dynamic table and their statistics, by name.
     """
 
     vocabulary_size: int
@@ -155,21 +144,21 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays of the table by name; the values have the name None."""
+        """All arrays of the table by name. The values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """All that a checkpoint says about itself.
+    """A checkpoint's description of its own contents.
 
     Attributes:
       tables: tables by name.
-      dense: type and shape of each other leaf, by its path.
-      description: JSON values that were saved with the state.
+      dense: type and shape of every other leaf, by path.
+      description: JSON values that the user saved with the state.
       step: name of the step's directory if a `CheckpointManager` saved it, else empty.
-      checksums: checksums of each array's files, by the array's name: the CRC-32 of its
-        metadata, then the CRC-32C of each chunk, in hexadecimal. Empty in format 2.
+      checksums: array name to the CRC-32 of its metadata followed by the CRC-32C of
+        each chunk, in hexadecimal. Empty in format 2.
       digest: digest of all of the above, which identifies the save.
     """
 
@@ -182,7 +171,7 @@ class CheckpointRecord:
 
     @property
     def array_names(self) -> list[str]:
-        """Names of all arrays, which are also the names of their directories."""
+        """Names of all arrays, and thus of their directories."""
         keys = [
             array_keys(table, slot)
             for table, record in self.tables.items()
@@ -193,12 +182,12 @@ class CheckpointRecord:
 
 
 def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
-    """Returns the keys of an array in the tree; joined by dots, they name its files.
+    """Returns an array's keys in the tree. Joined by dots, they name its directory.
 
     Args:
       table: name of the table.
-      slot: name of the slot variable, or of an array of a directory, which starts with
-        a colon. Defaults to the values.
+      slot: name of a slot variable, or of a directory's array, which starts with a
+        colon. Defaults to the table's values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")
@@ -212,32 +201,29 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
 
 def dense_keys(path: str) -> tuple[str, ...]:
-    """Returns the keys of another leaf in the tree, by its path with dots."""
+    """Returns the keys of any other leaf in the tree, from its dotted path."""
     return (DENSE, *path.split("."))
 
 
 def quote(name: str) -> str:
-    """Returns a name without separators; orbax joins keys by dots."""
+    """Returns a name with slashes and dots escaped. Orbax joins keys with dots."""
     return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns the absolute path of a checkpoint, without `~`, `..` and symbolic links.
+    """Returns a checkpoint's absolute path, without `~`, `..` or symbolic links.
 
-    Orbax rejects relative paths, and tensorstore rejects paths with `..`.
-
-    Args:
-      path: a path as the user wrote it, local or in a bucket such as `gs://...`.
+    Orbax rejects relative paths, and tensorstore rejects `..`.
 
     Raises:
-      CheckpointError: if the path is in another kind of store.
+      CheckpointError: if the kind of store is not supported.
     """
     text = os.fspath(path)
     if "://" not in text:
         return epath.Path(os.path.realpath(local_path(text)))
     if not text.startswith(tuple(STORES)):
         raise CheckpointError(
-            f"The path of a checkpoint must be local or start with "
+            f"A checkpoint's path must be local or start with "
             f"{' or '.join(STORES)}, got {text!r}."
         )
     return epath.Path(text)
@@ -247,7 +233,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns the directory in which a checkpoint holds its state.
 
     Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
+      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
 
     Raises:
       CheckpointError: if the checkpoint is missing.

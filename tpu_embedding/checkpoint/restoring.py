@@ -1,8 +1,8 @@
 """Restores a state from a checkpoint, under any plan.
 
-Rows of tables and slot variables stream block by block into the arrays of the layer,
-which are donated (`tables/row_stream.py`). Every process reads the blocks of its own
-devices. Of dynamic tables, the host of each process holds one whole array at a time.
+Rows of tables and slot variables stream block by block into the layer's arrays, which
+are donated (`tables/row_stream.py`). Each process reads the blocks of its own devices.
+For dynamic tables, each host holds one whole array at a time.
 """
 
 import contextlib
@@ -69,14 +69,14 @@ class RestoreState(ocp.args.CheckpointArgs):
     """The state to restore: an argument for `CheckpointManager.restore`.
 
     Attributes:
-      state: see `te.restore`, which explains all attributes.
+      state: state to restore into. `te.restore` explains all attributes.
       plan: the tables' plan.
       tables: names of the tables to restore. Defaults to all tables.
-      rename: name of a table to its name in the checkpoint.
-      slots: where slot variables come from.
-      rules: whether to compare optimizers.
-      dense: where other leaves come from.
-      dtypes: whether to convert rows to other types.
+      rename: table name to its name in the checkpoint.
+      slots: whether to restore or reset slot variables.
+      rules: whether optimizers must match.
+      dense: whether to restore or keep the other leaves.
+      dtypes: whether row types must match or are converted.
     """
 
     state: Any
@@ -101,7 +101,7 @@ class RestoreState(ocp.args.CheckpointArgs):
                 )
 
     def tables_of(self, layer: LayerState) -> dict[str, str]:
-        """Returns the tables of a layer to restore, and their saved names."""
+        """Returns a layer's tables to restore, with their saved names."""
         return {
             table: (self.rename or {}).get(name, name)
             for table, name in layer.names.items()
@@ -110,16 +110,11 @@ class RestoreState(ocp.args.CheckpointArgs):
 
 
 def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
-    """Restores a state; see `te.restore`.
-
-    Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
-      args: the state, and the args.
-    """
+    """Restores a state; see `te.restore`."""
     state = SplitState(args.state, args.plan)
     _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
-        # All processes leave this block, or all raise. The checkpoint stays open.
+        # Either all processes leave this block or all raise. The checkpoint stays open.
         with _checked_by_all(directory, state.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
             digests.append(checkpoint.record.digest)
@@ -129,7 +124,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             if args.dense == "restore":
                 dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
-            # `restored` donates the arrays, so damage must be found before. Shapes have
+            # `restored` donates the arrays, so damage must be found first. Shapes have
             # nothing to lose.
             for restore in restores:
                 if not _is_abstract((restore.layer.tables, restore.layer.slots)):
@@ -143,13 +138,13 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
 
 
 def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Raises ValueError for unknown tables, and for tables that need the optimizer."""
+    """Raises ValueError for unknown tables and for tables that need the optimizer."""
     names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(
-                f"{field} must name tables of the state, {names}, got {unknown}."
+                f"{field} must name tables of the state {names}, got {unknown}."
             )
     for layer in layers:
         if layer.slots is None:
@@ -161,16 +156,13 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
 def _checked_by_all(
     directory: str | os.PathLike[str], layers: Sequence[LayerState]
 ) -> Iterator[list[str]]:
-    """Raises on all processes that share the layers, if one of them finds damage.
+    """Raises on every process that shares the layers if any of them finds damage.
 
-    Otherwise some processes would write rows, and wait for those that raised.
-
-    Args:
-      directory: the checkpoint.
-      layers: layers of the state.
+    Otherwise some processes would start writing rows and wait forever for the one that
+    raised.
 
     Yields:
-      A list that gets the digest of the checkpoint.
+      A list to which the caller appends the checkpoint's digest.
 
     Raises:
       CheckpointError: if a process raises one, or processes read different saves.
@@ -188,8 +180,8 @@ def _checked_by_all(
         raise error
     if len(set(values)) > 1:
         raise CheckpointError(
-            f"Processes of the job read different saves from {directory}, or one found "
-            "damage; see its error."
+            f"Processes of the job read different saves from {directory}, or one of "
+            "them found damage; see its error."
         )
 
 
@@ -207,9 +199,8 @@ def _check_fit(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> None:
-    """Raises `CheckpointError` if the checkpoint and the state differ."""
     differences = list(_differences(checkpoint.record, restores, dense, args))
-    if not differences:  # Values can be compared if their shapes are equal.
+    if not differences:  # Values can be compared only if their shapes are equal.
         for restore in restores:
             differences += restore.shared_differences()
     if differences:
@@ -228,7 +219,6 @@ def _differences(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> Iterator[Difference]:
-    """Yields all differences of a checkpoint and a state."""
     names = {
         restore.layer.name_of(table): saved_name
         for restore in restores
@@ -256,11 +246,11 @@ def _differences(
 
 
 def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
-    """Returns all other leaves; their copies are on the mesh of the layers."""
+    """Returns the other leaves. Shapes without a sharding are replicated on a mesh."""
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if state.layers:
         sharding = state.layers[0].plan.replicated
-    # All arrays open in the background before the first one is read.
+    # All arrays start to open in the background before the first one is read.
     arrays = {
         name: SavedArray(checkpoint, dense_keys(name), *leaf_records(leaf))
         for name, leaf in state.dense.items()
@@ -274,7 +264,7 @@ def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str,
 def _layer_restore(
     layer: LayerState, checkpoint: OpenCheckpoint, args: RestoreState
 ) -> "_LayerRestore":
-    """Starts to open the arrays that a layer takes over."""
+    """Starts to open the arrays to restore into a layer."""
     wanted, saved, arrays = table_records(layer), {}, {}
     for table, saved_name in args.tables_of(layer).items():
         if (record := checkpoint.record.tables.get(saved_name)) is None:
@@ -293,15 +283,15 @@ def _layer_restore(
 
 @dataclasses.dataclass(frozen=True)
 class _LayerRestore:
-    """A layer of the state, and what it takes over from the checkpoint.
+    """A layer of the state, and what to restore into it.
 
     Attributes:
-      layer: the layer; arrays, or their shapes.
-      slots: where slot variables come from.
-      wanted: description of each table of the layer, by its name there.
-      saved: description in the checkpoint of each table to restore, by the same name.
-      arrays: arrays to read, by the name of a table and of a slot variable of the layer
-        or an array of a directory. Values of tables have None as the second name.
+      layer: the layer, with arrays or their shapes.
+      slots: whether to restore or reset slot variables.
+      wanted: the layer's description of each table, by name in the layer.
+      saved: the checkpoint's description of each table to restore, by the same name.
+      arrays: arrays to read, by the layer's names of the table and the slot variable or
+        directory array. The second name is None for the table's values.
     """
 
     layer: LayerState
@@ -311,14 +301,14 @@ class _LayerRestore:
     arrays: Mapping[tuple[str, str | None], SavedArray]
 
     def of_stack(self, stack: StackPlan, slot: str | None) -> dict[str, SavedArray]:
-        """Returns an array of each table of a stack that takes it over."""
+        """Returns an array of each table in a stack that has it restored."""
         names = [
             table.name for table in stack.tables if (table.name, slot) in self.arrays
         ]
         return {name: self.arrays[name, slot] for name in names}
 
     def shared_differences(self) -> Iterator[Difference]:
-        """Yields differences of what tables of a stack share, such as step counts."""
+        """Yields differences in values that stacked tables share, such as counts."""
         for stack in self.layer.plan.stacks:
             for slot in slots_of(self.layer, stack):
                 arrays = self.of_stack(stack, slot.name)
@@ -327,9 +317,9 @@ class _LayerRestore:
                     yield from shared_differences(stack, slot, values)
 
     def place_ids(self) -> dict[str, PlacedIds]:
-        """Returns the places of the saved ids of each dynamic table.
+        """Returns the places of each dynamic table's saved ids.
 
-        It warns of ids that have none.
+        Warns about ids that don't fit.
         """
         placed, left_out = {}, []
         for stack in self.layer.plan.stacks:
@@ -349,9 +339,9 @@ class _LayerRestore:
                     left_out.append(f"{num_left_out} of {num_ids} of table {table!r}")
         if left_out:
             warnings.warn(
-                "Ids of the checkpoint whose buckets are full are left out, the least "
-                f"valuable first: {', '.join(left_out)}. A capacity that is a multiple "
-                "of the saved one keeps all ids.",
+                f"Dropped saved ids whose buckets are full: {', '.join(left_out)}. Ids "
+                "that would be evicted first were dropped first. To keep all ids, use "
+                "a capacity that is a multiple of the saved one.",
                 stacklevel=2,
             )
         return placed
@@ -359,10 +349,10 @@ class _LayerRestore:
     def verify(self, checkpoint: OpenCheckpoint) -> None:
         """Reads all chunks once, before any array of the layer is donated.
 
-        The processes that share the layer share the work.
+        Processes that share the layer split the work.
 
         Raises:
-          CheckpointError: if a chunk is missing or damaged, or is another save's.
+          CheckpointError: if a chunk is missing, damaged, or from another save.
         """
         first, step = 0, 1
         if not _is_local(self.layer):
@@ -379,11 +369,11 @@ class _LayerRestore:
     def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
         """Returns the layer with the saved rows and slot variables.
 
-        Rows, tables and slot variables that the checkpoint lacks keep their values. The
-        old arrays are donated.
+        Rows and tables that the checkpoint lacks keep their values. Slot variables that
+        it lacks for a restored table are reset. The old arrays are donated.
 
         Raises:
-          CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
+          CheckpointError: if a chunk is damaged. The layer's arrays are then lost.
         """
         plan, tables = self.layer.plan, {}
         for stack in plan.stacks:
@@ -419,7 +409,7 @@ class _LayerRestore:
             ]
             structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
             slots[stack.name] = structure.unflatten(leaves)
-        # The tables may hold other rows than the saved ones, or round them otherwise.
+        # The tables may hold additional rows, or rows of another type.
         slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
         return dataclasses.replace(layer, slots=slots)
 
@@ -430,7 +420,7 @@ class _LayerRestore:
         slot: str | None,
         placed: Mapping[str, PlacedIds],
     ) -> PackedRows:
-        """Returns the rows of a table or slot variable; shapes become zeros first."""
+        """Returns the rows of a stack or slot variable. Shapes become zeros first."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct):
             packed = packed.zeros(plan.rows_sharding(stack))
@@ -448,7 +438,7 @@ class _LayerRestore:
         return write_table_rows(packed, stack, plan, read, num_rows, placed)
 
     def _read_shared_value(self, slot: NamedSlot, stack: StackPlan) -> jax.Array:
-        """Returns a leaf with the saved values of whole tables."""
+        """Returns a leaf of values of whole tables, with the saved ones filled in."""
         leaf, arrays = slot.leaf, self.of_stack(stack, slot.name)
         if not arrays:
             return leaf
@@ -469,17 +459,14 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, Any]:
-    """Returns slots that start again for restored tables, and stay for the rest.
+    """Returns slots that are reset for restored tables and unchanged for the rest.
 
-    A count of steps belongs to all tables, so it only starts again with all of them.
-
-    Args:
-      layer: the layer, with its restored tables.
-      restored: names of the tables that were restored.
+    Tables share step counts, so these are reset only if all trained tables are
+    restored.
     """
     fresh = init_slots(dict(layer.tables), layer.plan)
     trained = {table.name for x in layer.plan.trained_stacks for table in x.tables}
-    # Shapes hold nothing that could stay.
+    # Shapes hold no values to keep.
     if trained <= set(restored) or _is_abstract(layer.slots):
         return fresh
     slots = dict(layer.slots or {})
@@ -488,7 +475,7 @@ def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, 
         if not values:
             continue
         for slot in named_slots(fresh[stack.name], stack):
-            if slot.kind in ("rows", "tables"):  # Not the counts of steps.
+            if slot.kind in ("rows", "tables"):  # Step counts are shared.
                 for table, array in slot.read(stack, layer.plan).items():
                     if table in values:
                         values[table][slot.name] = array

@@ -1,12 +1,12 @@
 """Describes the leaves of a state for a checkpoint: tables, slots, and the rest.
 
-Random keys are saved as their numbers, so files hold no type of JAX.
+Random keys are saved as plain integers, so files don't depend on JAX.
 
-A file of a dynamic table has its ids, rising, and their rows in that order. A learned
-default row comes last. Each id has its natural row next to it: the bucket times 64,
-plus the place in it. A table of as many buckets gives each id that place again, on any
-number of devices. In another table, the ids of a bucket that its policy evicts last
-come first, and ids beyond its 64 places are left out.
+A dynamic table is saved as its ids in ascending order, with its rows in the same order
+and a learned default row last. Each id also has its natural row: 64 times its bucket
+plus its lane. A table with the same number of buckets puts each id back in that place,
+on any number of devices. With a different number of buckets, each bucket takes the ids
+that its policy would evict last, and drops those that don't fit in its 64 places.
 """
 
 import dataclasses
@@ -61,11 +61,11 @@ ID_ARRAYS: Final = (IDS, NATURAL_ROWS, LAST_USED, COUNTS, CLOCK, INIT_KEY, SKETC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedIds:
-    """The ids of a dynamic table, to be written.
+    """The ids of a dynamic table to write.
 
     Attributes:
-      arrays: arrays of the directory by their name in the files.
-      rows: row of the table for each row of the files.
+      arrays: arrays of the directory, by their names in the files.
+      rows: the table's row for each row of the files.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -73,7 +73,7 @@ class SavedIds:
 
 
 def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
-    """Returns the description of each array of a directory."""
+    """Returns a description of each array of a directory."""
     return {
         name: ArrayRecord(
             shape=array.shape,
@@ -85,9 +85,10 @@ def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
 
 
 def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
-    """Returns the ids of each table of a dynamic stack. All processes call it together.
+    """Returns the ids of each table of a dynamic stack.
 
-    The whole directory is on the host for that time.
+    All processes must call it together. Each host temporarily holds the whole
+    directory.
     """
     directory = layer.tables[directory_name(stack.name)]
     sketch = None if directory.sketch is None else on_host(directory.sketch)
@@ -106,7 +107,7 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             INIT_KEY: init_keys[i],
         }
         if sketch is not None:
-            # The lines of the table's buckets, in their natural order.
+            # The lines of the table's buckets, in natural order.
             first, size = member.first_bucket, member.buckets_per_shard
             lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
             lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
@@ -125,16 +126,16 @@ def place_saved_ids(
 ) -> PlacedIds:
     """Returns the places of saved ids in a table.
 
-    In a bucket of a table of another capacity, the ids that the policy evicts last come
-    first.
+    If the number of buckets differs, each bucket takes the ids that the policy would
+    evict last.
 
     Args:
-      arrays: arrays of the directory by their name in the files.
+      arrays: arrays of the saved directory.
       capacity: capacity of the saved table, or None if its ids had no places.
       member: the table.
 
     Returns:
-      The places. Their `sources` are rows of the files, also for the default row.
+      The places. `sources` are rows of the files, including the default row.
     """
     ids, natural_rows, sketch = (
         arrays[IDS],
@@ -168,13 +169,13 @@ def place_saved_ids(
 def _values(
     arrays: Mapping[str, np.ndarray], evict: Eviction | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what ids are worth to a policy, and what decides among equals."""
+    """Returns the values by which a policy ranks ids, and the tie-breakers."""
     last_used, counts = arrays[LAST_USED], arrays[COUNTS]
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Until the last use of the table: the clock counts steps, but the caller's
-        # `now` may count hours.
+        # Decay up to the table's last use. The clock can't be used: it counts steps,
+        # but the caller's `now` may count hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -188,18 +189,18 @@ def write_table_rows(
     num_rows: Mapping[str, int],
     placed: Mapping[str, PlacedIds],
 ) -> PackedRows:
-    """Replaces the rows of some tables of a stack, or of a slot variable, in place.
+    """Replaces the rows of some tables of a stack or slot variable, in place.
 
-    All processes call it together. The rows of a dynamic table are on the host as a
-    whole, one table after the other.
+    All processes must call it together. Each host holds the rows of one whole dynamic
+    table at a time.
 
     Args:
       packed: global rows; donated.
-      stack: the stack of the rows.
+      stack: the rows' stack.
       plan: plan of the layer.
-      read: returns rows of a table in the order of its file.
+      read: returns a table's rows in file order.
       num_rows: rows in the file of each table to write.
-      placed: name of a table to the places of its ids, if their order differs here.
+      placed: dynamic table name to the places of its ids.
     """
     ranges = {
         table: (0, size) for table, size in num_rows.items() if table not in placed
@@ -212,7 +213,7 @@ def write_table_rows(
         def gather(_: str, start: int, size: int, rows=rows, sources=sources):
             block = sources[start : start + size]
             gathered = np.zeros((len(block), *rows.shape[1:]), rows.dtype)
-            gathered[block >= 0] = rows[block[block >= 0]]  # -1 is a place without id.
+            gathered[block >= 0] = rows[block[block >= 0]]  # -1 is an empty place.
             return gathered
 
         packed = write_blocks(packed, stack, plan, gather, {table: (0, len(sources))})
@@ -225,15 +226,10 @@ def restored_directory(
     placed: Mapping[str, PlacedIds],
     clocks: Mapping[str, int],
 ) -> IdDirectory:
-    """Returns the directory of a stack with the saved ids of some tables.
+    """Returns a stack's directory with the saved ids of some tables.
 
-    The clock is the latest one of the saved tables and of the tables that stay.
-
-    Args:
-      layer: layer of the stack: arrays, or their shapes.
-      stack: the stack.
-      placed: name of a table to its saved ids.
-      clocks: name of a table to its saved clock.
+    Its clock is the latest of the saved clocks and, if some tables are not restored,
+    the current clock. Arrays of the layer may be shapes.
     """
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):
@@ -246,11 +242,11 @@ def restored_directory(
 
 
 Leaves = dict[tuple[str, str | None], Any]
-"""Leaves by the names of a table and of its slot. Values of the table have None."""
+"""Leaves by table and slot name. The slot name of a table's values is None."""
 
 
 def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
-    """Returns records and leaves of all tables of a layer, by names in the checkpoint.
+    """Returns the records and leaves of a layer's tables, by name in the checkpoint.
 
     All processes must call it together.
     """
@@ -262,7 +258,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
         records |= {layer.name_of(k): record for k, record in records_of_stack.items()}
         for table, saved in ids.items():
             for array_name, array in saved.arrays.items():
-                # A copy: the next step may donate what the view of an array shows.
+                # Copied, because this may be a view of an array that is donated later.
                 leaves[layer.name_of(table), array_name] = np.array(array)
         chosen = {table: saved.rows for table, saved in ids.items()}
         packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
@@ -286,7 +282,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
     """Returns the description of each table of a layer, by its name in the layer.
 
-    The rows of dynamic tables are not known without their ids, and 0 here.
+    Dynamic tables have 0 rows here, because their ids are not read.
     """
     records: dict[str, TableRecord] = {}
     for stack in layer.plan.stacks:
@@ -295,7 +291,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
 
 
 def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
-    """Returns the slot variables of a stack; none if it is not trained."""
+    """Returns the slot variables of a stack, or an empty list if it is not trained."""
     slots = layer.slots or {}
     if not isinstance(stack, TrainedStackPlan) or stack.name not in slots:
         return []
@@ -351,7 +347,7 @@ def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
 
 
 def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -> Json:
-    """Returns what must be equal for a checkpoint's slot variables to be continued."""
+    """Returns the optimizer properties that must match to reuse its slot variables."""
     match optimizer.driver:
         case InSequence():
             duplicates = "sequence"
@@ -368,9 +364,9 @@ def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -
 
 
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
-    """Returns the types of an optimizer's state that have slot variables or counts.
+    """Returns the types in an optimizer's state that hold slot variables or counts.
 
-    The state that rounds rows of narrow tables is left out: dtypes may change.
+    `RoundedState` of narrow tables is left out, because dtypes may change.
     """
     if structure.node_data() is None or not structure.num_leaves:
         return []
@@ -388,7 +384,7 @@ def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
 
 
 def leaf_records(leaf: Any) -> list[ArrayRecord]:
-    """Returns the shape and type of a leaf's saved array; an int may have two."""
+    """Returns the possible records of a leaf's saved array. A Python int has two."""
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return [ArrayRecord(shape=(), dtype=name) for name in ("int64", "uint64")]
     data = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -400,12 +396,12 @@ def leaf_records(leaf: Any) -> list[ArrayRecord]:
 def restored_leaf(
     saved: SavedArray, wanted: Any, sharding: jax.sharding.Sharding
 ) -> Any:
-    """Returns a leaf with the type and sharding of a given one.
+    """Returns the saved value of a leaf, with the type and sharding of `wanted`.
 
     Args:
       saved: array of the checkpoint.
       wanted: array, shape or number.
-      sharding: placement of a leaf whose shape has none.
+      sharding: sharding for shapes that don't have one.
 
     Raises:
       CheckpointError: if a file is damaged.
@@ -415,7 +411,7 @@ def restored_leaf(
     if isinstance(wanted, bool | int | float | np.generic):
         return type(wanted)(saved.read())
     if isinstance(wanted, jax.Array) and not wanted.committed:
-        # Such an array may meet arrays of any devices in a program, and so must this.
+        # Stay uncommitted, so that programs on any devices can use the array.
         value = jnp.asarray(saved.read())
     else:
         data = wanted
@@ -427,7 +423,7 @@ def restored_leaf(
         value = jax.make_array_from_callback(data.shape, sharding, saved.read)
     if not _is_key(wanted):
         return value
-    impls = []  # Tracing also tells the generator of the shape of a key.
+    impls = []  # Tracing also works for the shape of a key.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), wanted)
     return jax.random.wrap_key_data(value, impl=impls[0])
 

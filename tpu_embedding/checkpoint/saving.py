@@ -1,14 +1,14 @@
-"""`te.save` and `te.restore`, and the orbax handler that they use.
+"""`te.save`, `te.restore`, and the Orbax handler they use.
 
-`StateHandler` is an orbax handler, so a state goes into any orbax `CheckpointManager`::
+`StateHandler` lets any Orbax `CheckpointManager` save and restore a state::
 
     manager.save(step, args=te.checkpoint.SaveState((model, optimizer)))
     manager.restore(step, args=te.checkpoint.RestoreState((model, optimizer)))
 
-Orbax writes a checkpoint under a temporary name and renames it at the end, so a kill at
-any time leaves the earlier ones as they are. Saving copies blocks of rows to the host
-and writes them in the background. The call returns once the rest fits in host memory,
-and the next step may then donate its arrays.
+Orbax writes a checkpoint under a temporary name and renames it at the end, so killing
+the process never damages earlier checkpoints. Saving copies blocks of rows to the host
+and writes them in the background. The call returns once the remaining blocks fit in
+host memory, and the next step may then donate its arrays.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ from tpu_embedding.update.lazy_update import is_slot
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores states; orbax makes one for `SaveState` and `RestoreState`."""
+    """Saves and restores states. Orbax uses it for `SaveState` and `RestoreState`."""
 
     def __init__(self):
         self._pytree = pytree_handler()
@@ -62,30 +62,22 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: "SaveState"
     ) -> list[ocp.future.Future]:
-        """Copies the state to the host, and starts to write it.
-
-        Args:
-          directory: gets the state.
-          args: the state and options.
-
-        Returns:
-          The ends of the writes.
-        """
-        # Orbax makes the directory in the background.
+        """Copies the state to the host, and returns the futures of its writes."""
+        # Wait until Orbax has made the directory, which it does in the background.
         ready = _nothing()
         try:
             ocp.future.CommitFutureAwaitingContractedSignals(ready).result()
         finally:
-            ready.close()  # Orbax does not run it if it waits in vain.
+            ready.close()  # Orbax never awaits it if the wait fails.
         tree = _tree_to_save(directory, args)
         return await self._pytree.async_save(directory, args=tree) or []
 
     def save(self, directory: epath.Path, args: "SaveState") -> None:
-        """Saves a state, and returns when all is written."""
+        """Saves a state. Returns when everything is written."""
         self._pytree.save(directory, args=_tree_to_save(directory, args))
 
     def finalize(self, directory: epath.Path) -> None:
-        """Records the checksums of all files, once they are complete."""
+        """Records the checksums of all files once they are complete."""
         seal_state_file(directory)
 
     def restore(self, directory: epath.Path, args: RestoreState) -> Any:
@@ -93,7 +85,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         return restore_state(directory, args)
 
     def close(self) -> None:
-        """Ends the orbax handler."""
+        """Closes the Orbax handler."""
         self._pytree.close()
 
 
@@ -103,10 +95,10 @@ class SaveState(ocp.args.CheckpointArgs):
     """The state to save: an argument for `CheckpointManager.save`.
 
     Attributes:
-      state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
-        or any pytree.
-      plan: the tables' plan, if neither modules nor Linen variables hold it.
-      description: JSON values to keep with the state.
+      state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
+        `TrainState`; or any pytree.
+      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+      description: JSON values to store with the state.
     """
 
     state: Any
@@ -114,7 +106,7 @@ class SaveState(ocp.args.CheckpointArgs):
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        # The user's errors are raised here, and the disk's errors later.
+        # Raise the user's errors here. Errors of the disk come later.
         self.parts = SplitState(self.state, self.plan)
         for layer in self.parts.layers:
             for rows in jax.tree.leaves((layer.tables, layer.slots), is_leaf=is_slot):
@@ -127,7 +119,7 @@ register_with_handler(StateHandler, for_restore=True)(RestoreState)
 
 
 def _tree_to_save(directory: epath.Path, args: SaveState) -> ocp.args.PyTreeSave:
-    """Returns the tree that orbax saves, and writes its description."""
+    """Returns the tree for Orbax to save, after writing its description."""
     dense = args.parts.dense
     leaves = {dense_keys(name): array_of_leaf(leaf) for name, leaf in dense.items()}
     tables = {}
@@ -156,25 +148,26 @@ def save(
     plan: EmbeddingPlan | None = None,
     description: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves the state of a training in a new directory.
+    """Saves training state to a new directory.
 
-    The directory appears when all is written. A table is one array in it, rows in
-    natural order, so `te.restore` reads it under any plan. A `CheckpointManager` of
-    orbax keeps the latest of several; see `te.checkpoint.SaveState`.
+    The directory appears only when everything is written. Each table is one array, rows
+    in natural order, so `te.restore` can read it under any plan. To keep the latest of
+    several checkpoints, pass `te.checkpoint.SaveState` to an Orbax `CheckpointManager`.
 
     Args:
       directory: path of the checkpoint. It must not exist.
-      state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
-        or any pytree, which may also hold positions in the data and random keys.
-      plan: the tables' plan, if neither modules nor Linen variables hold it.
-      description: JSON values to keep with the state.
+      state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
+        `TrainState`; or any pytree, which may include data positions and random keys.
+      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+      description: JSON values to store with the state.
 
     Raises:
-      CheckpointError: if the directory exists, or the files cannot be written, as with
-        a dtype that no file can hold.
-      TypeError: if a leaf is not a number.
-      ValueError: if the plan of some tables is not known, or the description has
-        more than 4 MiB as JSON.
+      CheckpointError: if the directory exists or the files cannot be written, for
+        example because files cannot store a leaf's dtype.
+      TypeError: if a leaf is neither an array nor a number, or the description has no
+        JSON form.
+      ValueError: if the plan of some tables is unknown, or the description is larger
+        than 4 MiB as JSON.
 
     Example:
       >>> import tempfile, jax, optax
@@ -201,9 +194,9 @@ def save(
 
 @contextlib.contextmanager
 def _new_path(path: epath.Path) -> Iterator[None]:
-    """Rejects a path that exists; another save into its folder waits meanwhile.
+    """Rejects a path that exists, and locks its parent folder against other saves.
 
-    Orbax writes under a temporary name, which two saves to one path would share. The
+    Orbax writes under a temporary name that two saves to the same path would share. The
     first process of a job decides for all. Stores such as `gs://` have no locks.
     """
     exists, error = False, None
@@ -213,7 +206,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
                 if "://" not in os.fspath(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     folder = os.open(path.parent, os.O_RDONLY)
-                    ends.callback(os.close, folder)  # This frees the lock.
+                    ends.callback(os.close, folder)  # Closing releases the lock.
                     with contextlib.suppress(OSError):  # some network file systems
                         fcntl.flock(folder, fcntl.LOCK_EX)
                 exists = path.exists()
@@ -222,10 +215,10 @@ def _new_path(path: epath.Path) -> Iterator[None]:
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
         if exists:
-            raise CheckpointError(f"The directory {path} exists; choose a new one.")
+            raise CheckpointError(f"{path} already exists. Choose a new directory.")
         if fails:
             raise error or CheckpointError(
-                f"The first process of the job cannot make {path}; see its error."
+                f"The first process of the job cannot create {path}; see its error."
             )
         yield
 
@@ -242,52 +235,51 @@ def restore(
     dense: DenseChoice = "restore",
     dtypes: DtypesChoice = "check",
 ) -> Any:
-    """Restores a state that was saved under any plan.
+    """Restores a state from a checkpoint that was saved under any plan.
 
-    Number of devices, mesh, stacking, packing and placement may all differ.
-    Rows are written in place, so the arrays of `state` are donated. Rows and tables
-    that the checkpoint lacks keep the values of `state`: the initial ones if the model
-    is new. All differences and all damage are found before anything changes. For that,
-    the files are read twice if `state` has arrays, and once if it has shapes.
+    The number of devices, mesh, stacking, packing and placement may all differ. Rows
+    are written in place, so the arrays of `state` are donated. Rows and tables that the
+    checkpoint lacks keep their values in `state`.
 
-    All is read from one save, even if another checkpoint takes the directory's name in
-    the meantime.
+    All differences and damage are found before anything changes. To check for damage,
+    the files are read twice if `state` has arrays, and once if it has only shapes.
+    Everything is read from one save, even if the directory is replaced meanwhile.
 
     Args:
-      directory: from `save`, or of one step of a `CheckpointManager`.
-      state: has the structure of the saved one. Modules are restored in place.
-        Other leaves are arrays, or shapes (`jax.ShapeDtypeStruct`). Parts may be
-        missing: the model of a saved `(model, optimizer)` is restored as `(model,)`.
-      plan: the tables' plan, if neither modules nor Linen variables hold it.
-      tables: names of the tables to restore. Defaults to all; tables that are left
-        out keep their values. In a state of several layers, the path of the layer
-        precedes the name: `"user/movie"`. Tables of a stack share a count of steps: it
-        must be equal, or 0 in tables that stay.
-      rename: name of a table to its name in the checkpoint.
-      slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: slot
-        variables of the restored tables start again. So do their counts, unless tables
-        that stay share them.
-      rules: `"check"`: the optimizer of each table must have a state of the types,
-        names and shapes in the checkpoint. Its hyper-parameters may change.
-        `"ignore"`: slot variables are taken over if names, types and shapes are equal,
-        and start again if not. A count of steps is taken over under any name: a
-        schedule instead of a constant rate continues from it, and starts at 0 if the
-        checkpoint counts no steps.
-      dense: `"restore"`: all other leaves come from the checkpoint. `"keep"`: they
-        stay.
-      dtypes: `"check"`: tables must have the types of the checkpoint. `"convert"`: rows
-        are rounded to float32 or bfloat16, whichever the tables of the state are. Their
-        slot variables are taken over as they are.
+      directory: checkpoint from `save`, or one step of a `CheckpointManager`.
+      state: state with the saved structure. Modules are restored in place. Other
+        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). Later parts may be left
+        out: restore the model of a saved `(model, optimizer)` as `(model,)`.
+      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+      tables: names of the tables to restore. Defaults to all; other tables keep their
+        values. If the state has several layers, the layer's path precedes the name:
+        `"user/movie"`. If only some tables of a stack are restored, the step counts of
+        the rest must be 0 or equal to the restored ones, because stacked tables share
+        them.
+      rename: table name to its name in the checkpoint.
+      slots: `"restore"` reads slot variables from the checkpoint. `"initialize"` resets
+        the slot variables of the restored tables. Step counts are reset only if all
+        tables of the layer are restored.
+      rules: `"check"` requires each table's optimizer state to have the types, names
+        and shapes in the checkpoint; hyper-parameters may change. `"ignore"` restores
+        slot variables with equal names, types and shapes, and resets the rest. A step
+        count is restored under any name, so a schedule that replaces a constant rate
+        continues from the saved step, or from 0 if the checkpoint counts no steps.
+      dense: `"restore"` reads all other leaves from the checkpoint. `"keep"` leaves
+        them unchanged.
+      dtypes: `"check"` requires tables to have the checkpoint's types. `"convert"`
+        rounds rows to the state's type, float32 or bfloat16, and restores slot
+        variables unchanged.
 
     Returns:
-      The restored state; for modules, these modules.
+      The restored state. Modules are the same objects, updated.
 
     Raises:
-      CheckpointError: if the checkpoint or a file is missing or damaged, or
-        checkpoint and state differ; the message lists every difference, and what to do
-        about it. The arrays of `state` keep their values, unless files are overwritten
-        in place or removed while rows are being written.
-      ValueError: if an argument is wrong, or the plan of some tables is not known.
+      CheckpointError: if the checkpoint or a file is missing or damaged, or if the
+        checkpoint doesn't fit the state; the message lists every difference with a fix.
+        The arrays of `state` keep their values, unless files are overwritten in place
+        or removed while rows are being written.
+      ValueError: if an argument is invalid, or the plan of some tables is unknown.
 
     Example:
       >>> import tempfile, jax

@@ -1,8 +1,8 @@
-"""Splits the state of a training into embedding layers and other leaves.
+"""Splits a training state into embedding layers and other leaves.
 
 A state is what the user trains: Flax NNX modules, an `nnx.State`, a Linen `TrainState`,
-or any pytree with the stacks of the functional API. Tables and slot variables are in it
-in stacks. The plan says which rows belong to which table.
+or any pytree with the stacks of the functional API. It holds tables and slot variables
+as stacks; the plan maps their rows to tables.
 """
 
 import collections
@@ -36,10 +36,10 @@ _NOT_SAVED = (
     DynamicStatsVariable,
     RecordedCalls,
 )
-"""Variables of a layer that no checkpoint holds, because the plan sets them up."""
+"""Variables of a layer that are not saved, because the plan determines them."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
-"""Keys around tables and slots that do not belong to the path of their layer."""
+"""Keys around tables and slots that are not part of their layer's path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class LayerState:
     """Tables and slot variables of one embedding layer.
 
     Attributes:
-      path: path of the layer in its model, and the prefix of its tables' names. Empty
-        if the state has one layer only.
+      path: path of the layer in its model, which prefixes its tables' names. Empty if
+        the state has only one layer.
       plan: the layer's plan.
-      tables: stack name to packed rows, and names of directories to these.
-      slots: stack name to optimizer state; None if the state holds no optimizer.
-      tables_with_derived_state: names of tables from whose values an optimizer derives
-        state, in any module that has this path.
+      tables: stack name to packed rows, and directory name to directory.
+      slots: stack name to optimizer state. None if the state holds no optimizer.
+      tables_with_derived_state: names of tables whose values an optimizer derives state
+        from, in any module with this path.
     """
 
     path: str
@@ -68,7 +68,7 @@ class LayerState:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name in a checkpoint of each table of the layer."""
+        """Name of each of the layer's tables to its name in a checkpoint."""
         return {
             table.name: self.name_of(table.name)
             for stack in self.plan.stacks
@@ -78,11 +78,11 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks:
-    """Tables or slot variables by stack, as they are in the state.
+    """A dict of tables or slot variables by stack, found in the state.
 
     Attributes:
-      index: position among the leaves of the state.
-      keys: around them.
+      index: position among the state's leaves.
+      keys: keys that lead to the dict.
       value: stack name to packed rows or optimizer state.
     """
 
@@ -101,18 +101,18 @@ class SplitState:
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
         """Splits a state.
 
-        A Flax variable has the path of its value.
+        Paths of Flax variables leave out the final `value`.
 
         Args:
           state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
-            are arrays or `jax.ShapeDtypeStruct`s.
-          plan: the tables' plan. Modules and Linen variables know theirs.
+            are arrays, numbers or `jax.ShapeDtypeStruct`s.
+          plan: the tables' plan. Modules and Linen variables hold theirs.
 
         Raises:
           TypeError: if a leaf is neither an array nor a number.
-          ValueError: if the plan of some tables is not known, or differs; or if
-            two layers have the same path; or if the tables of some slot variables
-            are not known.
+          ValueError: if the plan of some tables is unknown or doesn't fit, if two
+            tables have the same name, or if slot variables cannot be matched with
+            tables.
         """
         self._state = state
         plans = _plans_of(state, plan)
@@ -165,22 +165,21 @@ class SplitState:
         names = [name for layer in self.layers for name in layer.names.values()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"The state has several tables with the names {twice}; save each model "
-                "with its optimizer by itself."
+                f"The state has several tables with the names {twice}. Save each model "
+                "and its optimizer separately."
             )
 
     @property
     def dense(self) -> dict[str, Any]:
-        """Path to leaf, for all leaves that are neither tables nor slot variables."""
+        """Leaves that are neither tables nor slot variables, by path."""
         return {name: self._leaves[i] for name, i in self._dense_indices.items()}
 
     def _add_dense(self, index: int, keys: tuple[str, ...], leaf: Any) -> None:
         if isinstance(leaf, PackedRows):
             raise ValueError(
-                f"The state holds packed rows at {'.'.join(keys)!r} that belong to no "
-                "known plan. Pass plan=, the one that its tables were made for, and "
-                "all stacks of tables and slots, as init_tables and init_slots return "
-                "them."
+                f"The state holds packed rows at {'.'.join(keys)!r} that don't belong "
+                "to a known plan. Pass the plan they were made for as plan=, and whole "
+                "dicts of tables and slots as init_tables and init_slots return them."
             )
         name = ".".join(map(quote, keys))
         if not (
@@ -195,11 +194,11 @@ class SplitState:
         self._dense_indices[name] = index
 
     def rebuilt(self, layers: Sequence[LayerState], dense: Mapping[str, Any]) -> Any:
-        """Returns the state with new leaves; modules are changed in place.
+        """Returns the state with new leaves. Modules are updated in place.
 
         Args:
-          layers: the attribute `layers` with new tables and slots.
-          dense: path to new leaf; leaves that are missing stay.
+          layers: the `layers` attribute with new tables and slots.
+          dense: path to new leaf. Missing leaves keep their values.
         """
         leaves = list(self._leaves)
         for (tables, slots), layer in zip(self._indices, layers, strict=True):
@@ -223,7 +222,7 @@ class SplitState:
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
-    """Returns the known plans by the path of their layer; "" is the given plan's."""
+    """Returns the known plans by layer path. The given plan has the path ""."""
     plans = {} if plan is None else {"": plan}
     leaves = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda x: _is_module(x) or isinstance(x, LayerTables)
@@ -242,7 +241,7 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
 def _plan_of(
     path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
 ) -> EmbeddingPlan:
-    """Returns the plan of a layer's path, or any other that fits its tables."""
+    """Returns the plan at a layer's path if it fits the tables, else any that fits."""
     fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
     return fitting.get(path) or next(iter(fitting.values()))
 
@@ -250,7 +249,6 @@ def _plan_of(
 def _pairs(
     tables: Sequence[_Stacks], slots: Sequence[_Stacks]
 ) -> list[tuple[str, _Stacks, _Stacks | None]]:
-    """Returns the path, the tables and the slots of each layer."""
     if len(tables) == len(slots) == 1:
         return [(_layer_path(tables[0].keys), tables[0], slots[0])]
     pairs = []
@@ -265,19 +263,19 @@ def _pairs(
     used = sorted(own_slots.index for _, _, own_slots in pairs if own_slots)
     if len(pairs) > len(tables) or used != sorted(stacks.index for stacks in slots):
         raise ValueError(
-            f"The slot variables at {['.'.join(stacks.keys) for stacks in slots]} must "
-            "belong to the tables of one layer each, and the state has tables at "
-            f"{['.'.join(stacks.keys) for stacks in tables]}. Put tables and slots of "
-            "a layer side by side, as {'user': {'tables': ..., 'slots': ...}}, or save "
-            "each model with its optimizer by itself."
+            f"The slots at {['.'.join(stacks.keys) for stacks in slots]} cannot be "
+            "matched one to one with the tables at "
+            f"{['.'.join(stacks.keys) for stacks in tables]}. Put a layer's tables and "
+            "slots side by side, as {'user': {'tables': ..., 'slots': ...}}, or save "
+            "each model and its optimizer separately."
         )
     return pairs
 
 
 def _layer_path(keys: tuple[str, ...]) -> str:
-    """Returns the path of a layer, without positions in tuples around its model."""
+    """Returns a layer's path, without the positions in tuples around its model."""
     if "slots" in keys[:-1] and keys[-1] not in _CONTAINERS:
-        return keys[-1]  # Slots by the path of their layer.
+        return keys[-1]  # Here, slots are keyed by their layer's path.
     if "slots" in keys and keys[-1] == "":
         return ""
     own_keys = [key for key in keys if key not in _CONTAINERS]
@@ -287,7 +285,7 @@ def _layer_path(keys: tuple[str, ...]) -> str:
 
 
 def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Returns True for the tables of a plan by stack, and directories by name."""
+    """Returns True for a dict of a plan's stacked tables and directories by name."""
     if not isinstance(value, dict) or not value:
         return False
     for plan in plans:
@@ -310,7 +308,7 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Returns True for the slot variables of a plan by stack."""
+    """Returns True for a dict of a plan's slot variables by stack."""
     if not isinstance(value, dict) or not value:
         return False
     return any(
@@ -331,12 +329,11 @@ def _is_module(value: Any) -> bool:
 
 
 def _key(entry: Any) -> str:
-    """Returns the field name, key or index of an entry of a path."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
 def _zeros(leaf: Any) -> Any:
-    """Returns zeros for a shape, and an array as it is."""
+    """Returns zeros for a shape, and an array unchanged."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
     return leaf

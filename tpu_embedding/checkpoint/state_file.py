@@ -1,13 +1,13 @@
-"""Writes `state.json` of a checkpoint, reads it and checks it.
+"""Writes, reads and checks a checkpoint's `state.json`.
 
-The file is written with the state, and sealed when all arrays are on disk: it then gets
-their checksums, and a digest of all that it says. A save that ended before has no
+The file is written with the state and sealed once all arrays are on disk: the arrays'
+checksums and a digest of the file's contents are added. An interrupted save has no
 digest, so it is never read.
 
-A chunk of an array ends with the CRC-32C of its values. Readers compare the two, which
-finds a flipped bit, but not a chunk of another checkpoint. So `state.json` repeats
-these checksums. They are read back from the files, since computing them again from the
-values would cost a pass over the checkpoint.
+Each chunk of an array ends with the CRC-32C of its values. This reveals a flipped bit,
+but not a chunk from another checkpoint, so `state.json` repeats these checksums. They
+are read back from the files, because computing them from the values would cost a pass
+over the checkpoint.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 
 METADATA_FILE: Final = "zarr.json"
-"""File of an array that holds its shape, its type and the shape of its chunks."""
+"""File that holds an array's shape, type and chunk shape."""
 
 MAX_METADATA_BYTES: Final = 2**16
 
@@ -64,12 +64,12 @@ class Chunk(NamedTuple):
 def chunks_of(
     shape: Sequence[int], chunk_shape: Sequence[int], index: Any = ()
 ) -> Iterator[Chunk]:
-    """Yields the chunks that hold a part of an array.
+    """Yields the chunks that hold part of an array.
 
     Args:
       shape: shape of the array.
       chunk_shape: shape of a chunk.
-      index: slices with step 1, or row ids `[n]`; `()` is the whole array.
+      index: slices with step 1, or row ids `[n]`. Defaults to the whole array.
 
     Example:
       >>> [chunk.name for chunk in chunks_of((10, 4), (4, 4), slice(3, 9))]
@@ -78,7 +78,7 @@ def chunks_of(
     indices = index if isinstance(index, tuple) else (index,)
     indices += (slice(None),) * (len(shape) - len(indices))
     grid = [-(-size // chunk) for size, chunk in zip(shape, chunk_shape, strict=True)]
-    needed: list[Sequence[int]] = []  # By axis, the positions in the grid of chunks.
+    needed: list[Sequence[int]] = []  # For each axis, positions in the chunk grid.
     for rows, size, chunk in zip(indices, shape, chunk_shape, strict=True):
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(size)
@@ -94,9 +94,10 @@ def chunks_of(
 
 
 def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yields the positions of a grid; `itertools.product` would copy the axes first.
+    """Yields the positions of a grid.
 
-    A forged size makes an axis that does not fit in memory.
+    `itertools.product` would copy the axes, and a forged size may make an axis that
+    does not fit in memory.
     """
     if not axes:
         yield ()
@@ -107,14 +108,10 @@ def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
-    """Returns the bytes of a chunk's file, and the CRC-32C at its end.
-
-    Args:
-      root: directory of the checkpoint.
-      name: path of the file in it.
+    """Returns the size in bytes of a chunk's file, and the CRC-32C at its end.
 
     Raises:
-      ValueError: if it is not a file of the checkpoint.
+      ValueError: if it is not a regular file inside the checkpoint.
     """
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
@@ -126,13 +123,8 @@ def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
 def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
     """Returns the contents of a file.
 
-    Args:
-      root: directory of the checkpoint.
-      name: path of the file in it.
-      max_bytes: bound on its size.
-
     Raises:
-      ValueError: if it is not a file of the checkpoint, or too large.
+      ValueError: if it is too large, or not a regular file inside the checkpoint.
     """
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
@@ -143,16 +135,16 @@ def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
 
 
 def _check_is_file(root: epath.Path, name: str) -> None:
-    """Raises ValueError for a pipe, a device, or a link, which may lead anywhere."""
+    """Raises ValueError for a pipe, a device, or a link, which could lead anywhere."""
     if "://" in os.fspath(root):
         return
     path = os.fspath(root)
     for level in name.split("/"):
         path = f"{path}/{level}"
         if os.path.islink(path):
-            raise ValueError(f"{name} is a symbolic link, or in one")
+            raise ValueError(f"{name} is a symbolic link, or inside one")
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"{name} is not a file")
+        raise ValueError(f"{name} is not a regular file")
 
 
 def metadata_checksum(metadata: bytes) -> str:
@@ -161,12 +153,7 @@ def metadata_checksum(metadata: bytes) -> str:
 
 
 def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns the checksums of the files of arrays: of the metadata and of all chunks.
-
-    Args:
-      root: directory of the state.
-      names: names of the arrays.
-    """
+    """Returns each array's checksums: its metadata's, then one per chunk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = {}
         for name in names:
@@ -183,24 +170,24 @@ def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def checksum_at(checksums: str, position: int) -> str:
-    """Returns one checksum: 0 is the metadata's, and `i + 1` is chunk i's."""
+    """Returns one checksum: the metadata's at 0, and chunk i's at `i + 1`."""
     width = 2 * CRC_BYTES
     return checksums[width * position : width * (position + 1)]
 
 
 FORMAT_VERSION: Final = 3
-"""Version of the files. Version 2 has no digest. Version 1 was never released."""
+"""File format version. Version 2 has no digest. Version 1 was never released."""
 
 UNSEALED_VERSION: Final = 2
 
 MAX_STATE_FILE_BYTES: Final = 2**23
-"""Bound on the file, whose values take up to 24 times its size in memory."""
+"""Maximum size of the file. Its values take up to 24 times as much memory."""
 
 MAX_DESCRIPTION_BYTES: Final = 2**22
-"""Bound on the user's description, as JSON."""
+"""Maximum size of the user's description as JSON."""
 
 _TEMPORARY: Final = ".orbax-checkpoint-tmp"
-"""Orbax appends it to the names of directories that are not complete."""
+"""Suffix that Orbax adds to the names of incomplete directories."""
 
 _IDS: Final = {
     ":ids": ("uint64", True),
@@ -210,13 +197,13 @@ _IDS: Final = {
     ":clock": ("uint32", False),
     ":init_key": ("uint32", False),
 }
-"""Type of each array of a dynamic table's directory, and whether it has rows."""
+"""Type of each array in a dynamic table's directory, and whether it has rows."""
 
 
 def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
     """Writes the description of a state, without its checksums and digest."""
-    # A CheckpointManager writes the items of a step into a directory whose name is
-    # temporary, except in buckets.
+    # A CheckpointManager writes a step's items into a directory with a temporary name,
+    # except in buckets.
     name, temporary, _ = root.parent.name.partition(_TEMPORARY)
     if temporary or "://" in os.fspath(root):
         record = dataclasses.replace(record, step=name)
@@ -225,7 +212,7 @@ def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
 
 
 def seal_state_file(root: epath.Path) -> None:
-    """Adds the checksums of the arrays, which are complete, and the digest."""
+    """Adds the digest and the checksums of the arrays, which must be complete."""
     values = json.loads((root / STATE_FILE).read_text())
     values["checksums"] = array_checksums(root, _record_of(values).array_names)
     values["digest"] = _digest_of(values)
@@ -233,24 +220,24 @@ def seal_state_file(root: epath.Path) -> None:
 
 
 def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
-    """Returns the description of a checkpoint; reads no arrays.
+    """Returns the description of a checkpoint, without reading arrays.
 
     Args:
-      directory: from `te.save`, or of one step of a `CheckpointManager`.
+      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
 
     Raises:
       CheckpointError: if the checkpoint is missing, its description is damaged, or it
-        is in the directory of another step.
+        is in another step's directory.
     """
     root = state_directory(directory)
     return read_state_file(root, root)
 
 
 def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
-    """Returns the description of a state, after checking it.
+    """Returns the description of a state after checking it.
 
     Args:
-      root: directory of the state, for messages and the step.
+      root: directory of the state; gives the step and is named in errors.
       files: path to read the directory from.
     """
     path = root / STATE_FILE
@@ -260,16 +247,16 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
         version = values["format"]
     if version not in (UNSEALED_VERSION, FORMAT_VERSION):
         raise CheckpointError(
-            f"The checkpoint {path.parent} has format {version!r}, and this package "
+            f"The checkpoint {path.parent} has format {version!r}, but this version "
             f"reads formats {UNSEALED_VERSION} and {FORMAT_VERSION}. Restore it with "
-            "the tpu_embedding that wrote it, and save it again with this one."
+            "the version of tpu_embedding that wrote it."
         )
     with errors_of_reading(f"The file {path}"):
-        # A save of the current format has its digest when it is whole. The old format
-        # had none, so the digest of the file's text identifies the save instead.
+        # A complete save of the current format has a digest. The old format had none,
+        # so a digest of the file's text identifies the save instead.
         if version == FORMAT_VERSION or "digest" in values:
             if values["digest"] != (digest := _digest_of(values)):
-                raise ValueError(f"its digest is not {digest}, the one of its contents")
+                raise ValueError(f"its digest is wrong; its contents give {digest}")
         else:
             values["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()
         record = _record_of(values)
@@ -285,7 +272,6 @@ def _digest_of(values: Json) -> str:
 
 
 def _record_of(values: Json) -> CheckpointRecord:
-    """Returns the record that JSON values describe, not checked."""
 
     def array(fields: Json) -> ArrayRecord:
         values: Json = fields | {"shape": tuple(fields["shape"])}
@@ -303,7 +289,7 @@ def _record_of(values: Json) -> CheckpointRecord:
 
 
 def _check_record(record: CheckpointRecord) -> None:
-    """Raises ValueError for values that no save writes."""
+    """Raises ValueError for values that `te.save` never writes."""
     for field in ("dense", "checksums"):
         texts = getattr(record, field)
         are_texts = isinstance(texts, dict) and all(
@@ -322,12 +308,7 @@ def _check(field: str, value: Any, is_valid: bool) -> None:
 
 
 def _check_table(field: str, table: TableRecord) -> None:
-    """Compares the sizes and types of a table with its arrays, and these with a save's.
-
-    Args:
-      field: names the table in the error.
-      table: description of a file, which may be forged.
-    """
+    """Raises ValueError if a table's description, which may be forged, is invalid."""
     for slot, array in table.arrays.items():
         where, has_rows = f"{field}[{slot or 'values'!r}]", array.has_rows
         are_sizes = all(type(size) is int and size >= 0 for size in array.shape)
@@ -360,9 +341,9 @@ def _check_table(field: str, table: TableRecord) -> None:
 
 
 def _check_step(root: epath.Path, saved: str) -> None:
-    """Raises `CheckpointError` in the directory of another step.
+    """Raises `CheckpointError` if a checkpoint is in another step's directory.
 
-    Any other name, such as `best`, is not compared.
+    Directory names without a number, such as `best`, are accepted.
     """
     saved_match = re.fullmatch("(.*?)([0-9]+)", saved)
     own_match = re.fullmatch("(.*?)([0-9]+)", root.parent.name)
@@ -372,9 +353,8 @@ def _check_step(root: epath.Path, saved: str) -> None:
     if prefix == own_prefix and int(there) != int(here):
         raise CheckpointError(
             f"The checkpoint {root} is in the directory of step {int(here)}, but was "
-            f"saved as step {int(there)}. Rename the directory {root.parent} to "
-            f"{saved}, or to a name that doesn't end with a number, such as "
-            f"{saved}_copy."
+            f"saved as step {int(there)}. Rename {root.parent} to {saved}, or to a "
+            f"name that doesn't end with a number, such as {saved}_copy."
         )
 
 
@@ -389,6 +369,6 @@ def description_as_json(description: Mapping[str, Any]) -> Json:
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise ValueError(
             f"description must have at most {MAX_DESCRIPTION_BYTES} bytes as JSON, got "
-            f"{len(text)}. Save such values in a file next to the checkpoint."
+            f"{len(text)}. Save large values in a file next to the checkpoint."
         )
     return json.loads(text)

@@ -1,13 +1,13 @@
-"""The directory of a stack of dynamic tables: which id has which row.
+"""The directory of a stack of dynamic tables, which maps ids to rows.
 
 A bucket is a line of 128 lanes: the first words of 64 ids, then their second words. A
-second line tells when each id was used last, and in how many steps. A lookup reads one
+second line stores each id's last use and how many steps used it. A lookup reads one
 line per id, without a loop over probes.
 
-A bucket and its 64 rows are on one shard, so that it finds and inserts ids without
-asking other shards. Buckets are dealt in blocks: shard `s` holds the buckets
-`s * buckets_per_shard` and on. The row in lane `lane` of bucket `b` of a shard is its
-row `64 * b + lane` of the table, and the table's row `that * num_shards + s`.
+A bucket and its 64 rows are on the same shard, which can thus find and insert ids
+without communication. Buckets are dealt in blocks: shard `s` holds `buckets_per_shard`
+buckets, starting with `s * buckets_per_shard`. Lane `lane` of the shard's bucket `b` is
+the shard's row `r = 64 * b + lane`, and the table's row `r * num_shards + s`.
 """
 
 import dataclasses
@@ -23,26 +23,27 @@ from tpu_embedding.plan.plan import StackPlan, TablePlan
 
 LINE_LANES: Final = 2 * SLOTS_PER_BUCKET
 DIRECTORY: Final = ":ids"
-"""What the name of a directory adds to the name of its stack."""
+"""Suffix that turns a stack's name into its directory's name."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdDirectory:
-    """Ids, scores and counts of the dynamic tables of a stack.
+    """Ids, scores and counters of a stack's dynamic tables.
 
-    Per shard inside `shard_map`; the global arrays hold the shards one after the other.
+    Shapes are per shard. The global arrays are the concatenated shards.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, the mixed words of 64 ids; see `ids_64`. Empty
-        lanes have all bits set.
-      scores: uint32 `[buckets, 128]`: the clock at the last use of each id, then the
-        steps that used it. 0 in empty lanes.
-      sketch: uint32 `[buckets, 128]`, counters of unknown ids. It is None without
+      keys: uint32 `[buckets, 128]`, mixed words of 64 ids; see `ids_64`. Empty lanes
+        have all bits set.
+      scores: uint32 `[buckets, 128]`, the clock at each id's last use, then the number
+        of steps that used it. 0 in empty lanes.
+      sketch: uint32 `[buckets, 128]`, counters of unknown ids. None without
         `AdmitAfter`.
-      clock: uint32 `[1]`, the step, from 1 on; equal on all shards.
-      used_rows: int32 `[tables]`, rows that ids have.
-      init_keys: uint32 `[tables, 2]`, random keys of initial values; equal on all
+      clock: uint32 `[1]`, the current step, starting at 1, or the latest `now`. Equal
+        on all shards.
+      used_rows: int32 `[tables]`, number of rows with an id.
+      init_keys: uint32 `[tables, 2]`, random keys of initial values. Equal on all
         shards.
     """
 
@@ -58,13 +59,7 @@ class IdDirectory:
 def empty_directory(
     num_buckets: int, has_sketch: bool, init_keys: UInt32[Array, "tables two"]
 ) -> IdDirectory:
-    """Returns a directory without an id. Per shard.
-
-    Args:
-      num_buckets: buckets of all tables on this shard.
-      has_sketch: True for `AdmitAfter`.
-      init_keys: random keys of the tables.
-    """
+    """Returns an empty directory with the buckets of all tables. Per shard."""
     zeros = jnp.zeros((num_buckets, LINE_LANES), jnp.uint32)
     return IdDirectory(
         keys=jnp.full((num_buckets, LINE_LANES), NO_ID, jnp.uint32),
@@ -87,12 +82,12 @@ class DynamicTablePlan:
 
     Attributes:
       table: the table.
-      dynamic: vocabulary of the table.
-      num_buckets: buckets of the table, over all shards.
-      buckets_per_shard: buckets on each shard; the last shard may use fewer.
-      first_bucket: first bucket within the directory of a shard.
-      first_row: first row within the rows of a shard.
-      num_shards: shards of the table.
+      dynamic: its vocabulary.
+      num_buckets: number of buckets over all shards.
+      buckets_per_shard: buckets on each shard. The last shards may use fewer.
+      first_bucket: first bucket in a shard's directory.
+      first_row: first row on a shard.
+      num_shards: number of shards.
     """
 
     table: TablePlan
@@ -105,14 +100,14 @@ class DynamicTablePlan:
 
     @property
     def default_row(self) -> int | None:
-        """Row of the table that ids without a row read, or None."""
+        """Row of the table that ids without a row read. None without a default row."""
         if self.dynamic.default_row == "none":
             return None
         return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards
 
 
 def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
-    """Returns the tables of a stack of dynamic tables; none for a static stack."""
+    """Returns the tables of a dynamic stack. Empty for a static stack."""
     plans, first_bucket = [], 0
     for table in stack.tables:
         dynamic = table.config.vocabulary

@@ -1,9 +1,9 @@
 """Finds the rows of 64-bit ids in a directory, and inserts new ids. Per shard.
 
-It runs at the owner of the buckets. Everything is integer arithmetic on the set of all
-ids of a call, so neither their order, nor repeats, nor the number of devices changes a
-result. Most ids are known, and one line of the directory answers for each. Unknown ids
-are sorted by bucket. docs/guides/dynamic_tables.md has the rules.
+This runs on the shard that owns the buckets. It uses only integer arithmetic on the set
+of a call's ids, so results don't depend on order, repeats or the number of devices.
+Known ids are found by reading one line each, and unknown ids are sorted by bucket.
+docs/guides/dynamic_tables.md explains the rules.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 
 _BUCKETS_PER_TURN: Final = 128
-"""Buckets that one turn of the loop over new ids fills."""
+"""Buckets filled per iteration of the loop over new ids."""
 
 _IDS_PER_BLOCK: Final = 8192
-"""Ids whose lines are read at once: 4 MiB."""
+"""Ids whose lines are read at once, 4 MiB."""
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
@@ -41,7 +41,7 @@ _EMPTY, _EVICTABLE, _TAKEN = range(3)
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 _TOTAL_LANE: Final = LINE_LANES - 1
-"""Lane of a bucket's sketch with the number of ids counted; all other lanes count."""
+"""Lane of a bucket's sketch that counts all ids. The other lanes are counters."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +50,12 @@ class MixedIds:
     """Mixed ids in any order. Per shard.
 
     Attributes:
-      buckets: int32 `[ids]`, buckets of this shard's directory at the owner, and of all
-        shards, one after the other, at the source; `PADDING_ROW_ID` for padding.
+      buckets: int32 `[ids]`, buckets in this shard's directory at the owner, or in the
+        concatenated directories of all shards at the source. `PADDING_ROW_ID` marks
+        padding.
       first: uint32 `[ids]`, first mixed word.
       second: uint32 `[ids]`, second mixed word.
-      may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
+      may_insert: bool `[ids]`, True if the id's feature inserts ids.
     """
 
     buckets: Int[Array, " ids"]
@@ -69,11 +70,12 @@ class MixedIds:
 
 
 class Pass(NamedTuple):
-    """Says what a call of `insert` does with its ids. Both are bools, maybe traced.
+    """What a call of `insert` does with its ids. Both bools may be traced.
 
     Attributes:
-      notes: marks known ids as used, and counts unknown ones for the admission.
-      fills: gives lanes to unknown ids. The ids of their buckets are noted before.
+      notes: whether to count unknown ids for admission.
+      fills: whether to assign lanes to unknown ids. All ids of their buckets must have
+        been noted.
     """
 
     notes: Any
@@ -83,10 +85,10 @@ class Pass(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """Rows that new ids have got. Per shard.
+    """Rows assigned to new ids. Per shard.
 
     Attributes:
-      rows: int32 `[ids]`, rows of this shard, rising, then `PADDING_ROW_ID`.
+      rows: int32 `[ids]`, rows of this shard in bucket order, then `PADDING_ROW_ID`.
       first: uint32 `[ids]`, first mixed word of the id.
       second: uint32 `[ids]`, second mixed word.
       tables: int32 `[ids]`, position of the table in the stack.
@@ -101,7 +103,7 @@ class NewRows:
 
 
 class Counts(NamedTuple):
-    """Different ids of one call by table, int32 `[tables]`; see `DynamicStats`."""
+    """Counts of unique ids in one call, int32 `[tables]`; see `DynamicStats`."""
 
     inserts: Any
     evictions: Any
@@ -110,7 +112,7 @@ class Counts(NamedTuple):
 
 
 def no_counts(num_tables: int) -> Counts:
-    """Returns zeros."""
+    """Returns zero counts."""
     return Counts(*[jnp.zeros((num_tables,), jnp.int32)] * len(Counts._fields))
 
 
@@ -129,10 +131,10 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns the lane of one id in its bucket, or -1; undefined for padding."""
+    """Returns the lane of one id in its bucket, or -1. Undefined for padding."""
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
-    # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
+    # At most one lane is summed. XLA:CPU vectorizes this, unlike argmax.
     lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
     return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
 
@@ -145,24 +147,19 @@ def insert(
     now: UInt32[Array, ""],
     current_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
-    """Finds ids, and gives lanes to new ones. Per shard.
+    """Finds ids and assigns lanes to new ones. Per shard.
 
-    Args:
-      directory: ids that have rows; in place where donated.
-      ids: ids of the call.
-      tables: tables of the stack.
-      now: clock of this step.
-      current_pass: says what is done with the ids.
+    The directory is updated in place if donated.
 
     Returns:
-      The directory; the lane of each id in its bucket, or -1; whether it had one
-      before; the rows of new ids; counts.
+      The directory, the lane of each id in its bucket or -1, whether the id had a lane
+      before, the rows of new ids, and counts.
     """
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
-    # Features that insert nothing use ids as well: a row of this step must not be
-    # evicted. A second pass finds the ids noted, and changes nothing.
+    # This includes ids of `find_only` features, because a row used in this step must
+    # not be evicted. In a second pass, the ids are already noted and nothing changes.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
     is_admitted = unknown.is_id & unknown.may_insert
@@ -186,7 +183,7 @@ def insert(
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
-    # Repeats have the lane of the first.
+    # Repeats get the lane of the first occurrence.
     lane_by_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32)
     lane_by_rank = lane_by_rank.at[ranks].max(new_lanes)
     lanes = jnp.maximum(lanes, unsort(lane_by_rank[ranks], order))
@@ -207,11 +204,10 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts some ids by bucket and id. The rest, and repeats, become padding.
+    """Sorts some ids by bucket and id. All other ids and repeats become padding.
 
     Returns:
-      The ids, the position of each before sorting, and its rank among the distinct
-      ones.
+      The ids, their positions before sorting, and their ranks among the unique ids.
     """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
@@ -234,13 +230,14 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the rows of lanes of buckets; undefined for lane -1.
+    """Returns the row of each (bucket, lane) pair. Undefined for lane -1.
 
     Args:
       buckets: buckets of this shard.
-      lanes: lanes of the buckets.
+      lanes: lanes in the buckets.
       tables: tables of the stack.
-      first_row: True: rows of the shard; False: rows of the table on the shard.
+      first_row: whether to number rows within the shard instead of within the table's
+        part of the shard.
     """
     offsets = [
         (table.first_row if first_row else 0) - SLOTS_PER_BUCKET * table.first_bucket
@@ -267,7 +264,7 @@ def _note_use(
     dynamic: Dynamic,
     now: UInt32[Array, ""],
 ) -> IdDirectory:
-    """Sets the last use of ids, and counts the step once."""
+    """Sets the last use of ids, and counts each step once per id."""
     scores = directory.scores
     last_use = read_elements(scores, ids.buckets, lanes)
     steps = read_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET)
@@ -282,12 +279,12 @@ def _note_use(
 
 
 def _age(last_use: Array, now: Array) -> Array:
-    """Returns the time since the last use; 0 if the clock was set back."""
+    """Returns the time since the last use, or 0 if the clock was set back."""
     return jnp.where(now > last_use, now - last_use, jnp.uint32(0))
 
 
 def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
-    """Returns counts of steps, halved for each half life that an id was not used."""
+    """Returns step counts, halved once per half-life without use."""
     match dynamic.evict:
         case LeastFrequentlyUsed(int() as half_life):
             return steps >> jnp.minimum(age // np.uint32(half_life), 31)
@@ -295,12 +292,12 @@ def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
 
 
 class _Groups(NamedTuple):
-    """The admitted ids of each bucket that has any.
+    """Admitted ids, grouped by bucket.
 
     Attributes:
-      buckets: int32 `[ids]`, buckets with admitted ids, one after the other.
-      starts: int32 `[ids + 1]`, number of admitted ids before the bucket's own.
-      count: int32 scalar, number of buckets.
+      buckets: int32 `[ids]`, buckets with admitted ids, packed at the front.
+      starts: int32 `[ids + 1]`, number of admitted ids before each group.
+      count: int32 scalar, number of groups.
       sources: int32 `[ids]`, position of each admitted id among all ids.
     """
 
@@ -314,7 +311,7 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     (num_ids,) = is_admitted.shape
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
     rank = running_sum(is_admitted) - 1
-    # The last admitted id before each one tells whether a bucket begins.
+    # Pack admitted ids at the front. A group starts where the bucket changes.
     sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids))
     buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
@@ -323,7 +320,7 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
-    # Position `num_ids` took the ids that begin no bucket.
+    # Ids that don't start a group were written to position `num_ids`.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
         buckets=_scatter(buckets, at),
@@ -334,7 +331,7 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
 
 
 def _scatter(values: Array, positions: Array, fill: int = 0) -> Array:
-    """Moves values to other positions; those past the end are dropped."""
+    """Moves values to new positions. Positions past the end are dropped."""
     result = jnp.full(values.shape, fill, values.dtype)
     return result.at[positions].set(values, mode="drop", wrap_negative_indices=False)
 
@@ -346,10 +343,9 @@ def _fill_buckets(
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
-    """Gives lanes to admitted ids, bucket by bucket.
+    """Assigns lanes to admitted ids.
 
-    A loop works off the buckets that have admitted ids, some at a time. In a steady
-    state these are few.
+    A loop fills several buckets per iteration. In a steady state, few need it.
 
     Returns:
       The directory, the lane of each new id or -1, and evictions by table.
@@ -362,12 +358,12 @@ def _fill_buckets(
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
         old_keys, old_scores = keys[bucket], scores[bucket]
-        # Arrays `[buckets, 64]` from here on. Column j is about lane `order[:, j]`:
-        # empty lanes come first, then evictable, then taken ones. New ids get the
-        # first lanes.
+        # From here on, arrays are `[buckets, 64]`, and column j is lane `order[:, j]`:
+        # empty lanes first, then evictable ones, then taken ones. New ids are put into
+        # the first columns.
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
-        # Both halves of a line: the words of an id, and its last use and its steps.
+        # The two halves of each line: an id's words, and its last use and step count.
         words = (ids.first[source], ids.second[source])
         uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
         new_keys = _with_new(old_keys, words, gets_id, order)
@@ -401,9 +397,9 @@ def _fill_buckets(
 def _groups_of_turn(
     groups: _Groups, turn: Int[Array, ""], size: int
 ) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
-    """Returns bucket, first admitted id and number of ids of the groups of a turn.
+    """Returns the bucket, first admitted id and id count of each group in a turn.
 
-    A position after all groups is empty, and has any bucket.
+    Positions past the last group have count 0 and an arbitrary bucket.
     """
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
@@ -415,13 +411,9 @@ def _groups_of_turn(
 def _ids_of_lanes(
     kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
 ) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
-    """Returns which lanes of some buckets get a new id, and the position of the id.
+    """Returns which lanes receive a new id, and that id's position.
 
-    Args:
-      kinds: kind of each lane, in the order of `_lanes_by_value`.
-      start: first admitted id of each bucket.
-      count: number of admitted ids of each bucket.
-      groups: all admitted ids.
+    Lanes are in the order of `_lanes_by_value`.
     """
     number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
     num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
@@ -435,13 +427,11 @@ def _lanes_by_value(
 ) -> tuple[Array, Array]:
     """Sorts the lanes of buckets: empty ones, then evictable, then taken ones.
 
-    Within a kind, the lanes whose ids are worth least come first.
+    Within a kind, the least valuable ids come first.
 
     Returns:
-      The kind of each lane and the lanes, both `[buckets, 64]` in that order.
+      The kinds and numbers of the lanes in that order, both `[buckets, 64]`.
     """
-    # Keys are the low words of 64 ids, then their high words. Scores are the clock of
-    # each id's last use, then the number of steps that had it.
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
     )
@@ -468,7 +458,7 @@ def _lanes_by_value(
 def _with_new(
     old: Array, new: tuple[Array, Array], is_new: Array, order: Array
 ) -> Array:
-    """Returns lines with new pairs of words in the first lanes of an order."""
+    """Returns lines with new word pairs in the first lanes of an order."""
     row, halves = jnp.arange(old.shape[0], dtype=jnp.int32)[:, None], []
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
@@ -480,7 +470,6 @@ def _with_new(
 def _sum_by_table(
     values: Array, table_of: Int[Array, " n"], tables: Sequence[DynamicTablePlan]
 ) -> Int[Array, " tables"]:
-    """Adds up numbers, or counts what is True, by table."""
     numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
     values = values.astype(jnp.int32)[:, None]
     by_table = jnp.where(table_of[:, None] == numbers, values, 0)
@@ -495,12 +484,12 @@ def _count_and_admit(
     now: UInt32[Array, ""],
     current_pass: Pass,
 ) -> tuple[UInt32[Array, "buckets _"], Bool[Array, " ids"]]:
-    """Counts unknown ids, and decides which of them may have a row.
+    """Counts unknown ids, and decides which of them are admitted.
 
-    An id has two counters. A counter holds the epoch of its latest change, which tells
-    how often it is halved before the next. `AdmitAfter.ids_per_halving` ids end an
-    epoch of their bucket. A new window is `_COUNT_BITS` epochs later, which leaves
-    nothing of a count.
+    Each id has two counters. A counter also stores the epoch of its last change, and is
+    halved once for each epoch since then. A bucket's epoch ends after
+    `AdmitAfter.ids_per_halving` ids. A new window advances it by `_COUNT_BITS` epochs,
+    which clears all counts.
     """
     total = read_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE))
     epoch = total // np.uint32(rule.ids_per_halving)
@@ -520,7 +509,7 @@ def _count_and_admit(
         sketch = set_elements(sketch, ids.buckets, lanes, epoch | count, is_used)
     for lanes, is_used in counters:
         sketch = add_to_elements(sketch, ids.buckets, lanes, is_used)
-    # Both counters are read before one is cut off: two ids may share one.
+    # Read both counters before clipping either, because two ids may share one.
     values = [
         read_elements(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters
     ]
@@ -531,14 +520,14 @@ def _count_and_admit(
         read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT for lanes, _ in counters
     ]
     is_admitted = is_unknown & (jnp.minimum(*counts) >= rule.count)
-    # Only now, as all ids of a call count in one epoch.
+    # Updated last, so that all ids of a call count in the same epoch.
     is_filled = is_unknown & current_pass.fills
     sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), is_filled)
     return sketch, is_admitted
 
 
 def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements; without a lane, the element is undefined."""
+    """Reads single elements. Undefined for lane -1."""
     index = _element(buckets, jnp.maximum(lanes, 0))
     return lines.reshape(-1).at[index].get(mode="clip")
 
@@ -546,14 +535,14 @@ def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
 def set_elements(
     lines: Array, buckets: Array, lanes: Array, values: Array, is_set: Array
 ) -> Array:
-    """Sets single elements; those that several ids name get equal values."""
+    """Sets single elements. Duplicate positions must have equal values."""
     elements = lines.reshape(-1)
     index = jnp.where(is_set, _element(buckets, lanes), elements.shape[0])
     return elements.at[index].set(values, mode="drop").reshape(lines.shape)
 
 
 def _element(buckets: Array, lanes: Array) -> Array:
-    """Returns the number of an element: XLA:CPU is slow with two indices for each."""
+    """Returns the flat index of an element. XLA:CPU is slow with two indices."""
     return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
 
 

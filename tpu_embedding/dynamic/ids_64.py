@@ -1,9 +1,8 @@
-"""Ids of 64 bits as pairs of words: held by `Ids64`, and mixed for a directory.
+"""64-bit ids as pairs of words: as the user passes them, and mixed for a directory.
 
-Mixed words look random, and each pair comes of one id: a hash that can be undone keeps
-ids exact. The network is Feistel's with four rounds: each round replaces one word by
-its exclusive or with a function of the other. Functions that mix take NumPy or JAX
-arrays of uint32.
+Mixed words look random, but the hash is invertible, so each pair belongs to exactly one
+id. The hash is a four-round Feistel network: each round XORs one word with a function
+of the other. Mixing functions accept NumPy or JAX arrays of uint32.
 """
 
 import dataclasses
@@ -21,15 +20,15 @@ from tpu_embedding.types import IdArray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ids64:
-    """Ids of 64 bits, for dynamic tables. It replaces an array of ids anywhere.
+    """64-bit ids for dynamic tables. Can be used wherever an array of ids can.
 
-    JAX has no integers of 64 bits by default, so each id is two words. Signed and
-    unsigned integers of equal bits are one id. `prepare` makes it of int64 and uint64
-    arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
+    JAX has no 64-bit integers by default, so each id is two words. Signed and unsigned
+    integers with equal bits are the same id. `prepare` makes `Ids64` from int64 and
+    uint64 arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
 
     Attributes:
-      high: uint32, the upper words of the ids.
-      low: uint32, the lower words; of the shape of `high`.
+      high: uint32, upper words of the ids.
+      low: uint32, lower words, same shape as `high`.
     """
 
     high: IdArray
@@ -37,10 +36,10 @@ class Ids64:
 
     @classmethod
     def of_array(cls, ids: Any) -> "Ids64":
-        """Makes the words of an integer array, NumPy or JAX.
+        """Splits a NumPy or JAX integer array into words.
 
         Args:
-          ids: integers of any shape. Negative ones of 32 bits are extended to 64.
+          ids: integers of any shape. Narrower negative integers are sign-extended.
 
         Raises:
           TypeError: if they are not integers.
@@ -52,7 +51,7 @@ class Ids64:
         xp: Any = jnp if isinstance(ids, jax.Array) else np
         ids = xp.asarray(ids)
         if not xp.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"Ids64.of_array takes integers, got dtype {ids.dtype}.")
+            raise TypeError(f"Ids64.of_array needs integers, got dtype {ids.dtype}.")
         if ids.dtype.itemsize == 8:
             low, high = ids & 0xFFFFFFFF, ids >> 32
         else:
@@ -67,12 +66,12 @@ class Ids64:
 
     @property
     def ndim(self) -> int:
-        """Number of its axes."""
+        """Number of axes of the array of ids."""
         return self.high.ndim
 
     @property
     def dtype(self) -> np.dtype:
-        """Type that holds the ids whole: uint64."""
+        """Type of whole ids: uint64."""
         return np.dtype(np.uint64)
 
     def to_numpy(self) -> np.ndarray:
@@ -82,12 +81,7 @@ class Ids64:
 
 
 def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
-    """Returns the error for integers that may be the lower halves of ids.
-
-    Args:
-      form: form of the integers, such as their dtype.
-      feature: feature of a dynamic table.
-    """
+    """Returns the error for integers that may be the lower halves of ids."""
     return TypeError(
         f"Feature {feature.name!r} of a te.Dynamic table must hold Ids64, got {form}: "
         "JAX keeps only the lower half of an int64. Pass NumPy ids through prepare, or "
@@ -97,14 +91,14 @@ def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
 
 
 _ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
-"""Words of the fraction of the golden ratio."""
+"""Words of the golden ratio's fraction."""
 
 NO_ID: Final = np.uint32(0xFFFFFFFF)
-"""Both words of a lane without an id, before and after mixing."""
+"""Both words of "no id", before and after mixing."""
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
-    """Returns the mixed words of ids, uint32 like the arguments; no id stays no id.
+    """Returns the mixed uint32 words of ids. "No id" is mapped to itself.
 
     Example:
       >>> words = mix_ids(np.uint32([0]), np.uint32([7]))
@@ -115,7 +109,7 @@ def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def unmix_ids(first: Any, second: Any) -> tuple[Any, Any]:
-    """Returns the words `(high, low)` of mixed ids; the inverse of `mix_ids`."""
+    """Returns the words `(high, low)` of mixed ids. Inverts `mix_ids`."""
     high, low = _exchange(first, second)
     for key in reversed(_ROUND_KEYS):
         high, low = low ^ mix_bits(high ^ np.uint32(key)), high
@@ -129,7 +123,7 @@ def _forward(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
-    """Exchanges "no id" and the words that the network makes of it."""
+    """Swaps "no id" with its image under the network."""
     is_none = (first == NO_ID) & (second == NO_ID)
     is_image = (first == _IMAGE[0]) & (second == _IMAGE[1])
     xp = jnp if isinstance(first, jax.Array) else np
@@ -140,7 +134,7 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def multiply_high(words: Any, factor: int) -> Any:
-    """Returns `words * factor >> 32`: a number below `factor` that rises with the word.
+    """Returns `words * factor >> 32`, which is below `factor` and increases with words.
 
     Args:
       words: uint32.
@@ -149,7 +143,7 @@ def multiply_high(words: Any, factor: int) -> Any:
     word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)
     middle = word_high * low + ((word_low * low) >> np.uint32(16))
-    # Neither sum reaches 2**32: a product of two 16-bit numbers leaves room for two.
+    # Neither sum overflows: the product of two 16-bit numbers plus two more fits.
     carried = (middle & np.uint32(0xFFFF)) + word_low * high
     upper = word_high * high + (middle >> np.uint32(16)) + (carried >> np.uint32(16))
     return upper.astype(np.int32)
@@ -158,4 +152,4 @@ def multiply_high(words: Any, factor: int) -> Any:
 _IMAGE: Final = tuple(
     word[0] for word in _forward(np.array([NO_ID]), np.array([NO_ID]))
 )
-"""The words that the network alone makes of "no id"."""
+"""Image of "no id" under the network."""

@@ -1,6 +1,6 @@
-"""The ids of dynamic tables and their rows, on the host: read, and placed.
+"""Reads the ids of dynamic tables on the host, and places imported or restored ids.
 
-Imports give ids alone. Checkpoints also give what they know of each id.
+Imports provide only ids. Checkpoints also provide their uses and counts.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRows:
-    """The ids of a dynamic table and their rows, on the host; all arrays `[ids]`.
+    """The ids of a dynamic table and their rows, on the host. All arrays are `[ids]`.
 
     Attributes:
-      ids: uint64, rising.
-      rows: int64, row of each id in the arrays of `unstack_tables`.
-      natural_rows: int64, row of each id on one device.
+      ids: uint64, ascending.
+      rows: int64, row of each id in the arrays from `unstack_tables`.
+      natural_rows: int64, row that each id would have on a single device.
       last_used: uint32, clock of the last step that used the id.
-      counts: uint32, steps that used it.
+      counts: uint32, number of steps that used the id.
     """
 
     ids: np.ndarray
@@ -44,7 +44,7 @@ class DynamicRows:
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
     """Returns the ids of all dynamic tables and their rows, on the host.
 
-    All processes of a job call it together, and each gets all ids.
+    All processes of a job must call this together, and each receives all ids.
 
     Args:
       tables: stack name to rows.
@@ -60,7 +60,7 @@ def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Dynam
 def rows_in_directory(
     directory: IdDirectory, stack: StackPlan
 ) -> dict[str, DynamicRows]:
-    """Returns the ids of each table of a dynamic stack, and their rows."""
+    """Returns the ids and rows of each table of a dynamic stack."""
     size = SLOTS_PER_BUCKET
     all_keys, all_scores = (
         on_host(array).reshape(stack.num_shards, -1, 2, size)
@@ -90,7 +90,7 @@ def rows_in_directory(
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Returns a whole array, which may be on devices of several processes."""
+    """Returns a whole array on the host, even if several processes hold it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
@@ -98,22 +98,22 @@ def on_host(array: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedIds:
-    """The ids of a table and their places; words, buckets and lanes are `[placed ids]`.
+    """The ids of a table that have a place, and their places.
 
     Attributes:
-      first: first mixed word of each id that has a place.
-      second: second mixed word.
-      buckets: its bucket.
-      lanes: its place in the bucket.
-      kept: its position among the given ids.
-      sources: position among the given ids for each row of the table, in the order of
-        `unstack_tables`, without the default row. -1 marks a row without an id.
-      num_left_out: ids without a place, because their buckets are full.
-      last_used: last use of each id that has a place. Defaults to now.
-      counts: steps that used it. Defaults to one.
-      init_key: key of the initial values of new ids. Defaults to the directory's.
-      sketch: counters of ids that are not admitted yet, a line per bucket. Defaults to
-        zero.
+      first: first mixed words, `[placed ids]`.
+      second: second mixed words, `[placed ids]`.
+      buckets: buckets, `[placed ids]`.
+      lanes: lanes in the buckets, `[placed ids]`.
+      kept: positions in the given ids, `[placed ids]`.
+      sources: position in the given ids for each row of the table, in the order of
+        `unstack_tables`. -1 marks a row without an id.
+      num_left_out: number of ids that don't fit, because their buckets are full.
+      last_used: last uses, `[placed ids]`. Defaults to now.
+      counts: numbers of steps that used the ids, `[placed ids]`. Defaults to one.
+      init_key: key of new ids' initial values. Defaults to the directory's.
+      sketch: counters of ids that are not admitted yet, one line per bucket. Defaults
+        to zero.
     """
 
     first: np.ndarray
@@ -132,13 +132,13 @@ class PlacedIds:
 def place_ids(
     ids: np.ndarray, member: DynamicTablePlan, natural_rows: np.ndarray | None = None
 ) -> PlacedIds:
-    """Returns the places of ids in an empty table; the first 64 of a bucket have one.
+    """Returns the places of ids in an empty table. Each bucket takes the first 64.
 
     Args:
-      ids: uint64, distinct.
+      ids: distinct uint64 ids.
       member: the table.
-      natural_rows: places of the ids in a table of as many buckets: 64 times a bucket,
-        plus the place in it. By default, the ids get new places.
+      natural_rows: places of the ids in a table with the same number of buckets: 64
+        times the bucket plus the lane. By default, ids are assigned new places.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
@@ -175,17 +175,10 @@ def with_placed_ids(
     plan: EmbeddingPlan,
     clock: int | None = None,
 ) -> IdDirectory:
-    """Returns the directory of a stack in which some tables have these ids only.
+    """Returns a stack's directory with the ids of some tables replaced.
 
-    All processes of a job call it together; the whole directory is on the host for that
-    time.
-
-    Args:
-      directory: directory of the stack.
-      placed: name of a table to its ids.
-      stack: the stack.
-      plan: plan of the layer.
-      clock: clock of the result; None keeps the directory's, at least 1.
+    All processes of a job must call this together. Each host temporarily holds the
+    whole directory. The clock defaults to the directory's, at least 1.
     """
     new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)

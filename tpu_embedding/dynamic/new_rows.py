@@ -1,4 +1,4 @@
-"""Starts the rows of new ids: initial values, and slot variables as new. Per shard."""
+"""Initializes the rows and slot variables of new ids. Per shard."""
 
 from typing import Any, Final
 
@@ -34,21 +34,14 @@ def init_new_rows(
     stack: StackPlan,
     all_reduce: AllReduce,
 ) -> tuple[PackedRows, Any]:
-    """Writes the rows of new ids, in place where donated. Per shard.
+    """Writes the rows of new ids, in place if donated. Per shard.
 
-    Totals over the values of a table, such as Adafactor's sum of squares, lose what the
-    replaced rows added, and gain what the new rows add.
-
-    Args:
-      table: rows of this shard.
-      state: optimizer state of the stack, or None if it has no optimizer.
-      new_rows: rows of the new ids.
-      init_keys: random keys of the tables.
-      stack: plan of the stack.
-      all_reduce: reduces totals over the shards.
+    Totals over a table's values, such as Adafactor's sum of squares, are adjusted by
+    the difference between the new and the replaced rows. The state is None without an
+    optimizer.
 
     Returns:
-      New table and state.
+      The new table and state.
     """
     if isinstance(state, RoundedState):
         table, inner = init_new_rows(
@@ -64,7 +57,7 @@ def init_new_rows(
         rows = new_rows.rows[in_bounds]
         first, second = new_rows.first[in_bounds], new_rows.second[in_bounds]
         tables = new_rows.tables[in_bounds]
-        # Positions after the last new row hold padding.
+        # Positions after the last new row are padding.
         row_ids = table.layout.dealt(rows)
         row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
@@ -104,14 +97,9 @@ def initial_values_of_ids(
     init_keys: UInt32[Array, "tables two"],
     stack: StackPlan,
 ) -> Float[Array, "ids dim"]:
-    """Returns the initial values of rows: a function of the table's key and the id.
+    """Returns the initial values of rows, which depend only on the table's key and id.
 
-    Args:
-      first: first mixed word of each id.
-      second: second mixed word.
-      tables: position of each id's table in the stack.
-      init_keys: random keys of the tables.
-      stack: gives the initializers.
+    `tables` holds the position of each id's table in the stack.
     """
     initializers: list[Any] = [table.row_initializer for table in stack.tables]
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
@@ -122,7 +110,7 @@ def initial_values_of_ids(
         has_function = [
             initializer.function == function for initializer in initializers
         ]
-        # The scalars of other tables are not used.
+        # Tables with other initializers need scalars, but their values are not used.
         first_scalars = initializers[has_function.index(True)].scalars
         scalars = [
             initializer.scalars if is_used else first_scalars
@@ -135,7 +123,7 @@ def initial_values_of_ids(
         def row(key, *parameters, function=function):
             return function(threefry_key(key), row_ids, stack.dim, *parameters)[0]
 
-        # The parameters of one table round as the parameters of several do.
+        # Not constants, so that one table rounds the same way as several.
         values = jax.vmap(row)(*as_variables((keys, *parameters)))
         is_used = _pick(jnp.asarray(has_function), tables)
         result = jnp.where(is_used[:, None], values, result)
@@ -156,7 +144,7 @@ def _initial_state(
     inner: Any,
     stack: StackPlan,
 ) -> Any:
-    """Returns the state of rows before the first step, and totals over these rows."""
+    """Returns the initial state of rows, with totals over these rows."""
     if not isinstance(stack, TrainedStackPlan):
         return inner
     known = None
@@ -179,7 +167,7 @@ def _plus(
 def _changed(
     change: CompensatedSum, gained: CompensatedSum, lost: CompensatedSum
 ) -> CompensatedSum:
-    """Adds what new rows add to a total, and subtracts what replaced rows added."""
+    """Adds new rows' contribution to a total, and subtracts the replaced rows'."""
     change = change.plus(gained.value).plus(gained.rest)
     return change.plus(-lost.value).plus(-lost.rest)
 

@@ -1,15 +1,15 @@
-"""Replaces the 64-bit ids of dynamic tables by the numbers of their rows.
+"""Replaces the 64-bit ids of dynamic tables with row numbers.
 
-`insert_ids` runs at the beginning of a training step, in the same compiled program:
-new ids get rows, and the rows start as new. `find_ids` changes nothing; lookups outside
-of training call it. All other functions see row numbers, as in a static table.
+`insert_ids` runs at the start of a training step, in the same compiled program. It
+gives new ids rows and initializes these. `find_ids`, which lookups outside of training
+call, changes nothing. All other functions see row numbers, as in a static table.
 
-Each device mixes its ids, and sends each different id to the owner of its bucket, in
-the rounds that all ids travel in. The owner finds it, or inserts it, and answers with
-the row. A single device answers its own ids as they are.
+Each device mixes its ids and sends each unique id to the owner of its bucket, in the
+same kind of rounds as a lookup. The owner finds or inserts the id and replies with its
+row. A single device processes its ids without deduplication or exchange.
 
-To insert, an owner must know all ids of a bucket. If they take several rounds, all
-rounds run twice: to note the ids, then to insert them.
+To insert ids, an owner must know all ids of a bucket. If they take several rounds, all
+rounds run twice: first to note the ids, then to insert them.
 """
 
 import dataclasses
@@ -80,33 +80,34 @@ from tpu_embedding.types import (
 from tpu_embedding.update.lazy_update import state_specs
 from tpu_embedding.update.totals import across_shards
 
-_CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
+_CLOCK_RULE: Final = "insert_ids: now must be an integer from 1 to 2**32 - 1"
 _CLOCK_LINE: Final = (
-    "Write now=np.uint32(time.time() // 60), for example, or leave it out: the number "
+    "Pass np.uint32(time.time() // 60), for example, or leave it out to use the number "
     "of the step."
 )
 
 _HEADROOM_STDDEVS: Final = 8
-"""Room of a round above the mean number of ids per owner, in standard deviations.
+"""Capacity of a round beyond the mean number of ids per owner, in standard deviations.
 
 An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
 _NO_ROW: Final = NO_ID
-"""Answer for an id without a row. With one, it is `2 * row + was known before`."""
+"""Reply for an id without a row. Otherwise, the reply is `2 * row + is_known`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SourceIds:
-    """The ids of one feature on the device of its samples. Per shard.
+    """The ids of one feature on the source device. Per shard.
 
     Attributes:
-      high: uint32 `[ids]`, upper words; all bits set in both words: no id.
+      high: uint32 `[ids]`, upper words. If both words have all bits set, there is no
+        id.
       low: uint32 `[ids]`, lower words.
       table: position of the table in its stack.
-      inserts: bool `[ids]`, True where an unknown id gets a row.
+      inserts: bool `[ids]`, whether to give the id a row if it is unknown.
     """
 
     high: UInt32[Array, " ids"]
@@ -121,31 +122,32 @@ class SourceIds:
 
 
 Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
-"""Called as `answer(carry, ids, current_pass)` at the owner of the ids.
+"""Called as `answer(carry, ids, current_pass)` on the owner of the ids.
 
-It returns the carry, the lane of each id in its bucket, and True for ids that had a row
-before. The carry is what it changes. The lanes of the last pass count."""
+Returns the updated carry, the lane of each id in its bucket, and whether it had a row
+before. Only the lanes of the last pass are used."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
 ]
-"""Returns the rows of some features of a stack, and counts `[tables]`. Global."""
+"""Returns the rows of features of a stack, and counts `[tables]`. Global."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicStats:
-    """Counts of one call for a dynamic table. int32 scalars, over all devices.
+    """Counts of one call for a dynamic table: int32 scalars over all devices.
 
     Attributes:
-      ids: ids of the batch, repeats included.
-      hits: those that had a row before the call.
-      inserts: different new ids that got a row.
-      evictions: ids that lost their row to a new one.
-      not_admitted: different unknown ids that were not admitted, or that no feature
-        inserts. 0 if the call only finds.
-      no_place: different admitted ids whose bucket has no place.
-      used_rows: rows that ids have after the call.
+      ids: ids in the batch, including repeats.
+      hits: ids in the batch that had a row before the call, including repeats.
+      inserts: unique new ids that were given a row.
+      evictions: ids that lost their row to a new id.
+      not_admitted: unique unknown ids that were not admitted or that no feature
+        inserts. Always 0 for `find_ids`.
+      no_place: unique admitted ids that were not given a row, because their bucket was
+        full. Always 0 for `find_ids`.
+      used_rows: rows that have an id after the call.
     """
 
     ids: Array
@@ -163,7 +165,7 @@ class InsertResult:
     """Result of `insert_ids`.
 
     Attributes:
-      tables: new tables, with the rows of new ids.
+      tables: new tables, including the rows of new ids.
       slots: new optimizer states.
       features: the batch, with `RowIds` for features of dynamic tables.
       stats: table name to counts.
@@ -196,30 +198,31 @@ def insert_ids(
     plan: EmbeddingPlan,
     now: Any = None,
 ) -> InsertResult:
-    """Finds the rows of a batch's ids; new ids get rows, which start as new.
+    """Finds the rows of a batch's ids, and inserts new ids.
 
-    Where the table is full, a new id takes the row of the id that the table's eviction
-    rule values least. Call it once per step before the lookup, in the same `jit`, with
-    tables and slots donated. Ids of features with `find_only` get no rows.
+    If an id's bucket is full, a new id may take the row of the id that the eviction
+    policy values least. Rows of new ids are initialized. Call this once per step before
+    the lookup, in the same `jit`, with tables and slots donated. Unknown ids of
+    `find_only` features are not inserted.
 
     Args:
       tables: stack name to rows, from `init_tables`.
       slots: stack name to optimizer state, from `init_slots`.
-      features: see `lookup`; features of dynamic tables hold `Ids64`, which
-        `prepare_features` makes.
+      features: see `lookup`. Features of dynamic tables hold `Ids64`, as returned by
+        `prepare_features`.
       plan: plan of the layer.
-      now: time of the step, an integer from 1 to 2**32 - 1, the same in all calls of
-        a step. It becomes the tables' clock. Ids used at one `now` count as used once,
-        and keep their rows until the next: give values that rise long before as many
-        ids are used as the table has rows. Defaults to the tables' clock, which each
-        step raises by 1. A traced value out of range counts as None.
+      now: time of the step, an integer from 1 to 2**32 - 1, equal in all calls of a
+        step. It becomes the tables' clock. Ids used at the same `now` count as used
+        once and cannot be evicted until it changes, so it must increase well before
+        the ids used at one value fill the table. Defaults to the tables' clock, which
+        each step advances by 1. A traced value that is out of range counts as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
 
     Raises:
-      TypeError, ValueError: if a feature has the wrong form, tables or slots belong to
-        another plan, or `now` is not such an integer.
+      TypeError, ValueError: if a feature has the wrong form, if tables or slots belong
+        to another plan, or if `now` is not such an integer.
 
     Example:
       >>> import tpu_embedding as te
@@ -239,12 +242,7 @@ def insert_ids(
 
 
 def _clock(now: Any) -> Any:
-    """Returns the `now` of a call, as uint32 if its value is known.
-
-    Raises:
-      TypeError: if it is not an integer.
-      ValueError: if its value is known and out of range.
-    """
+    """Returns the checked `now` of a call, as uint32 unless it is traced."""
     if now is None:
         return None
     is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
@@ -306,7 +304,7 @@ def _insert_shard(
     sources: list[SourceIds],
     stack: StackPlan,
 ) -> tuple[Any, list[Array], DynamicStats]:
-    """Gives the new ids of a batch rows, which start as new. Per shard."""
+    """Inserts the new ids of a batch and initializes their rows. Per shard."""
     clock, init_keys = directory.clock[0], directory.init_keys
     if now is not None:
         clock = jnp.where(now > 0, now, clock)
@@ -334,7 +332,7 @@ def _insert_shard(
 
 
 def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    """Finds the rows of a batch's ids, and changes nothing.
+    """Finds the rows of a batch's ids without changing anything.
 
     Args:
       tables: stack name to rows, from `init_tables`.
@@ -377,7 +375,7 @@ def _with_rows(
 ) -> tuple[Any, dict[str, DynamicStats]]:
     """Returns a batch with `RowIds` for the ids of dynamic tables, and counts.
 
-    Features that hold rows already stay as they are.
+    Features that already hold rows are unchanged.
     """
     plan = plan.for_batch(features)
     leaves, stats = plan.flatten(features), {}
@@ -402,7 +400,7 @@ def _with_rows(
             spec = plan.sharding_of_samples(shape).spec
 
         def in_shape(flat_rows, shape=shape):
-            # Ids that filled up the last shard come last.
+            # Drop the padding of the last shard.
             return flat_rows[: math.prod(shape)].reshape(shape)
 
         rows_in_shape = in_auto_axes(in_shape, plan, spec)(rows[i])
@@ -411,17 +409,14 @@ def _with_rows(
 
 
 def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
-    """Returns True if a feature of a dynamic table holds ids, not rows."""
     is_dynamic = isinstance(feature.table.vocabulary, Dynamic)
     return is_dynamic and not isinstance(leaf, RowIds)
 
 
 def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns the batch with `Ids64` as the ids of all features of dynamic tables.
+    """Returns the batch with `Ids64` in all features of dynamic tables.
 
-    Raises:
-      TypeError: if a feature holds integers of 32 bits, which may be the lower halves
-        of ids, or has no static shape.
+    Rejects 32-bit integers, which may be the lower halves of ids.
     """
     plan = plan.for_batch(features)
     leaves = plan.flatten(features)
@@ -439,10 +434,10 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
 
 
 def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
-    """Returns the ids of a feature in one axis, filled up for the devices. Global."""
+    """Returns a feature's ids along one axis, padded for the devices. Global."""
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
-    # Ids that add nothing to a lookup need no row.
+    # Ids that contribute nothing to a lookup don't need a row.
     weights = getattr(leaf, "weights", None)
     if weights is not None:
         weights = jnp.asarray(weights)
@@ -489,11 +484,11 @@ def _stats(
     directory: IdDirectory,
     stack: StackPlan,
 ) -> DynamicStats:
-    """Returns the counts of all devices, `[tables]` each. Per shard."""
+    """Returns the counts over all devices, `[tables]` each. Per shard."""
     num_tables = len(stack.tables)
 
     def by_table(numbers):
-        """Adds the numbers of the features of each table."""
+        """Sums the features' numbers by table."""
         sums = [jnp.int32(0)] * num_tables
         for number, source in zip(numbers, sources, strict=True):
             sums[source.table] += number
@@ -505,7 +500,7 @@ def _stats(
     if stack.num_devices > 1:
         sample_counts = jax.lax.psum(sample_counts, stack.sample_axes)
     if stack.num_shards > 1:
-        # Copies of a shard have the same counts.
+        # Replicas of a shard have the same counts.
         owner_counts = jax.lax.psum(owner_counts, stack.shard_axes)
     ids, hit_counts = sample_counts
     return DynamicStats(ids=ids, hits=hit_counts, **owner_counts)
@@ -518,11 +513,7 @@ def _ask_owners(
     sources: Sequence[SourceIds],
     stack: StackPlan,
 ) -> tuple[Any, UInt32[Array, " ids"]]:
-    """Brings the ids of all features to their owners, round by round.
-
-    Returns:
-      The carry, and the answer for each id; see `_NO_ROW`.
-    """
+    """Sends all ids to their owners, round by round, and returns carry and replies."""
     ids = _mix(sources, stack)
     if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)
@@ -530,14 +521,14 @@ def _ask_owners(
     sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
     answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
-    # One round notes and fills at once. Of several, the first one starts the notes.
+    # A single round notes and fills at once. With several, the first one only notes.
     fills_at_once = ~is_pending | (num_passes == 1)
 
     def ask(state, current: Round, fills):
         carry, answers, notes = state
         requests = current.requests
         if stack.num_replicas > 1:
-            # Each copy of the directory must see the ids of all.
+            # Each replica of the directory must see all replicas' ids.
             requests = jax.lax.all_gather(requests, stack.replica_axes, tiled=True)
         bucket, first, second, may_insert = requests.T
         ids = MixedIds(bucket.astype(jnp.int32), first, second, may_insert == 1)
@@ -552,7 +543,7 @@ def _ask_owners(
         new_answers = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
         is_asked = positions < sent.size.buffer_size
         answers = jnp.where(is_asked, new_answers, answers)
-        # The pass of the notes ends with its last round.
+        # The noting pass ends with its last round.
         return carry, answers, notes & current.is_pending[0]
 
     def ask_later(state, current: Round):
@@ -566,7 +557,7 @@ def _ask_owners(
 
 
 def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
-    """Mixes the ids of all features, one after the other; buckets of all shards."""
+    """Mixes and concatenates the ids of all features. Buckets are over all shards."""
     tables = dynamic_tables(stack)
     buckets_per_shard = sum(table.buckets_per_shard for table in tables)
     mixed = []
@@ -582,7 +573,6 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
 
 
 def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
-    """Sends each different id to the owner of its bucket."""
     tables = dynamic_tables(stack)
     unique = dedup(
         (ids.buckets, ids.first, ids.second),
@@ -590,12 +580,12 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
         sum(table.buckets_per_shard for table in tables),
         keeps_duplicates=False,
     )
-    # An id may be inserted if one of its features inserts.
+    # An id may be inserted if any of its features inserts.
     inserts = jnp.zeros(ids.buckets.shape, jnp.uint32)
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
-    # The first owner has the most buckets; in small tables, the last ones have none.
+    # The first owner has the most buckets. In small tables, the last may have none.
     (num_ids,) = ids.buckets.shape
     mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
@@ -607,7 +597,7 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
 def _answer(
     carry: Any, answer: Answer, ids: MixedIds, current_pass: Pass, stack: StackPlan
 ) -> tuple[Any, UInt32[Array, " ids"]]:
-    """Answers ids at their owner; see `_NO_ROW`."""
+    """Returns the carry and the owner's reply for each id; see `_NO_ROW`."""
     tables = dynamic_tables(stack)
     carry, lanes, is_known = answer(carry, ids, current_pass)
     on_shard = local_rows(ids.buckets, lanes, tables, first_row=False)
@@ -621,7 +611,7 @@ def _by_feature(
     sources: Sequence[SourceIds],
     tables: Sequence[DynamicTablePlan],
 ) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
-    """Returns rows, the default row where there is none, and hits, per feature."""
+    """Returns rows and hits per feature. Ids without a row read the default row."""
     sizes = [source.high.shape[0] for source in sources]
     rows, hits = [], []
     for source, answer in zip(sources, split_by_feature(answers, sizes), strict=True):

@@ -1,6 +1,6 @@
-"""What the core asks about the ids and the stacks of dynamic tables.
+"""Implements the core's vocabulary interface for dynamic tables.
 
-On the host, ids are uint64 until the last step, then two words.
+On the host, ids are uint64 until the last step of `prepare` splits them into two words.
 """
 
 import dataclasses
@@ -51,21 +51,21 @@ _CONTAINERS: Final = (list, tuple, np.ndarray, jax.Array)
 
 
 class DynamicInputs(VocabularyInputs):
-    """Reads ids of 64 bits, and finds their rows."""
+    """Reads 64-bit ids and finds their rows."""
 
     text_to_ids = "te.inputs.fingerprint_ids"
 
     def read(self, ids: Any, feature: FeaturePlan) -> Any:
-        """Returns ids that are words already as uint64; other ids as they are.
+        """Returns `Ids64` as uint64, and other ids unchanged.
 
         Raises:
-          TypeError: if the rows of the ids are known already, or an array of JAX may
-            hold only the lower halves of ids.
+          TypeError: if the feature already holds rows, or a JAX array may hold only the
+            lower halves of ids.
         """
         if isinstance(ids, RowIds):
             raise TypeError(
-                f"Feature {feature.name!r} holds RowIds, whose rows are known already; "
-                "prepare takes ids."
+                f"Feature {feature.name!r} holds RowIds, which are already rows. Pass "
+                "ids to prepare."
             )
         words = ids.ids if isinstance(ids, DenseIds) else ids
         if isinstance(words, Ids64):
@@ -79,11 +79,11 @@ class DynamicInputs(VocabularyInputs):
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
     ) -> np.ndarray:
-        """Returns the ids as uint64; positions without an id hold `NO_ID_64`.
+        """Returns the ids as uint64, with `NO_ID_64` at positions without an id.
 
-        Negative ids are extended to 64 bits. The id with all bits set is reserved.
+        Negative ids are sign-extended to 64 bits. The id with all bits set is reserved.
         """
-        # Types such as int4 are none of NumPy's, so they pass through int64.
+        # Convert via int64, because NumPy cannot view types such as int4.
         as_uint64 = (
             ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
         )
@@ -93,15 +93,15 @@ class DynamicInputs(VocabularyInputs):
             raise ValueError(
                 f"Ids of feature {feature.name!r} must not be 2**64 - 1 (-1 if "
                 f"signed), which means 'no id' in a dynamic table, got {ids[position]} "
-                f"at {where} {position}, and {int(is_reserved.sum())} such ids in all. "
-                "Give it another id, or set FeatureConfig.out_of_range_ids to 'drop'."
+                f"at {where} {position}, {int(is_reserved.sum())} such ids in all. "
+                "Use another id, or set FeatureConfig.out_of_range_ids to 'drop'."
             )
         if holds_padding and ids.dtype == np.int32:
             return np.where(ids == PADDING_ROW_ID, NO_ID_64, as_uint64)
         return as_uint64.copy()
 
     def for_step(self, ids: Any) -> Any:
-        """Returns a prepared feature with `Ids64` for its uint64 array."""
+        """Returns a prepared feature with its uint64 array converted to `Ids64`."""
         return with_ids(ids, Ids64.of_array(ids_of(ids)))
 
     def needs_rows(self, ids: Any) -> bool:
@@ -117,31 +117,26 @@ class DynamicInputs(VocabularyInputs):
     def unknown_rows(self, feature: FeaturePlan) -> TypeError:
         """Returns the error for a feature that holds ids inside a loss."""
         return TypeError(
-            f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must "
-            "hold RowIds inside a loss, got ids. Replace them at the beginning of the "
-            "step, so that new ids get rows: ids = optimizer.insert_ids(model, ids), "
-            "state, ids = state.insert_ids(ids), or te.functional.insert_ids. To train "
-            "without new ids: te.functional.find_ids."
+            f"Feature {feature.name!r} of a te.Dynamic table must hold RowIds inside "
+            "a loss, got ids. Begin the step with ids = optimizer.insert_ids(model, "
+            "ids), state, ids = state.insert_ids(ids) in Linen, or "
+            "te.functional.insert_ids. To insert no ids, use te.functional.find_ids."
         )
 
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: EmbeddingPlan
     ) -> Any:
-        """Returns the features of `find_ids`."""
+        """Returns the features with rows from `find_ids`."""
         return find_ids(tables, features, plan).features
 
     def served_rows(
         self, ids: Any, feature: FeaturePlan, tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns the rows of ids in tables of an export.
-
-        A table has 64 rows per bucket, maybe a default row after them. The upper and
-        lower words of its ids are under its `directory_name`, uint32 `[buckets, 128]`.
-        """
+        """Returns the rows of ids in an export's tables; see `export.table_files`."""
         dynamic, words = feature.table.vocabulary, ids_of(ids)
         assert isinstance(dynamic, Dynamic)
         if not isinstance(words, Ids64):
-            words = Ids64.of_array(words)  # jnp.asarray would cut NumPy's int64.
+            words = Ids64.of_array(words)  # jnp.asarray would truncate NumPy's int64.
         high, low = (jnp.asarray(w).reshape(-1) for w in (words.high, words.low))
         mixed, _ = mix_ids(high, low)
         buckets = multiply_high(mixed, dynamic.num_buckets)
@@ -160,9 +155,8 @@ DYNAMIC_INPUTS: Final = DynamicInputs()
 
 
 def _arrays_in(ids: Any) -> Iterator[Any]:
-    """Yields the arrays of ids in a container."""
     if isinstance(ids, list | tuple):
-        # One look at each type is much faster than one at each item.
+        # Checking each distinct type is much faster than checking each item.
         if any(issubclass(kind, _CONTAINERS) for kind in set(map(type, ids))):
             for item in ids:
                 yield from _arrays_in(item)
@@ -184,7 +178,7 @@ class DynamicStacks(VocabularyStacks):
     def init_arrays(
         self, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
     ) -> dict[str, Any]:
-        """Returns a directory without ids. Global."""
+        """Returns an empty directory. Global."""
         members = dynamic_tables(stack)
         make = functools.partial(
             empty_directory,
@@ -197,24 +191,24 @@ class DynamicStacks(VocabularyStacks):
         return {directory_name(stack.name): directory}
 
     def end_step(self, tables: Mapping[str, Any], stack: StackPlan) -> dict[str, Any]:
-        """Advances the clock: ids of the next step may evict ids of this one."""
+        """Advances the clock, so that the next step may evict this step's ids."""
         name = directory_name(stack.name)
         directory, last = tables[name], np.uint32(2**32 - 2)
         clock = jnp.minimum(directory.clock, last) + np.uint32(1)
         return {name: dataclasses.replace(directory, clock=clock)}
 
     def bytes_per_device(self, stack: StackPlan, hardware: HardwareInfo) -> int:
-        """Returns the memory of the directory, buckets rounded up to whole tiles."""
+        """Returns the directory's memory, with buckets rounded up to whole tiles."""
         num_buckets = sum(table.buckets_per_shard for table in dynamic_tables(stack))
         bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
         num_arrays = 3 if _has_sketch(stack) else 2
         return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
 
     def notes(self, stack: StackPlan, hardware: HardwareInfo) -> Iterator[str]:
-        """Yields the number of places for ids, and their memory."""
+        """Yields the number of places for ids, and the directory's memory."""
         num_places = sum(table.dynamic.num_places for table in dynamic_tables(stack))
         yield (
-            f"{stack.name}: {num_places:,} places for ids, which take "
+            f"{stack.name}: {num_places:,} places for ids, whose directory takes "
             f"{format_bytes(self.bytes_per_device(stack, hardware))} per device"
         )
 
@@ -229,16 +223,13 @@ class DynamicStacks(VocabularyStacks):
     def used_rows(
         self, tables: Mapping[str, Any], stack: StackPlan
     ) -> Int[Array, " tables"]:
-        """Returns the rows that ids have, by shard and table."""
+        """Returns the number of rows that have an id, by shard and table."""
         return tables[directory_name(stack.name)].used_rows
 
     def table_sizes(
         self, used_rows: Int[Array, " tables"], stack: StackPlan
     ) -> Float[Array, " tables"]:
-        """Returns the rows that ids have over all shards, and the learned default row.
-
-        So a table in full use has the sizes of one with a fixed vocabulary.
-        """
+        """Returns the number of rows in use over all shards, including default rows."""
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
         has_default = [table.default_row is not None for table in dynamic_tables(stack)]
@@ -247,7 +238,7 @@ class DynamicStacks(VocabularyStacks):
     def rows_on_one_shard(
         self, rows: Int[Array, " rows"], stack: StackPlan
     ) -> Int[Array, " rows"]:
-        """Returns the numbers that rows of a stack have on a single shard."""
+        """Returns the numbers that a stack's rows would have on a single shard."""
         result = rows
         for member in dynamic_tables(stack):
             offset = member.table.row_offset

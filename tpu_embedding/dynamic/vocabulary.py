@@ -1,7 +1,7 @@
-"""`Dynamic` and its policies: what a user declares, and what the core asks.
+"""`Dynamic` and its policies.
 
-A declaration needs no traced code. So the modules that have it are imported when the
-core first asks for `inputs` or `stacks`.
+Declaring a vocabulary needs no traced code, so modules that have such code are imported
+when the core first asks for `inputs` or `stacks`.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 SLOTS_PER_BUCKET: Final = 64
-"""Places for ids that share a hash, in one line of 128 lanes."""
+"""Places in a bucket, whose ids fill one line of 128 lanes."""
 
 MAX_CAPACITY: Final = 2**31 - 2**21
-"""Largest capacity: row numbers are int32, and shards round up."""
+"""Largest capacity. Row numbers are int32, and shards round up."""
 
 _CLOCK_RULE: Final = int_rule(1, 2**32 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class LeastRecentlyUsed:
-    """Evicts the id that was used longest ago. Ids of the same step stay.
+    """Evicts the least recently used id, but never one used in the current step.
 
     Example:
       >>> LeastRecentlyUsed()
@@ -46,13 +46,14 @@ class LeastRecentlyUsed:
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive:
-    """Evicts an id that was not used for more than `ttl`, the oldest first.
+    """Evicts ids that have been unused for more than `ttl`, oldest first.
 
-    An expired id keeps its row until a new id needs the place, and lives on if it comes
-    back before.
+    An expired id keeps its row until a new id needs the place. If it is used before
+    then, it is no longer expired.
 
     Attributes:
-      ttl: steps, or units of the `now` that `insert_ids` is given; 1 to 2**32 - 1.
+      ttl: number of steps, or units of the `now` passed to `insert_ids`, from 1 to
+        2**32 - 1.
 
     Example:
       >>> TimeToLive(7 * 24).ttl
@@ -68,11 +69,11 @@ class TimeToLive:
 
 @dataclasses.dataclass(frozen=True)
 class LeastFrequentlyUsed:
-    """Evicts the id that was used in the fewest steps; among these, the oldest.
+    """Evicts the id used in the fewest steps. Ties are broken by the oldest last use.
 
     Attributes:
-      half_life: steps, or units of `now`, after which an unused id counts half as much;
-        None keeps counts as they are. 1 to 2**32 - 1.
+      half_life: number of unused steps, or units of `now`, after which an id's count is
+        halved, from 1 to 2**32 - 1. By default, counts don't decay.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -88,19 +89,20 @@ class LeastFrequentlyUsed:
 
 @dataclasses.dataclass(frozen=True)
 class AdmitAfter:
-    """Admits an id when `count` calls of `insert_ids` saw it; rarer ids get no row.
+    """Admits an id once `count` calls of `insert_ids` have seen it.
 
-    A sketch of 8 bytes per row has the counts. Ids that share its counters may be
-    admitted early. So that few are, the counts of a bucket are
-    halved each time that `16 * (count - 1)` unknown ids were counted in it, a quarter
-    of its places for each count. Of ids that come once, less than 1 % are admitted by
-    `AdmitAfter(3)`, and 4 % by `AdmitAfter(2)`.
+    Counts are kept in a sketch of 8 bytes per row. Ids that share counters may be
+    admitted early. To limit this, a bucket's counts are halved whenever
+    `16 * (count - 1)` unknown ids have been counted in it, a quarter of its places per
+    count. `AdmitAfter(3)` admits less than 1 % of ids that occur only once, and
+    `AdmitAfter(2)` about 4 %.
 
     Attributes:
-      count: calls, this one included, 1 to 255; a step usually has one.
-      window: steps, or units of `now`; counts also start from 0 at each multiple of it,
-        so an id that is seen before and after one is admitted later. By default, counts
-        are only halved. 1 to 2**32 - 1.
+      count: number of calls, including the current one, from 1 to 255. A step usually
+        makes one call.
+      window: number of steps, or units of `now`, from 1 to 2**32 - 1. Counts are reset
+        to 0 at each multiple of it, which delays ids seen both before and after. By
+        default, counts are only halved.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count
@@ -117,7 +119,7 @@ class AdmitAfter:
 
     @property
     def ids_per_halving(self) -> int:
-        """Unknown ids of a bucket, one for each call, between two halvings."""
+        """Number of unknown ids counted in a bucket between two halvings."""
         return SLOTS_PER_BUCKET // 4 * max(1, self.count - 1)
 
 
@@ -142,20 +144,21 @@ _DYNAMIC_RULES: Final = {
 @right_names(max_capacity="capacity", size="capacity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(Vocabulary):
-    """The vocabulary of a table whose ids come and go: any integers of 64 bits.
+    """The vocabulary of a table whose ids come and go. Ids are any 64-bit integers.
 
-    Each id belongs to one bucket of 64 places. If all are taken, an id of this bucket
-    is evicted, or the new id gets no row. So choose a capacity of 1.33 times the ids in
-    use: fewer than 0.1 % of them find no place.
+    Each id belongs to one bucket of 64 places. If the bucket is full, an id in it is
+    evicted, or the new id is not given a row. With a capacity of 1.33 times the number
+    of ids in use, fewer than 0.1 % of them don't fit.
 
     Attributes:
-      capacity: number of rows, rounded up to a multiple of 64; 1 to 2**31 - 2**21.
-      evict: whose row a new id takes in a full bucket: `LeastRecentlyUsed`,
-        `TimeToLive` or `LeastFrequentlyUsed`. None evicts no id.
-      admit: which unknown ids get a row: an `AdmitAfter`. None admits all.
-      default_row: row that ids without a row read. `"none"`: they contribute nothing,
-        like ids outside a static table. `"learned"`: one row, which they share and
-        train together.
+      capacity: number of rows from 1 to 2**31 - 2**21, rounded up to a multiple of 64.
+      evict: policy that chooses which id of a full bucket to evict: a
+        `LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
+      admit: policy that chooses which unknown ids to insert: an `AdmitAfter`. None
+        inserts all.
+      default_row: what ids without a row read. With `"none"`, they contribute nothing,
+        like out-of-range ids of a static table. With `"learned"`, they all read and
+        train one shared row.
 
     Example:
       >>> import tpu_embedding as te
@@ -175,12 +178,12 @@ class Dynamic(Vocabulary):
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the table, on any number of devices."""
+        """Number of buckets over all shards, for any number of devices."""
         return -(-self.capacity // SLOTS_PER_BUCKET)
 
     @property
     def num_places(self) -> int:
-        """Rows for ids: the capacity, rounded up to whole buckets."""
+        """Number of rows for ids: the capacity, rounded up to whole buckets."""
         return self.num_buckets * SLOTS_PER_BUCKET
 
     @property
@@ -189,26 +192,26 @@ class Dynamic(Vocabulary):
         return self.capacity
 
     def buckets_per_shard(self, num_shards: int) -> int:
-        """Returns the buckets that each shard has room for."""
+        """Returns the number of buckets on each shard."""
         return -(-self.num_buckets // num_shards)
 
-    # What the core asks of every vocabulary.
+    # The core's interface; see `Vocabulary`.
 
     ids_are_rows = False
     instead_of_row_numbers = (
-        "New ids get rows in the step that looks them up: write a plain step with "
+        "Ids are assigned rows in the step that looks them up, so write a step with "
         "optimizer.insert_ids and te.value_and_grad. te.functional.dynamic_rows "
         "returns the ids and their rows."
     )
 
     @property
     def stacking_key(self) -> Any:
-        """The policies, which are equal in tables that share a stack."""
+        """The policies, which must be equal for tables to share a stack."""
         return self.evict, self.admit, self.default_row
 
     @property
     def inputs(self) -> VocabularyInputs:
-        """Reads ids of 64 bits, and finds their rows."""
+        """Reads 64-bit ids and finds their rows."""
         from tpu_embedding.dynamic.seam import DYNAMIC_INPUTS
 
         return DYNAMIC_INPUTS
@@ -221,32 +224,35 @@ class Dynamic(Vocabulary):
         return DYNAMIC_STACKS
 
     def rows_over(self, num_shards: int) -> int:
-        """Returns the rows of whole buckets on each shard, and the default row."""
+        """Returns the number of rows over all shards, including padding.
+
+        Each shard has whole buckets, followed by a row for a learned default row.
+        """
         per_shard = self.buckets_per_shard(num_shards) * SLOTS_PER_BUCKET
         return num_shards * (per_shard + (self.default_row == "learned"))
 
     def table_problems(
         self, dtype_name: str | None, initializer: Initializer | None, owner: str
     ) -> Iterator[str]:
-        """Yields what would keep a row from starting when an id gets it."""
+        """Yields problems that would prevent initializing single rows."""
         if dtype_name == "int8":
             yield (
                 "TableConfig.dtype must not be int8 for a te.Dynamic vocabulary, got "
-                f"int8{owner}; a new row has float values, so give bfloat16"
+                f"int8{owner}; new rows have float values, so use bfloat16"
             )
         if callable(initializer) and not starts_any_row(initializer):
             yield (
-                "TableConfig.initializer must be able to start one row at a time for a "
-                f"te.Dynamic vocabulary, got {initializer!r}{owner}; take one of "
+                "TableConfig.initializer must initialize one row at a time for a "
+                f"te.Dynamic vocabulary, got {initializer!r}{owner}; use one from "
                 "te.initializers, or te.initializers.rowwise(initializer)"
             )
 
     def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
-        """Yields what would need ids that are row numbers."""
+        """Yields settings that require ids to be row numbers."""
         if feature.default_id is not None:
             yield (
                 "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
-                f"got {feature.default_id!r}{owner}; put the id into empty samples"
+                f"got {feature.default_id!r}{owner}; add the id to empty samples"
             )
         if feature.out_of_range_ids == "clip":
             yield (
@@ -255,10 +261,10 @@ class Dynamic(Vocabulary):
             )
 
     def optimizer_problem(self, optimizer: "RowOptimizer") -> str | None:
-        """Returns why a rule for every row does not fit."""
+        """Returns why an optimizer that moves every row cannot be used."""
         if not optimizer.moves_every_row:
             return None
         return (
-            "moves every row in each step, which a te.Dynamic vocabulary cannot have: "
-            "rows without an id would move as well. Leave out every_row."
+            "moves every row in each step, which a te.Dynamic vocabulary does not "
+            "support, because rows without an id would also move. Remove every_row."
         )

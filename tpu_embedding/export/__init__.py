@@ -1,23 +1,23 @@
-"""Export for serving: programs and tables that need neither the model nor its mesh.
+"""Exports models for serving, as programs and tables that need no model code or mesh.
 
-Public calls, and what they write:
+Public calls:
 
-    stablehlo        save and load: a StableHLO program with its tables next to it;
-                     save_tables: the tables alone
+    stablehlo        save, load and save_tables: a StableHLO program with its tables, or
+                     the tables alone
     saved_model      save_tensorflow: a TensorFlow SavedModel of the same program
-    deltas           save_delta and apply_delta: what differs between two exports
+    deltas           save_delta and apply_delta: the differences between two exports
 
 From a model to its program and tables:
 
-    program_inputs   the inputs of the program: signature, example batch, and the arrays
-                     of a call
-    serving_program  traces the model for one device, without values of tables
+    program_inputs   the program's inputs: signature, example batch, and arrays of a
+                     call
+    serving_program  traces the model for one device, without table values
 
 From there to files:
 
-    documents        the directory, export.json, and digests of the files
-    table_files      the tables of a model and their ids, in safetensors files of
-                     float32, bfloat16 or int8 rows, by blocks
+    documents        the directory, export.json, and file digests
+    table_files      a model's tables and ids as safetensors files of float32, bfloat16
+                     or int8 rows, written in blocks
 """
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta

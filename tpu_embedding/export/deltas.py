@@ -1,13 +1,13 @@
-"""Deltas: what differs between two exports, so that a server need not copy all again.
+"""Deltas between two exports, so that a server need not copy a whole export again.
 
 base.json                   export.json of the older export
 export.json                 export.json of the newer export
-tables/NAME.safetensors     the rows that differ of a table, and their numbers
-other names                 whole files of the newer export that differ
+tables/NAME.safetensors     the changed rows of a table, and their row numbers
+other names                 whole files of the newer export that changed
 
-A tensor `T` of a table, `[rows, ...]`, becomes two: `rows`, the rows that differ, in
-`T`, and their numbers in `T:rows`. Ids of dynamic tables have fixed places, so ids
-that came or were evicted are also rows that differ.
+For each tensor `T` of a table, `[rows, ...]`, the delta holds the changed rows as `T`
+and their row numbers as `T:rows`. Ids of dynamic tables have fixed places, so inserted
+and evicted ids also appear as changed rows.
 """
 
 import pathlib
@@ -41,20 +41,19 @@ def save_delta(
     base: str | pathlib.Path,
     directory: str | pathlib.Path,
 ) -> None:
-    """Writes what differs between two exports of one model.
+    """Writes the differences between two exports of the same model.
 
-    Files are compared by their digests, and tables that differ by blocks of rows, bit
-    for bit. A table passes through memory in blocks; the rows that differ are held.
+    Files are compared by digest, and the rows of changed tables bit for bit, in blocks.
+    Only changed rows are held in memory.
 
     Args:
-      export: the newer export, of `save`, `save_tables` or `apply_delta`.
+      export: the newer export, from `save`, `save_tables` or `apply_delta`.
       base: the older export.
-      directory: new directory for the files; it appears when all are written.
+      directory: new directory for the delta. It appears once all files are written.
 
     Raises:
-      ExportError: a ValueError, if an export is damaged, or if their tables have
-        other names, shapes or types; or if the directory holds files or cannot be
-        written.
+      ExportError: a ValueError, if an export is damaged, if table names, shapes or
+        types differ, or if the directory holds files or cannot be written.
 
     Example:
       >>> import tempfile
@@ -78,8 +77,8 @@ def save_delta(
     check_files(old, old_files)
     if different := sorted(new_files.keys() ^ old_files.keys()):
         raise ExportError(
-            f"A delta needs two exports of the same files, but {different} are in one "
-            f"of {new} and {old} only; serve the whole newer export."
+            f"A delta needs two exports with the same files, but {different} are in "
+            f"only one of {new} and {old}. Serve the whole newer export."
         )
     with new_directory(directory) as path:
         if path is None:
@@ -98,7 +97,7 @@ def save_delta(
 
 
 def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns the rows of a table's file that differ from another's, as tensors."""
+    """Returns the rows that differ between a table's two files, as tensors."""
     tensors, before = read_tensors(new), read_tensors(old)
     changed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
@@ -108,7 +107,7 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
             raise ExportError(
                 f"Tensor {name!r} of {new} and {old} must have one shape and dtype, "
                 f"got {tensor.dtype}{list(tensor.shape)} and "
-                f"{other.dtype}{list(other.shape)}; serve the whole newer export."
+                f"{other.dtype}{list(other.shape)}. Serve the whole newer export."
             )
         size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
@@ -126,20 +125,20 @@ def apply_delta(
     delta: str | pathlib.Path,
     directory: str | pathlib.Path,
 ) -> None:
-    """Makes the newer export of a delta out of the older one.
+    """Creates a newer export from the older one and a delta.
 
-    The older export stays, so a server may go on with it. All files of the newer one
-    are compared with its digests before its directory appears.
+    The older export is unchanged, so a server may keep using it. All files of the newer
+    export are checked against its digests before its directory appears.
 
     Args:
       export: the older export.
-      delta: directory of `save_delta`.
+      delta: directory written by `save_delta`.
       directory: new directory for the newer export.
 
     Raises:
-      ExportError: a ValueError, if the delta belongs to another export, files are
-        missing, damaged or symbolic links, or the directory holds files or cannot be
-        written.
+      ExportError: a ValueError, if the delta belongs to a different export, if files
+        are missing, damaged or symbolic links, or if the directory holds files or
+        cannot be written.
     """
     old, change = local_path(export), local_path(delta)
     later = read_document(change)
@@ -147,8 +146,8 @@ def apply_delta(
     changed, base = files_of(change), change / BASE_FILE
     if not base.is_file() or base.read_bytes() != (old / DOCUMENT_FILE).read_bytes():
         raise ExportError(
-            f"The delta {change} does not follow the export {old}: it has another "
-            f"{BASE_FILE}, or none. Apply deltas in the order in which they were made, "
+            f"The delta {change} does not follow the export {old}: its {BASE_FILE} is "
+            "different or missing. Apply deltas in the order in which they were made, "
             "or copy the whole newer export."
         )
     with new_directory(directory) as path:
@@ -166,7 +165,7 @@ def apply_delta(
 
 
 def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
-    """Sets the rows of a delta. The digest of the file tells if they are right."""
+    """Sets the rows of a delta. The caller checks the file's digest."""
     changed = read_tensors(source)
     for name, tensor in read_tensors(table).items():
         row_ids = changed.get(f"{name}:rows", np.zeros(0))
@@ -182,7 +181,7 @@ def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
         if not is_valid:
             raise ExportError(
                 f"{source} must hold rows of {name!r}, {tensor.dtype} of shape "
-                f"{list(tensor.shape[1:])}, and their rising int64 numbers in "
-                f"'{name}:rows'; make the delta again."
+                f"{list(tensor.shape[1:])}, and their ascending int64 row numbers in "
+                f"'{name}:rows'. Make the delta again."
             )
         write_rows(table, name, row_ids, rows)

@@ -1,9 +1,10 @@
-"""The directory of an export, its document `export.json`, and the digests of its files.
+"""The directory of an export, its document `export.json`, and its file digests.
 
-A directory appears only when all of its files are there. Exports come from elsewhere.
-No name in a document becomes the path of a file: files have fixed names or are found in
-the directory, and are then compared with the digests in the document. Symbolic links
-are rejected, because they may lead out of it.
+A directory appears only once all of its files are written.
+
+Exports may come from untrusted sources. So names in a document are never used as file
+paths: files have fixed names or are found in the directory, and are then compared with
+the digests in the document. Symbolic links are rejected, because they may lead outside.
 """
 
 import contextlib
@@ -29,25 +30,25 @@ from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 
 @contextlib.contextmanager
 def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None]:
-    """Yields a directory to fill, which gets its name at the end.
+    """Yields a temporary directory to fill, and renames it at the end.
 
-    The files are written to `.export-NUMBER.partial` next to the directory, and flushed
-    to the disk before the rename. If several writers have one path, the first to end
-    gets it, and the rename of each later one fails. An error removes what was written;
-    only a killed process leaves its `.partial` there.
+    Files are written to `.export-NUMBER.partial` next to the directory, and flushed to
+    disk before the rename. If several writers use the same path, the first to finish
+    wins, and later renames fail. An error removes what was written; only a killed
+    process leaves its `.partial` directory.
 
-    All processes of a job call it together, and the first one writes. An error on that
-    one ends its process, and with it the job.
+    All processes of a job must call this together. The first process writes, and an
+    error in it ends the job.
 
     Args:
-      directory: must not exist, or be empty.
+      directory: path that doesn't exist, or an empty directory.
 
     Yields:
-      The directory to fill, on the first process, and None on all others.
+      The directory to fill on the first process, and None on all other processes.
 
     Raises:
-      ExportError: if there are files in the directory, or it cannot be written, as on a
-        full disk.
+      ExportError: if the directory holds files or cannot be written, for example
+        because the disk is full.
     """
     if jax.process_index() == 0:
         path = local_path(directory).resolve()
@@ -58,14 +59,14 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
             partial.mkdir()
             yield partial
             _flush(partial)
-            partial.rename(path)  # Replaces an empty directory only.
+            partial.rename(path)  # Replaces only an empty directory.
             _flush_names(path.parent)
         except OSError as error:
-            # If another writer was faster, this error says more than the rename's.
+            # If another writer was faster, this error is clearer than the rename's.
             check_new_directory(path)
             raise ExportError(
-                f"{path} cannot be written, and nothing of it is kept: {error}. Free "
-                "space on the disk, or export to another directory."
+                f"{path} cannot be written, so the partial export was removed: "
+                f"{error}. Free disk space, or export to another directory."
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -76,22 +77,22 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
 
 
 def check_new_directory(path: pathlib.Path) -> None:
-    """Raises an ExportError if there are files in a directory."""
+    """Raises ExportError unless a path is free or an empty directory."""
     try:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     except OSError as error:
         raise ExportError(
-            f"{path} must be a new directory: {error}; choose another name."
+            f"{path} must be a new directory: {error}. Choose another name."
         ) from error
     if not is_free:
         raise ExportError(
-            f"{path} must be a new directory, but it holds files; remove it, or export "
-            "to another one."
+            f"{path} must be a new directory, but it already exists. Remove it, or "
+            "export to another directory."
         )
 
 
 def _flush(directory: pathlib.Path) -> None:
-    """Writes all files of a directory to the disk, which may be full only now."""
+    """Flushes all files of a directory to disk. A full disk may only show here."""
     for folder, _, files in os.walk(directory):
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:
@@ -100,7 +101,7 @@ def _flush(directory: pathlib.Path) -> None:
 
 
 def _flush_names(directory: pathlib.Path) -> None:
-    """Writes the names in a directory to the disk, on file systems that can."""
+    """Flushes a directory's names to disk, on file systems that support it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -115,7 +116,7 @@ DENSE_FILE: Final = "dense.safetensors"
 PREPROCESSING_DIR: Final = "preprocessing"
 
 MAX_DOCUMENT_BYTES: Final = 2**23
-"""Largest document, enough for 50,000 tables. Parsing needs some 25 times its size."""
+"""Maximum size, enough for 50,000 tables. Parsing takes about 25 times as much."""
 
 _SUFFIXES: Final = (".safetensors", ".stablehlo")
 AGAIN: Final = "export the model again, or copy the whole directory again."
@@ -126,10 +127,10 @@ class ExportDocument:
     """The content of `export.json`.
 
     Attributes:
-      files: path of each other file to its SHA-256.
-      signature: inputs of the program, or None if the export has tables only.
-      written: day, in ISO format.
-      versions: of the libraries that wrote it.
+      files: path of every other file to its SHA-256.
+      signature: inputs of the program, or None if the export has only tables.
+      written: date in ISO format.
+      versions: versions of the libraries that wrote the export.
     """
 
     files: dict[str, str]
@@ -140,12 +141,7 @@ class ExportDocument:
 
 
 def write_document(directory: pathlib.Path, signature: Signature | None = None) -> None:
-    """Writes the document of an export whose other files are all written.
-
-    Args:
-      directory: the export.
-      signature: see `ExportDocument`.
-    """
+    """Writes the document of an export. All other files must be written before."""
     document = ExportDocument(
         files=digests_of_files(directory),
         signature=signature,
@@ -163,13 +159,13 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
     """Returns the document of an export.
 
     Raises:
-      ExportError: if the directory holds none that this release reads.
+      ExportError: if the directory has no document that this release can read.
     """
     path = directory / DOCUMENT_FILE
     if path.is_symlink() or not path.is_file():
         raise ExportError(
-            f"{directory} must be a directory that te.export.save wrote, but it has no "
-            f"file {path.name} of its own."
+            f"{directory} must be a directory written by te.export, but it has no "
+            f"regular file {path.name}."
         )
     try:
         with path.open("rb") as file:
@@ -183,7 +179,7 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
             )
         digests = list(document.files.values())
         if not all(isinstance(digest, str) for digest in digests):
-            raise ValueError("files must be the SHA-256 of each file by its path")
+            raise ValueError("files must map each file's path to its SHA-256")
         signature: Any = document.signature
         if signature is not None:
             signature = Signature.of_json(signature)
@@ -207,10 +203,10 @@ def file_digest(path: pathlib.Path) -> str:
 
 
 def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the files of an export or delta, except its documents, by path.
+    """Returns the files of an export or delta by path, except its documents.
 
     Raises:
-      ExportError: if there is a symbolic link, or something else that isn't a file.
+      ExportError: if there is a symbolic link or special file.
     """
     found = {}
     for path in sorted(directory.rglob("*")):
@@ -218,8 +214,8 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
         if is_link or not (path.is_file() or path.is_dir()):
             raise ExportError(
                 f"{path} must be a file or directory, got a "
-                f"{'symbolic link' if is_link else 'special file'}; copy the export "
-                "with the files that its links lead to, if you trust them."
+                f"{'symbolic link' if is_link else 'special file'}. If you trust its "
+                "links, copy the export with the files that they lead to."
             )
         if not path.is_dir() and (
             path.suffix in _SUFFIXES
@@ -231,7 +227,7 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
-    """Returns path and SHA-256 of each file of `files_of`."""
+    """Returns the SHA-256 of each file that `files_of` returns, by path."""
     return {name: file_digest(path) for name, path in files_of(directory).items()}
 
 
@@ -240,13 +236,10 @@ def check_files(
 ) -> None:
     """Compares the files of an export with their digests.
 
-    Args:
-      directory: the export.
-      files: path of each file to its SHA-256.
-      owner: names the files in the error; the directory by default.
+    Errors name `owner`, which defaults to the directory.
 
     Raises:
-      ExportError: if a file is missing, has another digest, or has none.
+      ExportError: if a file is missing, isn't listed, or its digest is wrong.
     """
     try:
         found = digests_of_files(directory)
@@ -256,5 +249,5 @@ def check_files(
         differ = [k for k in {*found, *files} if found.get(k) != files.get(k)]
         raise ExportError(
             f"The files {sorted(differ)} of {owner or directory} must have the SHA-256 "
-            f"that {DOCUMENT_FILE} lists; {AGAIN}"
+            f"listed in {DOCUMENT_FILE}; {AGAIN}"
         )

@@ -1,14 +1,13 @@
 """The inputs of an exported program: signature, example, and the arrays of a call.
 
-The program itself takes three dicts: the tables, the dense parameters and the arrays of
-the inputs. An input is what the model's caller knows. It is one array, or, if ragged,
-the arrays `NAME/values` and `NAME/row_splits`. Weights are an array `NAME/weights`.
-NAME is the path of the input in the arguments, with `%2F` for a slash in a key and
-`%25` for a percent sign. No input is inside another, so no two arrays have the same
-name. Their shapes and dtypes are as the program takes them.
+The program takes three dicts: tables, dense parameters, and input arrays. An input, as
+the model's caller sees it, becomes one array `NAME`, or the arrays `NAME/values` and
+`NAME/row_splits` if it is ragged. Weights become an array `NAME/weights`. NAME is the
+input's path in the arguments, with slashes in keys written as `%2F` and percent signs
+as `%25`. Inputs are never nested, so array names are unique.
 
-In a call, inputs that hold ids are checked by `prepare_features`, so that a wrong id is
-rejected with the same words as in training. The program itself rejects wrong shapes.
+In a call, `prepare_features` checks inputs that hold ids, so a wrong id raises the same
+error as in training. The program itself rejects wrong shapes.
 """
 
 import collections
@@ -43,9 +42,8 @@ from tpu_embedding.types import (
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
 
 WIDE_DTYPE: Final = "uint32"
-"""Type of the words of ids of 64 bits, which dynamic tables take. The last axis of
-their array has the eight bytes of an id as two words, the lower one first. No other
-array has this type."""
+"""Type of arrays of 64-bit ids for dynamic tables, and of no other arrays. Their last
+axis holds an id as two words, the lower one first."""
 
 
 class ExportError(ValueError):
@@ -57,15 +55,16 @@ class Input:
     """An input of the model.
 
     Attributes:
-      name: name of its array, or the start of the names of several.
-      path: keys that lead to the input: the name of its argument, if there are several,
-        and then the keys in the argument. Empty for a bare argument.
-      kind: ids that the program was traced to look up, ragged ids, or another array.
-      vocabulary_size: ids must be below it. It is None if ids beyond it are left out or
-        clipped, or have 64 bits, or the model computes with them first.
+      name: name of its array, or prefix of its arrays' names.
+      path: keys that lead to the input: the argument's name if there are several, then
+        the keys in the argument. Empty for a bare argument.
+      kind: `"dense_ids"` for ids that the program was traced to look up, `"ragged_ids"`
+        for ragged ids, and `"array"` for everything else.
+      vocabulary_size: upper bound on ids. None if out-of-range ids are dropped or
+        clipped, if ids have 64 bits, or if the model computes with ids first.
 
     Raises:
-      ValueError: if a field is of another type.
+      ValueError: if a field has the wrong type.
     """
 
     name: str
@@ -78,11 +77,11 @@ class Input:
         is_size = size is None or (type(size) is int and size > 0)
         is_kind = self.kind in get_args(InputKind)
         if not is_kind or not isinstance(self.name, str) or not is_size:
-            raise ValueError(f"an input cannot have these fields: {self}")
+            raise ValueError(f"an input has invalid fields: {self}")
 
     @property
     def ids_name(self) -> str:
-        """Name of the array of ids, or of the only array."""
+        """Name of the array of ids, or of the input's only array."""
         return f"{self.name}/values" if self.kind == "ragged_ids" else self.name
 
     @property
@@ -92,11 +91,11 @@ class Input:
 
     @property
     def weights_name(self) -> str:
-        """Name of the weights, if there are any."""
+        """Name of the array of weights, if there is one."""
         return f"{self.name}/weights"
 
     def array_names(self, arrays: Collection[str]) -> set[str]:
-        """Returns the names of its arrays, given all arrays of the program."""
+        """Returns the names of the input's arrays, given the program's arrays."""
         names = {self.ids_name}
         if self.kind == "ragged_ids":
             names.add(self.row_splits_name)
@@ -110,8 +109,8 @@ class Signature:
     """The inputs of an exported program.
 
     Attributes:
-      arguments: names of the arguments of the model.
-      inputs: inputs of the model, in the order of their names in the arguments.
+      arguments: names of the model's arguments.
+      inputs: the model's inputs, in the order of the arguments' leaves.
     """
 
     arguments: tuple[str, ...]
@@ -119,7 +118,7 @@ class Signature:
 
     @classmethod
     def of_json(cls, value: Any) -> Self:
-        """Reads a signature that `dataclasses.asdict` and JSON wrote.
+        """Reads a signature from JSON values that `dataclasses.asdict` produced.
 
         Raises:
           LookupError, TypeError, ValueError: if it is not a signature.
@@ -143,7 +142,7 @@ def keys_of(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def quoted_path(keys: Iterable[str]) -> str:
-    """Joins keys by slashes, so that other keys never give the same text.
+    """Joins keys with slashes. Different keys always give different strings.
 
     Example:
       >>> quoted_path(("features", "user/geo"))
@@ -153,33 +152,25 @@ def quoted_path(keys: Iterable[str]) -> str:
 
 
 def check_distinct(kind: str, names: Iterable[str]) -> None:
-    """Raises an ExportError if two things have the same name.
-
-    Args:
-      kind: names the things in the error.
-      names: name of each.
-
-    Raises:
-      ExportError: if a name comes twice.
-    """
+    """Raises ExportError if a name occurs twice."""
     repeated = sorted(k for k, n in collections.Counter(names).items() if n > 1)
     if repeated:
         raise ExportError(
             f"The {kind} of an export must have different names, but several have "
-            f"the name {', '.join(map(repr, repeated))}; rename a feature, table or "
+            f"the name {', '.join(map(repr, repeated))}. Rename a feature, table or "
             "attribute."
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """The inputs of a model, and the nest of arguments that they make.
+    """An example of a model's inputs, and the structure of its arguments.
 
     Attributes:
       arguments: names of the arguments.
-      inputs: in the order of the leaves of the nest, without lookups.
+      inputs: inputs in the order of the leaves. Their lookups are not known yet.
       leaves: array or feature of each input.
-      tree: structure of the nest: the only argument, or a dict of all.
+      tree: structure of the only argument, or of a dict of all arguments.
     """
 
     arguments: tuple[str, ...]
@@ -193,10 +184,10 @@ class Example:
 
         Args:
           function: method of the model.
-          arguments: positional arguments, whose arrays may be `jax.ShapeDtypeStruct`.
+          arguments: positional arguments. Arrays may be `jax.ShapeDtypeStruct`s.
 
         Raises:
-          ExportError: if a leaf is not an input.
+          ExportError: if a leaf is neither an array nor a feature.
           TypeError: if the arguments do not fit the method.
         """
         names = tuple(inspect.signature(function).bind(*arguments).arguments)
@@ -215,9 +206,8 @@ class Example:
             if input_.kind != "ragged_ids" and not hasattr(ids_of(leaf), "shape"):
                 raise ExportError(
                     f"Input {input_.name!r} of the example must be an array, RaggedIds "
-                    f"or DenseIds, as it is before prepare, got {type(leaf).__name__}; "
-                    "write np.asarray(...) for numbers, te.RaggedIds.from_lists(...) "
-                    "for lists of ids."
+                    f"or DenseIds, got {type(leaf).__name__}. Use np.asarray(...) for "
+                    "numbers and te.RaggedIds.from_lists(...) for lists of ids."
                 )
         return cls(
             arguments=names,
@@ -232,12 +222,12 @@ class Example:
         """Returns the shapes of the program's arrays, with a symbol per free size.
 
         Args:
-          batch_size: samples that the export is made for, or None for any number. If no
-            input has as many, the first feature tells the batch size of the example.
-          wide: names of further inputs whose ids have 64 bits.
+          batch_size: batch size of the export, or None for any. If no input has this
+            size, the first feature gives the example's batch size.
+          wide: names of additional inputs with 64-bit ids.
 
         Raises:
-          ExportError: if no input has an axis of samples.
+          ExportError: if no input has a batch axis.
         """
         sizes = self._batch_sizes()
         own_size = batch_size if batch_size in sizes else sizes[0]
@@ -270,7 +260,7 @@ class Example:
         return structs
 
     def _batch_sizes(self) -> list[int]:
-        """Returns numbers of samples: of ragged features, then other ids, then rest."""
+        """Returns batch sizes: ragged features', then other ids', then the rest."""
         ragged, ids, rest = [], [], []
         for input_, leaf in zip(self.inputs, self.leaves, strict=True):
             if input_.kind == "ragged_ids":
@@ -280,24 +270,22 @@ class Example:
                 (ids if is_ids else rest).append(int(array.shape[0]))
         if not ragged + ids + rest:
             raise ExportError(
-                "The example must hold at least one array with an axis of samples; "
-                "pass a batch as the model takes it."
+                "The example must hold at least one array with a batch axis. Pass a "
+                "batch as you would pass it to the model."
             )
         return ragged + ids + rest
 
     def rebuild(
         self, arrays: Mapping[str, jax.Array]
     ) -> tuple[tuple[Any, ...], dict[int, str]]:
-        """Puts the arrays of a program back into the arguments of the model.
-
-        A lookup gets an array of ids without its name. So the second result finds the
-        input that an array belongs to by the identity of the array.
+        """Puts a program's arrays back into the model's arguments.
 
         Args:
           arrays: all arrays that `structs` names.
 
         Returns:
-          The arguments, and `id(array)` to the name of the input for arrays of ids.
+          The arguments, and a dict from `id(array)` to the input's name. Lookups see
+          arrays of ids without names, so they are identified by object identity.
         """
         leaves, owners = [], {}
         for input_ in self.inputs:
@@ -311,17 +299,14 @@ class Example:
 
 
 def nest_of(names: Sequence[str], arguments: Sequence[Any]) -> Any:
-    """Returns the nest whose paths name the inputs."""
+    """Returns the nest of arguments whose paths name the inputs."""
     if len(arguments) == 1:
         return arguments[0]
     return dict(zip(names, arguments, strict=True))
 
 
 def ids_of(leaf: Any) -> Any:
-    """Returns the array of ids of a feature, without weights or row splits.
-
-    Of ids of 64 bits, it returns the lower words.
-    """
+    """Returns a feature's array of ids, or the lower words of 64-bit ids."""
     ids = types.ids_of(leaf)
     return ids.low if isinstance(ids, Ids64) else ids
 
@@ -351,14 +336,13 @@ def _num_samples(ragged: Any) -> int:
 
 
 def _served_dtype(dtype: Any) -> Any:
-    """Returns the type of an array of the program; `load` checks the range of ids."""
+    """Returns a program's array type. Calls check that wide integers fit in int32."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     is_wide = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return jnp.dtype(jnp.int32) if is_wide else dtype
 
 
 def _rebuild(input_: Input, arrays: Mapping[str, jax.Array]) -> Any:
-    """Returns the leaf of the model's arguments for one input."""
     ids: Any = arrays[input_.ids_name]
     if ids.dtype == WIDE_DTYPE:
         ids = Ids64(high=ids[..., 1], low=ids[..., 0])
@@ -377,7 +361,7 @@ def _rebuild(input_: Input, arrays: Mapping[str, jax.Array]) -> Any:
 
 
 class Feeder:
-    """Checks the arguments of calls, and remembers the sizes of ragged buffers."""
+    """Turns the arguments of calls into arrays, and tracks ragged buffer sizes."""
 
     def __init__(
         self,
@@ -389,16 +373,16 @@ class Feeder:
         """Prepares to feed a program.
 
         Args:
-          signature: the inputs of the program.
-          arrays: shape and dtype of each array that the program takes, by name.
-          vocabularies: vocabulary of each input that takes strings, by its name.
-          unknown: what becomes of strings that a vocabulary lacks.
+          signature: the program's inputs.
+          arrays: shape and dtype of each of the program's arrays, by name.
+          vocabularies: vocabulary of each input of strings, by the input's name.
+          unknown: how to handle strings missing from a vocabulary.
         """
         self._signature, self._arrays = signature, arrays
         self._vocabularies = vocabularies
         self._unknown: Unknown = unknown
         self._sizes = BufferSizes()
-        # One plan each: inputs may differ in their numbers of samples.
+        # One plan per input, because their batch sizes may differ.
         self._plans = {
             input_.name: _input_plan(
                 input_, arrays[input_.ids_name].dtype == WIDE_DTYPE
@@ -408,19 +392,19 @@ class Feeder:
         }
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Returns the arrays of the program.
+        """Returns the program's arrays.
 
         Args:
-          arguments: a batch like the example of the export. Further inputs in its
-            dicts are left alone.
+          arguments: a batch like the export's example. Extra keys in its dicts are
+            ignored.
 
         Raises:
-          TypeError, ValueError: if they differ from the example.
+          TypeError, ValueError: if they don't match the example.
         """
         names = self._signature.arguments
         if len(arguments) != len(names):
             raise ExportError(
-                f"The exported model takes {len(names)} arguments, {list(names)}, got "
+                f"The exported model takes {len(names)} arguments {list(names)}, got "
                 f"{len(arguments)}."
             )
         nest = nest_of(names, arguments)
@@ -436,14 +420,14 @@ class Feeder:
             arrays |= _arrays_of_ids(input_, self._prepare(value, input_))
         if arrays.keys() != self._arrays.keys():
             raise ExportError(
-                "Each input must be dense or ragged, and have weights or none, as in "
-                "the example of the export; the program takes the arrays "
+                "Each input must be dense or ragged, with or without weights, as in "
+                "the export's example. The program takes the arrays "
                 f"{sorted(self._arrays)}, got {sorted(arrays)}."
             )
         return arrays
 
     def _prepare(self, value: Any, input_: Input) -> Any:
-        """Returns the checked ids of an input, ragged if the program takes them so."""
+        """Returns the checked ids of an input, ragged if the program expects that."""
 
         def check(ids: Any) -> Any:
             ids = {input_.name: ids}
@@ -456,7 +440,7 @@ class Feeder:
             value = read_ids(value, f"feature {input_.name!r}")
             value = value.ids if isinstance(value, DenseIds) else value
         if isinstance(value, np.ndarray | jax.Array):
-            # Dense int64 ids may hold padding, and ragged ones may not.
+            # Dense int64 ids may hold padding, but ragged ones may not.
             is_wide = self._arrays[input_.ids_name].dtype == WIDE_DTYPE
             ids: Any = value if is_wide else check(value)
             valence = math.prod(ids.shape[1:])
@@ -468,11 +452,11 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Returns vocabularies by the names of inputs, given the names of features.
+    """Returns vocabularies by input name, given feature or input names.
 
     Raises:
-      ExportError: if a name does not fit exactly one input, or its value is not a
-        vocabulary, or has more ids than its table has rows.
+      ExportError: if a name does not match exactly one input, two names match the same
+        input, or a value is not a vocabulary or has more ids than its table has rows.
     """
     result: dict[str, Vocabulary] = {}
     for name, vocabulary in vocabularies.items():
@@ -482,22 +466,21 @@ def by_input(
         if len(inputs) != 1 or inputs[0].name in result:
             names = [input_.name for input_ in inputs or signature.inputs]
             raise ExportError(
-                "Each of vocabularies must be named like one input, and no two like "
-                f"the same one, got {name!r}; the inputs are {names}."
+                "Each name in vocabularies must match exactly one input, and no two "
+                f"the same input, got {name!r}; the inputs are {names}."
             )
         size = inputs[0].vocabulary_size or math.inf
         if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
             raise ExportError(
                 f"vocabularies[{name!r}] must be a te.inputs.Vocabulary with at most "
-                f"as many ids as its table has rows, {size}, got {vocabulary!r}; give "
-                "the one that the table was trained with."
+                f"{size} ids, the rows of its table, got {vocabulary!r}. Pass the "
+                "vocabulary that the table was trained with."
             )
         result[inputs[0].name] = vocabulary
     return result
 
 
 def _value_at(nest: Any, input_: Input) -> Any:
-    """Returns the value of an input in the nest of the arguments."""
     for key in input_.path:
         try:
             if isinstance(nest, Mapping):
@@ -508,14 +491,13 @@ def _value_at(nest: Any, input_: Input) -> Any:
                 nest = getattr(nest, key)
         except (LookupError, AttributeError, ValueError):
             raise ExportError(
-                f"The arguments must hold the input {input_.name!r}, as in the example "
-                f"of the export, but {key!r} is missing."
+                f"The arguments must hold the input {input_.name!r}, as in the "
+                f"export's example, but {key!r} is missing."
             ) from None
     return nest
 
 
 def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
-    """Returns the rules that check the ids of an input."""
     num_rows = min(input_.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
     table = TableConfig(
         vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1
@@ -533,7 +515,6 @@ def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
 
 
 def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays of ids that were prepared for one shard."""
     if isinstance(leaf, ShardedRaggedIds):
         arrays = {
             input_.ids_name: _on_host(leaf.values),
@@ -548,19 +529,19 @@ def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
 
 
 def _on_host(ids: Any) -> np.ndarray:
-    """Returns ids; ids of 64 bits are two words along a last axis."""
+    """Returns ids on the host. A last axis holds the two words of 64-bit ids."""
     if not isinstance(ids, Ids64):
         return np.asarray(ids)
     return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
 
 
 def _as_dtype(value: Any, dtype: Any, name: str) -> np.ndarray:
-    """Converts an array, unless that would change its numbers beyond rounding."""
+    """Converts an array, or raises if a value would change by more than rounding."""
     array = np.asarray(value)
     converted = array.astype(dtype, casting="same_kind")
     if is_integer(converted.dtype) and (converted != array).any():
         raise ExportError(
-            f"Input {name!r} must hold numbers that {dtype} can hold, got "
+            f"Input {name!r} must hold numbers that fit in {dtype}, got values from "
             f"{array.min()} to {array.max()}."
         )
     return converted

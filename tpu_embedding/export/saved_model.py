@@ -1,8 +1,8 @@
 """Exports a model as a TensorFlow SavedModel that holds its tables as variables.
 
-The SavedModel contains the same StableHLO program as `stablehlo.save` writes, in one
-`XlaCallModule` operation, as jax2tf writes. TensorFlow lags behind JAX in the
-version of StableHLO that it reads, so the program is written in TensorFlow's version,
+The SavedModel holds the StableHLO program that `stablehlo.save` writes, in a single
+`XlaCallModule` operation like jax2tf's. TensorFlow usually reads only older versions of
+StableHLO than JAX writes by default, so the program is written in TensorFlow's version,
 which jax2tf does not do.
 """
 
@@ -45,16 +45,16 @@ def save_tensorflow(
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
 ) -> None:
-    """Exports a model as a TensorFlow SavedModel; it needs the extra `tf`.
+    """Exports a model as a TensorFlow SavedModel. Requires the extra `tf`.
 
-    Its signature `serving_default` takes flat tensors by name: `user` for an input
-    `user`, `watched_values` and `watched_row_splits` for ragged ids, `watched_weights`
-    for weights. Ids and row splits are int64. Of what `tf.saved_model.load(directory)`
-    returns, `tables` and `dense` hold the variables. Strings are turned into ids by a
-    `tf.Module` around it.
+    The `serving_default` signature takes flat tensors by name: `user` for an input
+    `user`, `watched_values` and `watched_row_splits` for ragged ids, and
+    `watched_weights` for weights. Ids and row splits are int64. The variables are in
+    the attributes `tables` and `dense` of the loaded object. To serve strings, wrap it
+    in a `tf.Module` that turns them into ids.
 
-    The tables are written to the directory of temporary files first. Then the host
-    holds all of them at once, as TensorFlow does.
+    Tables are first written to a temporary directory. The host then holds all of them
+    at once, because TensorFlow does.
 
     Args:
       model: see `save`.
@@ -65,7 +65,7 @@ def save_tensorflow(
       batch_size: see `save`.
 
     Raises:
-      ExportError: see `save`, or if TensorFlow is missing or too old.
+      ExportError: see `save`. Also raised if TensorFlow is missing or too old.
     """
     tf = _tensorflow()
     options: Any = {"method": method, "dtype": dtype, "batch_size": batch_size}
@@ -80,11 +80,7 @@ def save_tensorflow(
 
 
 def _tensorflow() -> Any:
-    """Returns the module, which is imported at the first use only.
-
-    Raises:
-      ExportError: if it is not installed.
-    """
+    """Imports TensorFlow, or raises ExportError if it is not installed."""
     purpose = "te.export.save_tensorflow"
     require_extra("tf", "tensorflow", purpose=purpose, error=ExportError)
     return importlib.import_module("tensorflow")
@@ -101,7 +97,7 @@ def _module(saved: SavedProgram) -> tuple[Any, Any]:
         return {k: tf.Variable(array, trainable=False) for k, array in values.items()}
 
     class Served(tf.Module):
-        """A model of tpu_embedding, exported."""
+        """An exported tpu_embedding model."""
 
         def __init__(self):
             super().__init__()
@@ -120,7 +116,7 @@ def _module(saved: SavedProgram) -> tuple[Any, Any]:
         for name in input_.array_names(arrays):
             shape, dtype = _tf_shape(arrays[name].shape), arrays[name].dtype
             if input_.kind != "array" and name != input_.weights_name:
-                # Ids and row splits. The last axis of wide ids has their words.
+                # Ids or row splits. The last axis of wide ids holds their two words.
                 shape = shape[:-1] if dtype == WIDE_DTYPE else shape
                 dtype = "int64"
             specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
@@ -140,8 +136,8 @@ def _call_module(exported: jax.export.Exported) -> Any:
         tf_xla.call_module_maximum_supported_version()
     ):
         raise ExportError(
-            f"TensorFlow {tf.__version__} cannot call programs of jax "
-            f"{jax.__version__}; install a newer TensorFlow."
+            f"TensorFlow {tf.__version__} cannot call programs from jax "
+            f"{jax.__version__}. Install a newer TensorFlow."
         )
     version = stablehlo.get_smaller_version(
         of_tensorflow.get_current_version(), stablehlo.get_current_version()
@@ -169,22 +165,18 @@ def _tf_shape(shape: Iterable[Any]) -> list[int | None]:
 
 
 def _flat_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns the name in the signature of TensorFlow of each array of the program.
-
-    Raises:
-      ExportError: if two arrays have the same one.
-    """
+    """Returns each array's name in the TensorFlow signature."""
     flat = {name: _tf_name(name) for name in names}
     if len(set(flat.values())) < len(flat):
         raise ExportError(
-            "Names of inputs must differ in letters and digits for a SavedModel, got "
+            "A SavedModel needs input names that differ in letters or digits, got "
             f"{sorted(flat)}; rename a feature."
         )
     return flat
 
 
 def _tf_name(name: str) -> str:
-    """Returns a name of letters, digits and underscores, which TensorFlow takes."""
+    """Returns a name that TensorFlow accepts: letters, digits and underscores."""
     ascii_name = name.encode("ascii", "backslashreplace").decode()
     flat = re.sub(r"\W", "_", ascii_name)
     # TensorFlow rejects names that start with an underscore, and the argument `self`.
@@ -194,16 +186,11 @@ def _tf_name(name: str) -> str:
 def _converted_ids(
     input_: Input, given: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the tensors of an input whose ids must be converted for the program.
+    """Returns an input's ids, row splits and padded weights, converted for the program.
 
-    Ids of TensorFlow are int64. The program takes them as int32, or as two words of 32
-    bits. Ragged ids get one more value, padding, because the number of values in the
-    program is at least 1.
-
-    Args:
-      input_: the input; other arrays than ids stay as they are.
-      given: tensors by the names of the program's arrays.
-      arrays: shape and dtype of the program's arrays.
+    TensorFlow passes int64 ids. The program takes int32 ids, or 64-bit ids as two
+    uint32 words. Ragged ids are padded by one value, because the program needs at least
+    one. Arrays that are not ids need no conversion.
     """
     tf = _tensorflow()
     if input_.kind == "array":
@@ -226,10 +213,10 @@ def _converted_ids(
 
 
 def _to_int32(ids: Any, kind: InputKind) -> Any:
-    """Keeps ids that don't fit in int32 out of range, at the same end.
+    """Converts ids to int32. Ids that don't fit become -1 or the largest int32 id.
 
-    Dense ids may hold padding. Ragged ones need none, so for them the same number is an
-    id, as `prepare_features` takes int64 ids.
+    Dense ids may hold padding. In ragged ids, the padding value is an ordinary id, as
+    in `prepare_features`.
     """
     tf = _tensorflow()
     largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1

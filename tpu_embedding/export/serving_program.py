@@ -1,7 +1,6 @@
-"""Makes the program of a model for serving: no mesh, no gradients, no values of tables.
+"""Traces a model as a program for serving, without mesh, gradients or weights.
 
-The program is a pure function of three dicts: tables, dense parameters and inputs. The
-values of the tables and the parameters are not part of it.
+The program is a pure function of three dicts: tables, dense parameters and inputs.
 """
 
 import collections
@@ -47,13 +46,13 @@ _CONFIG_LOCK: Final = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingProgram:
-    """A model as a program for serving, and the values that it takes.
+    """A model as a program for serving, with its weights.
 
     Attributes:
-      exported: the program, `(tables, dense, arrays) -> outputs`. Tables, parameters
-        and arrays are dicts by name, and so are outputs but a single array.
+      exported: the program, `(tables, dense, arrays) -> outputs`. All are dicts by
+        name, except that a single output array is returned bare.
       signature: the inputs.
-      tables: the tables that it reads, by name.
+      tables: the tables that the program reads, by name.
       dense: dense parameters and batch statistics, by name.
     """
 
@@ -71,24 +70,17 @@ def make_program(
     row_format: RowFormat,
     batch_size: int | None,
 ) -> ServingProgram:
-    """Traces a method of a model, and lowers it for all platforms.
-
-    Args:
-      model: owns `TPUEmbedding` layers, or is one. Its `eval` mode is exported.
-      arguments: example of the method's arguments.
-      method: name of the method.
-      row_format: storage format of the tables that the program takes.
-      batch_size: samples of a batch, or None for any number.
+    """Traces a method of a model and lowers it for all platforms; see `stablehlo.save`.
 
     Raises:
-      ExportError: if the model cannot run without its mesh, or not with any batch
-        size; or the job has several processes.
+      ExportError: if the model cannot run without its mesh or with any batch size, or
+        the job has several processes.
     """
     if jax.process_count() > 1:
         raise ExportError(
-            f"A program is exported by one process, got a job of {jax.process_count()};"
-            " save a checkpoint by te.save, and export it in a process of its own. "
-            "te.export.save_tables works in a job."
+            "A program must be exported by a single process, got a job of "
+            f"{jax.process_count()}. Save a checkpoint with te.save, and export it in "
+            "a separate process. te.export.save_tables works in a job."
         )
     example = Example.of(getattr(model, method), arguments)
     tables = tables_of_model(model)
@@ -98,7 +90,7 @@ def make_program(
     with _explained_errors():
         jax.eval_shape(served, _table_specs(tables, row_format), dense, arrays)
         tables = {k: table for k, table in tables.items() if k in served.used_tables}
-        # Only the lookups tell which ids have 64 bits.
+        # The lookups show which ids have 64 bits.
         arrays = example.structs(batch_size, _wide_inputs(served.lookups))
         specs = _table_specs(tables, row_format), dense, arrays
         with _without_source_paths():
@@ -106,8 +98,8 @@ def make_program(
     if exported.nr_devices != 1:
         raise ExportError(
             f"{type(model).__name__} must run on one device to be exported, got a "
-            f"program for {exported.nr_devices}: its code names shardings of its mesh. "
-            "Leave them out when it is called for serving."
+            f"program for {exported.nr_devices} because its code uses shardings on its "
+            "mesh. Leave them out when it is called for serving."
         )
     inputs = (
         _with_lookups(input_, served.lookups[input_.name]) for input_ in example.inputs
@@ -124,9 +116,9 @@ class _ServedMethod:
     """A method of a model as a function `(tables, dense, arrays) -> outputs`.
 
     Attributes:
-      dense: name to value of each dense parameter.
-      used_tables: names of the tables that the latest call looked up in.
-      lookups: name of each input to the features that the latest call looked it up for.
+      dense: dense parameters by name.
+      used_tables: names of the tables that the latest call read.
+      lookups: input name to the features for which the latest call looked it up.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
@@ -134,7 +126,7 @@ class _ServedMethod:
         self._graph, self._of_layers, random, dense = nnx.split(
             model, LAYER_VARIABLES, nnx.RngState, ...
         )
-        # The program of one device cannot hold keys that are on a mesh.
+        # A program for one device cannot hold keys that are on a mesh.
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
@@ -149,7 +141,7 @@ class _ServedMethod:
     ) -> Any:
         """Runs the method with whole tables."""
         state = self._dense_tree.unflatten([dense[name] for name in self.dense])
-        # Flax lets a trace change only variables that were made in it.
+        # Flax lets a trace change only variables that were created in it.
         others = jax.tree.map(lambda leaf: leaf, (self._of_layers, self._random))
         model = nnx.merge(self._graph, *others, state)
         model.eval()
@@ -176,7 +168,7 @@ class _ServedMethod:
 
 
 def _named_outputs(outputs: Any) -> Any:
-    """Returns outputs by their paths; a single array stays as it is."""
+    """Returns outputs by path, or a single array unchanged."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
     names = ["/".join(keys_of(path)) for path, _ in leaves]
     check_distinct("outputs", names)
@@ -186,11 +178,7 @@ def _named_outputs(outputs: Any) -> Any:
 
 
 def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
-    """Returns the names of the inputs that were looked up in dynamic tables.
-
-    Raises:
-      ExportError: if one was also looked up in another table.
-    """
+    """Returns the names of the inputs that were looked up in dynamic tables."""
     wide = {
         name
         for name, features in lookups.items()
@@ -199,14 +187,14 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
     for name in sorted(wide):
         if any(feature.table.vocabulary.ids_are_rows for feature in lookups[name]):
             raise ExportError(
-                f"The ids of the input {name!r} are looked up in tables with a "
-                "te.Dynamic vocabulary and in others; make two inputs of them."
+                f"The ids of input {name!r} are looked up both in tables with a "
+                "te.Dynamic vocabulary and in other tables. Use two inputs."
             )
     return wide
 
 
 def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
-    """Returns an input with its kind and limit, from the features of its lookups."""
+    """Returns an input with the kind and limit implied by its lookups."""
     limits = [
         feature.table.max_rows
         for feature in features
@@ -235,8 +223,8 @@ def _parameter_name(path: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _without_source_paths() -> Iterator[None]:
-    """Lowers programs that do not name the files of this machine."""
-    with _CONFIG_LOCK:  # The option is one for all threads.
+    """Keeps paths of this machine's source files out of lowered programs."""
+    with _CONFIG_LOCK:  # All threads share this option.
         limit = jax.config.jax_traceback_in_locations_limit
         jax.config.update("jax_traceback_in_locations_limit", 0)
         try:
@@ -247,12 +235,12 @@ def _without_source_paths() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained_errors() -> Iterator[None]:
-    """Says what to do about code that computes with the batch size."""
+    """Explains how to fix errors of code that computes with the batch size."""
     try:
         yield
     except jax.errors.InconclusiveDimensionOperation as error:
         raise ExportError(
             "The model compares or computes with its batch size, which the exported "
-            "program leaves open; pass batch_size=N to export it for one batch size, "
-            f"which its code may compute with. JAX says: {str(error).splitlines()[0]}"
+            "program leaves open. Pass batch_size=N to export it for one batch size. "
+            f"JAX says: {str(error).splitlines()[0]}"
         ) from error

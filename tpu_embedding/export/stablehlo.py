@@ -63,33 +63,35 @@ def save(
     vocabularies: Mapping[str, Vocabulary] | None = None,
     write_preprocessing: Callable[[pathlib.Path], None] | None = None,
 ) -> None:
-    """Exports a model for serving: a StableHLO program, and its weights.
+    """Exports a model for serving, as a StableHLO program with its weights.
 
-    The program runs on one device of a CPU, NVIDIA GPU or TPU, with any batch size and
-    any number of ragged ids. It reads one array per table, with rows in their natural
-    order, by plain gathers. `load` runs it without the code of the model.
+    The program runs on a single CPU, NVIDIA GPU or TPU device, with any batch size and
+    any number of ragged ids. It reads one array per table, rows in natural order, with
+    plain gathers. `load` runs it without the model's code.
 
     Args:
-      model: owns `TPUEmbedding` layers, or is one, trained on any number of devices.
-        Its `eval` mode is exported.
-      directory: new directory for the files; it appears when all are written.
-      *example: arguments of the method: a batch, as it is or prepared. Only shapes and
-        dtypes matter. Axes as long as the batch are free, and the rest is fixed.
+      model: a `TPUEmbedding` or a module that owns some, trained on any number of
+        devices. Its `eval` mode is exported.
+      directory: new directory for the export. It appears once all files are written.
+      *example: arguments of the method: a batch, prepared or not. Only shapes and
+        dtypes matter. First axes as long as the batch are free, and all other sizes are
+        fixed.
       method: name of the method to export.
-      dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
-        in FBGEMM's layout.
-      batch_size: the only batch size of the program, for models whose code computes
-        with it or whose features have an `output_shape`. Defaults to any size.
-      vocabularies: vocabulary of each feature that is served strings, by its name: the
-        last key of the input's path, or its name in the signature.
-      write_preprocessing: writes files about how raw rows become inputs to the
-        directory that it gets, `preprocessing/` of the export. They have digests.
+      dtype: type of the stored tables: `"float32"`, `"bfloat16"`, or `"int8"` with a
+        scale and bias per row, in FBGEMM's layout.
+      batch_size: fixed batch size, needed if the model's code computes with it or
+        features have an `output_shape`. Defaults to any size.
+      vocabularies: vocabularies of the features that receive strings, by the last key
+        of the input's path or by the input's name in the signature.
+      write_preprocessing: function that writes files describing how raw rows become
+        inputs. It is called with the export's `preprocessing/` directory, and the files
+        are listed with their digests.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files or cannot be written, as
-        on a full disk; if the example does not fit, or the model cannot run on one
-        device or with any batch size; if a vocabulary belongs to no input, to several,
-        or has more ids than its table; or if the extra `serving` is not installed.
+      ExportError: a ValueError, if the directory holds files or cannot be written; if
+        the example does not fit, or the model cannot run on one device or with any
+        batch size; if a vocabulary does not match exactly one input or has more ids
+        than its table has rows; or if the extra `serving` is not installed.
 
     Example:
       >>> import pathlib, tempfile
@@ -134,25 +136,26 @@ def save(
 def save_tables(
     model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
 ) -> None:
-    """Writes each table of a model to a safetensors file of its own.
+    """Writes each table of a model to its own safetensors file.
 
-    Rows come in natural order, and pass through the host in blocks, never as a whole
-    table. A file holds one tensor, named like the table. `export.json` lists them. All
-    processes of a job call it together, and the first one writes.
+    A file holds one tensor with the table's name, rows in natural order. Rows pass
+    through the host in blocks, never as a whole table. `export.json` lists the files.
+    All processes of a job must call this together, and the first one writes.
 
-    A dynamic table `NAME` has 64 rows per bucket, in the order of its buckets; a
-    learned default row is the last one. Its ids are a tensor `NAME:ids`, uint32
-    `[buckets, 128]`: the upper words of the 64 ids of a bucket, and then the lower
-    ones. All ones mark an empty position. The host holds all of these ids, but
-    never all rows.
+    A dynamic table `NAME` has 64 rows per bucket, in bucket order, followed by a
+    learned default row if it has one. Its file also holds its ids as the tensor
+    `NAME:ids`, uint32 `[buckets, 128]`: the upper words of a bucket's 64 ids, then the
+    lower words. Words of all ones mark an empty position. The host holds all of these
+    ids at once.
 
     Args:
-      model: owns `TPUEmbedding` layers, or is one.
+      model: a `TPUEmbedding` or a module that owns some.
       directory: new directory for the files.
       dtype: see `save`.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files or cannot be written.
+      ExportError: a ValueError, if the directory holds files or cannot be written, or
+        `dtype` is unknown.
 
     Example:
       >>> import pathlib, tempfile
@@ -174,12 +177,12 @@ def save_tables(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A program that `load` read, with its weights on the default device.
+    """A program from `load`, with its weights on the default device.
 
     Attributes:
       signature: names and kinds of the inputs.
-      tables: the tables, and the ids of dynamic ones, as they are stored.
-      dense: the dense parameters.
+      tables: tables by name, in their stored format, and ids of dynamic tables.
+      dense: dense parameters by name.
     """
 
     signature: Signature
@@ -200,28 +203,28 @@ class ServedModel:
     def __call__(self, *arguments: Any) -> Any:
         """Runs the model on a batch.
 
-        Ids are checked as `prepare_features` checks them. Each new batch size, and each
-        new size of the buffers of ragged ids, costs one compilation.
+        Ids are checked as in `prepare_features`. Each new batch size and each new
+        buffer size of ragged ids recompiles the program.
 
         Args:
-          *arguments: a batch like the example of `save`. Ragged features may be
+          *arguments: a batch like the example passed to `save`. Ragged features may be
             `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
             Features with a vocabulary take strings instead of ids.
 
         Returns:
-          The outputs by name, or the array if the model returns an array.
+          The outputs by name, or an array if the model returns a single array.
 
         Raises:
-          TypeError, ValueError: if an input is missing or wrong.
+          TypeError, ValueError: if an input is missing or invalid.
         """
         arrays = self._feeder.arrays_of(arguments)
         return self._call(self.tables, self.dense, arrays)
 
 
 def check_serving_extra() -> None:
-    """Raises an ExportError if a library that writes programs is missing."""
+    """Raises ExportError if a library needed to write programs is missing."""
     require_extra(
-        "serving", "flatbuffers", purpose="The export of a program", error=ExportError
+        "serving", "flatbuffers", purpose="Exporting a program", error=ExportError
     )
 
 
@@ -232,22 +235,22 @@ def load(
     unknown_strings: Unknown = "bucket",
     takes_ids: bool = False,
 ) -> ServedModel:
-    """Reads a directory of `save`, without the code of the model; see there.
+    """Loads an export written by `save`, without the model's code.
 
     Args:
-      directory: written by `save`.
-      verify: False to serve the files as they are. True compares each file with its
-        digest in `export.json`, about a second per GB.
-      unknown_strings: what becomes of strings that a vocabulary of the export lacks:
-        `"bucket"` gives them an id of its buckets for unknown strings, `"error"`
-        rejects them, as a vocabulary without buckets does.
-      takes_ids: True if features with a vocabulary also get ids, because the caller
-        encodes strings itself.
+      directory: directory written by `save`.
+      verify: whether to compare each file with its digest in `export.json`, which takes
+        about a second per GB.
+      unknown_strings: how to handle strings missing from a vocabulary. `"bucket"` maps
+        them to its buckets for unknown strings. `"error"` rejects them, as a vocabulary
+        without buckets always does.
+      takes_ids: whether features with a vocabulary take ids instead of strings, because
+        the caller encodes strings itself.
 
     Raises:
-      ExportError: a ValueError, if the directory holds no program, a damaged file, or a
+      ExportError: a ValueError, if the directory has no program, a damaged file, or a
         symbolic link.
-      ValueError: if `unknown_strings` is neither choice.
+      ValueError: if `unknown_strings` is not one of its choices.
     """
     check_unknown(unknown_strings, "load: unknown_strings")
     path = local_path(directory)
@@ -256,7 +259,7 @@ def load(
         vocabularies = by_input(load_vocabularies(path), saved.signature)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ExportError(
-            f"{path / VOCABULARIES_DIR} must hold the vocabularies of the inputs: "
+            f"{path / VOCABULARIES_DIR} must hold the inputs' vocabularies: "
             f"{str(error)[:300]}; {AGAIN}"
         ) from None
     device = jax.devices()[0]
@@ -277,13 +280,13 @@ def load(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedProgram:
-    """A program of `save` and what it takes, mapped to memory.
+    """A program written by `save`, with memory-mapped weights.
 
     Attributes:
       exported: the program, `(tables, dense, arrays) -> outputs`.
       signature: the inputs.
-      tables: the tables by name, and the ids of dynamic ones.
-      dense: the dense parameters by name.
+      tables: tables by name, and ids of dynamic tables.
+      dense: dense parameters by name.
     """
 
     exported: jax.export.Exported
@@ -293,11 +296,11 @@ class SavedProgram:
 
 
 def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
-    """Returns the program in a directory of `save`; see `load`."""
+    """Returns the program in a directory written by `save`; see `load`."""
     document = read_document(path)
     if document.signature is None:
         raise ExportError(
-            f"{path} holds tables and no program of te.export.save; read them with "
+            f"{path} holds tables but no program from te.export.save. Read them with "
             "safetensors."
         )
     files = files_of(path)
@@ -324,11 +327,11 @@ def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Ex
         exported = jax.export.deserialize(bytearray(serialized))
         arrays_of_program(exported)
         return exported
-    except Exception as error:  # Damaged bytes raise anything.
+    except Exception as error:  # Damaged bytes may raise anything.
         raise ExportError(
             f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: {error}. "
-            f"It was written by {document.versions} on {document.written}; jax reads "
-            "programs for 180 days, so export the model again."
+            f"It was written by {document.versions} on {document.written}, and jax can "
+            "read programs for 180 days. Export the model again."
         ) from error
 
 
@@ -338,38 +341,27 @@ def _check_fits(
     signature: Signature,
     weights: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
 ) -> None:
-    """Rejects weights and a signature of another program.
-
-    Args:
-      path: directory of the export.
-      exported: the program.
-      signature: the inputs.
-      weights: tables and dense parameters.
-
-    Raises:
-      ExportError: if they do not fit.
-    """
+    """Raises ExportError if weights or signature don't fit the program."""
     arrays = arrays_of_program(exported)
     try:
         jax.eval_shape(exported.call, *weights, arrays)
     except (TypeError, ValueError) as error:
         raise ExportError(
-            f"The tensors of {path} must be the ones that its program takes: "
-            f"{str(error)[:1000]}"
+            f"The tensors in {path} do not fit its program: {str(error)[:1000]}"
         ) from None
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
         raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
-    # An input has one array, or several with its name in front: ids and splits.
+    # An input has one array, or several whose names start with its name.
     names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         raise ExportError(
-            f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
-            f"program takes, {sorted(arrays)}, got {sorted(names)}; {AGAIN}"
+            f"The signature in {path / DOCUMENT_FILE} must list the program's arrays "
+            f"{sorted(arrays)}, got {sorted(names)}; {AGAIN}"
         )
 
 
 def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
-    """Returns shape and dtype of the arrays of a program's inputs, by name."""
+    """Returns the shapes and dtypes of a program's input arrays, by name."""
     (_, _, arrays), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     return arrays
 
@@ -377,15 +369,11 @@ def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
 def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
-    """Returns the program under `jax.jit`, with tables that are stored row by row.
+    """Returns the jitted program, with a row-major layout for tables.
 
-    XLA:TPU lays a table of dim below 128 out by columns if it may choose, and then
-    copies the whole table in every call. By rows, it is padded to 128 lanes once.
-
-    Args:
-      exported: program from `make_program`.
-      table_names: names of the program's tables, and of the ids of dynamic ones.
-      device: holds the tables.
+    If XLA:TPU may choose, it stores a table of dim below 128 column-major, and then
+    copies the whole table in every call. Row-major tables are padded to 128 lanes once.
+    `table_names` includes the names of dynamic tables' ids.
     """
     tables = dict.fromkeys(table_names, _by_rows(device))
     return jax.jit(exported.call, in_shardings=(tables, None, None))

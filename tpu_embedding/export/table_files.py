@@ -1,18 +1,17 @@
-"""The tables of a model by their names in an export, and their safetensors files.
+"""The tables of a model by name, and their safetensors files in an export.
 
-The library `safetensors` writes whole tensors, but a table may be larger than the
-memory of the host. So the header is written here, and the rows follow by blocks. The
-library checks the header of a file that is read; its tensors are then mapped to memory.
-Nothing is written through such a map, because the kernel kills a process that writes to
-a map on a full disk.
+The safetensors library writes only whole tensors, but a table may be larger than host
+memory. So the header is written here, and the rows follow in blocks. When a file is
+read, the library checks its header, and the tensors are memory-mapped. Nothing is
+written through a map, because on a full disk the kernel would kill the process.
 
-An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a bias in
-float32, lower bytes first. A byte `q` means `scale * q + bias`.
+An int8 row has FBGEMM's layout: `dim` unsigned bytes, then a scale and a bias in
+little-endian float32. A byte `q` means `scale * q + bias`.
 
-Rows are in their natural order. A dynamic table has 64 rows per bucket in the order of
-its buckets, then its default row if there is one. Its ids are a tensor of their own: a
-line of 128 uint32 per bucket, the upper words of its 64 ids and then the lower ones.
-All ones mark an empty position.
+Rows are in natural order. A dynamic table has 64 rows per bucket, in bucket order,
+followed by its default row if it has one. Its ids are a separate tensor with a line of
+128 uint32 per bucket: the upper words of its 64 ids, then the lower words. Words of all
+ones mark an empty position.
 """
 
 import dataclasses
@@ -52,25 +51,21 @@ from tpu_embedding.tables.row_stream import read_blocks
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_STRIDE: Final = 4
-"""Rows that are closer are written together, with the ones in between."""
+"""Rows up to this far apart are written together, with the rows between them."""
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor of a file."""
+    """Shape and dtype of one tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Creates a file of tensors that hold zeros until `write_rows` fills them.
-
-    Args:
-      path: the new file, which must not exist.
-      specs: name to shape and dtype of each tensor.
+    """Creates a new file of zero tensors for `write_rows` to fill.
 
     Raises:
-      ExportError: if such files cannot name a dtype, or the header is too long.
+      ExportError: if a dtype is not supported, or the header is too long.
       OSError: if the disk is full.
     """
     header, end = {}, 0
@@ -114,10 +109,10 @@ def write_rows(
     """Writes some rows of a tensor.
 
     Args:
-      path: file of `create_file`.
-      name: the tensor, `[num_rows, ...]`, or one number.
+      path: file from `create_file`.
+      name: name of the tensor, `[num_rows, ...]` or scalar.
       row_ids: int64 `[rows]`, each in `[0, num_rows)`.
-      rows: `[rows, ...]` of the tensor's dtype.
+      rows: `[rows, ...]` in the tensor's dtype.
 
     Raises:
       OSError: if the disk is full.
@@ -146,7 +141,7 @@ def write_rows(
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file, mapped to memory; pages are read on use.
+    """Returns the memory-mapped tensors of a file. Pages are read when used.
 
     Raises:
       ExportError: if the file is missing or damaged.
@@ -168,16 +163,14 @@ _MAX_CODE: Final = np.float32(255)
 
 
 def check_row_format(row_format: str) -> None:
-    """Rejects a format of rows that is not one of `RowFormat`.
+    """Raises ExportError for an unknown row format.
 
-    Every process of a job calls it before a collective, or the rest would wait.
-
-    Raises:
-      ExportError: if it is unknown.
+    Every process of a job must call this before a collective. Otherwise an error on one
+    process would leave the rest waiting.
     """
     if row_format not in get_args(RowFormat):
         raise ExportError(
-            f"dtype of the exported tables must be one of {get_args(RowFormat)}, got "
+            f"dtype of exported tables must be one of {get_args(RowFormat)}, got "
             f"{row_format!r}."
         )
 
@@ -196,15 +189,16 @@ def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> Tensor
 
 
 def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
-    """Returns rows as they are stored.
+    """Returns rows in their stored format.
 
     Args:
-      rows: `[rows, dim]` of a float type, or int8 rows, as a checkpoint holds them.
-      row_format: format of the result. Rows stored so already keep their bits.
-      owner: names the table in errors.
+      rows: `[rows, dim]` of a float type, or encoded int8 rows as in a checkpoint.
+      row_format: format of the result. Rows already in this format are unchanged.
+      owner: name of the table for errors.
 
     Raises:
-      ExportError: if a number is not finite, and so has no int8 code.
+      ExportError: if the format is int8 and a row's values or their range are not
+        finite.
     """
     if row_format != "int8":
         return decode(rows).astype(jnp.dtype(row_format), copy=False)
@@ -217,8 +211,8 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
     if not np.isfinite(scale).all():
         row = int(np.argmin(np.isfinite(scale)))
         raise ExportError(
-            f"Rows of {owner} must be finite for dtype int8, and so must their range; "
-            f"got {rows[row].min()} to {rows[row].max()}. Export as float32."
+            f"Rows of {owner} must have finite values and a finite range for int8, got "
+            f"{rows[row].min()} to {rows[row].max()}. Export them as float32."
         )
     divisor = np.where(scale == 0, np.float32(1), scale)
     codes = np.rint((rows - bias[:, None]) / divisor[:, None])
@@ -228,7 +222,7 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
 
 
 def decode(stored: np.ndarray) -> np.ndarray:
-    """Returns stored rows as float32; the inverse of `encode` up to rounding.
+    """Returns stored rows as float32. Inverts `encode` up to rounding.
 
     Example:
       >>> rows = np.array([[-1.0, 0.0, 4.0]], np.float32)
@@ -248,10 +242,10 @@ class StoredIds:
     """The ids of a dynamic table in an export.
 
     Attributes:
-      lines: uint32 `[buckets, 128]`; see the module.
-      file_rows: int64 `[rows]`, row in the file for each row of the table; -1 for rows
-        without an id, which the file lacks.
-      num_rows: rows in the file.
+      lines: uint32 `[buckets, 128]`; see the module's docstring.
+      file_rows: int64 `[rows]`, row in the file for each row of the table, or -1 if the
+        row has no id and is not written.
+      num_rows: number of rows in the file.
     """
 
     lines: np.ndarray
@@ -264,9 +258,9 @@ class LayerTable:
     """A table of a layer.
 
     Attributes:
-      layer: owns the table.
+      layer: layer that owns the table.
       table: the table in the layer's plan.
-      ids: ids of a dynamic table; None for a static one.
+      ids: ids of a dynamic table. None for a static table.
     """
 
     layer: TPUEmbedding
@@ -274,7 +268,7 @@ class LayerTable:
     ids: StoredIds | None = None
 
     def tensor_specs(self, name: str, row_format: RowFormat) -> dict[str, TensorSpec]:
-        """Returns the tensors of the exported table: its rows, and its ids."""
+        """Returns the specs of the exported rows and, if dynamic, of the ids."""
         config = self.table.config
         num_rows = config.max_rows if self.ids is None else self.ids.num_rows
         specs = {name: stored_spec(num_rows, config.dim, row_format)}
@@ -285,24 +279,24 @@ class LayerTable:
 
 
 def table_prefix(path: str, layers: Collection[str]) -> str:
-    """Returns the prefix of the names of a layer's tables: its path, if not alone."""
+    """Returns the prefix of a layer's table names: its path if there are several."""
     return f"{path}/" if len(layers) > 1 else ""
 
 
 def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     """Returns the tables of all embedding layers of a model, by name.
 
-    All processes of a job call it together.
+    All processes of a job must call this together.
 
     Raises:
-      ExportError: if the model has no embedding layer, or a table has the name of
-        another table or of the ids of another table.
+      ExportError: if the model has no embedding layer, or names of tables or of their
+        ids collide.
     """
     layers = embedding_layers(model)
     if not layers:
         raise ExportError(
             f"The model must own a TPUEmbedding to be exported, got a "
-            f"{type(model).__name__} without one; use jax.export for it."
+            f"{type(model).__name__} without one. Use jax.export instead."
         )
     named = [
         (table_prefix(path, layers) + table.table.name, table)
@@ -344,20 +338,20 @@ def write_table_files(
     tables: Mapping[str, LayerTable],
     row_format: RowFormat,
 ) -> None:
-    """Writes one file per table, block by block; see `read_blocks` for its bounds.
+    """Writes one file per table, block by block; see `read_blocks` for memory bounds.
 
-    In a job, all processes call it together, and each gets all rows.
+    All processes of a job must call this together, and each receives all rows.
 
     Args:
       directory: the export, or None in a process that only helps to read.
-      tables: by name.
-      row_format: type of the rows in the files.
+      tables: tables by name.
+      row_format: format of the stored rows.
     """
     files = {}
     if directory is not None:
         (directory / TABLES_DIR).mkdir()
         for name, table in tables.items():
-            # Names may hold slashes, and other characters that a file's name cannot.
+            # Names may hold slashes and other characters not allowed in file names.
             file_name = f"{urllib.parse.quote(name, safe='')}.safetensors"
             files[name] = file = directory / TABLES_DIR / file_name
             create_file(file, table.tensor_specs(name, row_format))
@@ -367,7 +361,7 @@ def write_table_files(
     for name, start, rows in _blocks(tables):
         file_rows = np.arange(start, start + len(rows))
         if (ids := tables[name].ids) is not None:
-            # Rows without an id are left out.
+            # Skip rows without an id.
             file_rows = ids.file_rows[start : start + len(rows)]
             rows, file_rows = rows[file_rows >= 0], file_rows[file_rows >= 0]
         stored = encode(rows, row_format, f"table {name!r}")
@@ -379,7 +373,6 @@ def write_table_files(
 def _blocks(
     tables: Mapping[str, LayerTable],
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yields name of the table, first row and rows of each block of some tables."""
     names = {(id(x.layer), x.table.name): name for name, x in tables.items()}
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()

@@ -1,9 +1,9 @@
-"""The lookup and the update as functions of explicit arrays, without Flax.
+"""Lookups and updates as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step. `derived_state` has the calls that set table
-values, and `serving_lookup` the lookup of an exported model. The arrays are
-the stacked tables and slot variables of a plan; `flax_states` lets Flax save them.
-`insert_ids` and its like are in `tpu_embedding.dynamic`, `top_k` and `expand` in
+`steps` has the functions of a training step, `derived_state` sets table values, and
+`serving_lookup` looks up rows in exported models. The arrays are the stacked tables and
+slot variables of a plan; `flax_states` lets Flax save them. `insert_ids` and related
+functions are in `tpu_embedding.dynamic`, `top_k` and `expand` in
 `tpu_embedding.recommenders`.
 """
 

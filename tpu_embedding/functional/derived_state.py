@@ -1,10 +1,9 @@
-"""Sets table values together with the optimizer state that is derived from them.
+"""Sets table values together with the optimizer state derived from them.
 
-Most slot variables start with a number. A few start from the values of their table:
-the moving averages of `with_ema` and `adafactor(use_ema=True)`, and the sum of squares
-from which Adafactor takes the scale of a table. When a table's values are set, this
-state restarts from the new values. `finalize_variable_values` sets tables to their
-moving averages.
+Most slot variables start with a constant. A few start from their table's values: the
+moving averages of `with_ema` and `adafactor(use_ema=True)`, and the sum of squares that
+gives Adafactor a table's scale. When a table's values are set, this state restarts from
+them. `finalize_variable_values` sets tables to their moving averages.
 """
 
 import functools
@@ -43,7 +42,7 @@ from tpu_embedding.update.lazy_update import is_slot, state_specs
 from tpu_embedding.update.totals import across_shards, tables_of_rows
 
 _SAME: Final = 1e-5
-"""Relative difference up to which a total keeps its bits when it is measured again."""
+"""Largest relative difference of a new measurement that leaves a total unchanged."""
 
 DerivedKind = Literal["slot", "total"]
 """State that starts from table values: a slot variable, or a sum over each table."""
@@ -75,18 +74,18 @@ def with_table_values(
 ) -> Any:
     """Returns the stacks with the values of the given tables replaced.
 
-    With `slots`, the state that an optimizer derived from the old values of these
-    tables restarts from the new values: the moving averages of all their rows, and
-    Adafactor's scale of a table. All other slot variables stay.
+    With `slots`, state that an optimizer derived from the old values restarts from the
+    new ones: the moving averages of all rows of these tables, and Adafactor's scale of
+    a table. Other slot variables don't change.
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
-      values: table name to real numbers, `[vocabulary_size, *row_shape]`. The values of
-        narrow tables are rounded to the nearest numbers of their type.
+      values: table name to real numbers, `[vocabulary_size, *row_shape]`. For narrow
+        tables, they are rounded to the nearest numbers of the type.
       plan: plan of the embedding layer.
       slots: stack name to optimizer state, from `init_slots`; an empty dict if there is
-        none yet. It may be left out if no optimizer of these tables derives state from
-        their values.
+        none yet. Only needed if an optimizer of these tables derives state from their
+        values.
 
     Returns:
       New stacks; with `slots`, `(stacks, slots)`.
@@ -115,7 +114,7 @@ def with_table_values(
             set(values) & tables_with_derived_state(plan),
             "tables, slots = te.functional.with_table_values(\n"
             "    tables, values, plan, slots)\n"
-            "Before init_slots there is none: pass an empty dict.",
+            "Before init_slots, pass an empty dict as slots.",
         )
     new = table_values.replace_values(stacked, dict(values), plan)
     if slots is None:
@@ -124,25 +123,17 @@ def with_table_values(
 
 
 def check_has_slots(tables: Collection[str], line: str) -> None:
-    """Rejects values of tables without the state that was derived from their values.
-
-    Args:
-      tables: names of the tables to be set that have such a state.
-      line: the line to write.
-
-    Raises:
-      ValueError: if there is such a table.
-    """
+    """Raises ValueError for tables with derived state that are set without it."""
     if tables:
         raise ValueError(
             f"The values of the tables {sorted(tables)} must be set together with the "
-            "state that their optimizer made from them, such as moving averages or "
-            f"Adafactor's scale of a table, got the values alone. Write\n  {line}"
+            "state that their optimizer derived from them, such as moving averages or "
+            f"Adafactor's scale of a table, got only the values. Write\n  {line}"
         )
 
 
 def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
-    """Returns the tables from whose values an optimizer derives state."""
+    """Returns the names of tables whose optimizer derives state from their values."""
     return frozenset(
         table.name
         for stack in plan.trained_stacks
@@ -155,7 +146,7 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
 def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
     """Returns the kind of each sum and each other leaf of a rule's state.
 
-    It is None for state that does not start from table values.
+    State that does not start from table values has the kind None.
     """
     rule = probe_rule(stack.optimizer, stack.dim)
     slots = iter(rule.leaves)
@@ -163,7 +154,7 @@ def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
     for node in jax.tree.leaves(rule.state, is_leaf=is_sum):
         first_slot, *_ = [next(slots) for _ in jax.tree.leaves(node)]
         if is_sum(node):
-            # The other sum of Adafactor, its clock, is a scalar.
+            # Adafactor's other sum, its clock, is a scalar.
             kinds.append("total" if node.value.ndim == 1 else None)
         else:
             is_derived = first_slot is not None and first_slot.starts_from_rows
@@ -178,16 +169,16 @@ def restarted_slots(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...] = ("slot", "total"),
 ) -> dict[str, Any]:
-    """Returns slots whose derived state restarts from the values of some tables.
+    """Returns slots whose derived state restarts from the new values of some tables.
 
-    A total that the values confirm keeps its bits.
+    A total that still agrees with the values keeps its bits.
 
     Args:
       slots: stack name to optimizer state. Stacks may be missing.
-      tables: stack name to packed rows, with the new values.
-      names: names of the tables whose values were set.
-      plan: plan of the embedding layer.
-      kinds: the state that restarts.
+      tables: stack name to packed rows.
+      names: tables whose values were set.
+      plan: plan of the layer.
+      kinds: kinds of state to restart.
     """
     result = dict(slots)
     for stack in plan.trained_stacks:
@@ -211,9 +202,9 @@ def _restarted_state(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
-    """Returns the state of a stack with the derived state of some tables as new.
+    """Returns a stack's state with the derived state of some tables restarted.
 
-    The source of the new state is the table, or a state that was made from it.
+    The source is the table, or a state made from it.
     """
     is_table = isinstance(source, PackedRows)
 
@@ -224,7 +215,7 @@ def _restarted_state(
         new_state = init_state(source, stack) if is_table else source
         new_nodes = tree.flatten_up_to(new_state)
         rule_kinds = _derived_kinds(stack)
-        # The rule's state comes last, after what is kept around it.
+        # The rule's state comes last, after the state of its wrappers.
         num_before = len(nodes) - len(rule_kinds)
         for i, kind in enumerate(rule_kinds, start=num_before):
             if kind not in kinds:
@@ -247,7 +238,7 @@ def _restarted_state(
 def _restarted_total(
     old: CompensatedSum, measured: CompensatedSum, is_set: jax.Array
 ) -> CompensatedSum:
-    """Returns measured totals; the old ones where they agree, or nothing was set."""
+    """Returns measured totals, but the old ones where they agree or nothing was set."""
     is_same = jnp.abs(old.value - measured.value) <= _SAME * jnp.abs(measured.value)
     return jax.tree.map(lambda x, y: jnp.where(is_same | ~is_set, x, y), old, measured)
 
@@ -271,7 +262,7 @@ def _restarted_slot(
 
 
 def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
-    """Returns the tables of some rows of this shard. Totals are over these rows."""
+    """Returns the tables of some rows of this shard, with totals over these rows."""
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     is_touched = jnp.ones(size, bool)
     return tables_of_rows(row_ids, is_touched, lambda total, _: total, stack)
@@ -280,25 +271,24 @@ def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
 def finalize_variable_values(
     params: Any, state: Any, plan: EmbeddingPlan | None = None
 ) -> tuple[Any, Any]:
-    """Sets variables to the moving averages that their optimizer keeps.
+    """Sets variables to their optimizer's moving averages, as in Keras.
 
-    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep them. It is
-    `finalize_variable_values` of Keras' optimizers. A row that was not looked up in the
-    latest steps has an outdated average; it is caught up first. The pass is in
-    place if the caller's `jit` donates tables and slots. For a whole model there
-    is `tpu_embedding.Optimizer.finalize_variable_values`.
+    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep averages; other
+    variables don't change. Averages of rows not looked up in the latest steps are
+    brought up to date first. The update is in place if the caller's `jit` donates
+    tables and slots. For a whole model, use
+    `tpu_embedding.Optimizer.finalize_variable_values`.
 
     Args:
-      params: with a plan, tables: stack name to packed rows. Without one, a pytree of
-        dense parameters, as the optimizer's `init` took it.
-      state: with a plan, slots: stack name to optimizer state. Without one, the state
-        of the optimizer of the dense parameters, which may have averages anywhere in
-        it. Variables whose optimizer keeps no averages stay as they are.
-      plan: plan of the layer. Leave it out for dense parameters.
+      params: with a plan, tables: stack name to packed rows. Without one, the pytree of
+        dense parameters passed to the optimizer's `init`.
+      state: with a plan, slots: stack name to optimizer state. Without one, the dense
+        optimizer's state, with averages anywhere in it.
+      plan: plan of the layer. Omit it for dense parameters.
 
     Returns:
-      New variables, and the state with which training may continue. Its averages start
-      from the new variables.
+      New variables, and the state to continue training with, whose averages start from
+      the new variables.
 
     Raises:
       ValueError: if the arrays belong to another plan, or the averages to other
@@ -353,11 +343,11 @@ def _finalize_tables(
 def _finalize_shard(
     table: PackedRows, state: Any, stack: TrainedStackPlan
 ) -> tuple[PackedRows, Any]:
-    """Sets all rows, and their averages, to the averages as the table stores them."""
+    """Sets all rows and their averages to the averages, rounded as the table does."""
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
     (averaged,) = filter(_is_averaged, nodes)
-    # A step that only collected its gradient left the rows as they were, and their
-    # averages also take it in.
+    # Steps that only collected gradients left the rows unchanged, but count in their
+    # averages.
     is_kept_gradient = lambda node: isinstance(node, KeptGradientState)  # noqa: E731
     nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
     count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
@@ -404,11 +394,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    Args:
-      params: pytree of dense parameters.
-      state: state of their optimizer, or of the optimizer within a `MultiSteps`.
-      waiting_steps: steps that only collected gradients since the latest update. The
-        averages take them in also.
+    `waiting_steps` only collected gradients since the latest update, inside a
+    `MultiSteps`. They count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:
@@ -428,7 +415,7 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
         except ValueError as error:
             raise ValueError(
                 "finalize_variable_values needs the parameters that the optimizer was "
-                f"made for, got others: {error}"
+                f"made for, got a different structure: {error}"
             ) from error
         params = jax.tree.map(lambda old, new: new.astype(old.dtype), params, final)
         return node._replace(averages=jax.tree.map(new_average, final, node.averages))

@@ -1,7 +1,7 @@
 """Lets `flax.serialization` save and restore tables and their slot variables.
 
-Flax knows containers of its own only, and cannot write others to bytes. A saved table
-has the layout's name as its key, so a state of another plan is rejected.
+Flax can only serialize containers that it knows. A saved table's key is the name of its
+layout, so a state of another plan is rejected.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
     name = rows.layout.leaf_name
     if set(state) != {name}:
         raise ValueError(
-            "The state must have been saved under the plan of the model, whose tables "
-            f"or slot variables here are {name!r}, got {sorted(state)}. Move tables "
-            "between plans by te.functional.unstack_tables and with_table_values, or "
-            "by te.linen.embedding_tables and with_embedding_tables."
+            "The state must have been saved under the plan of the model, which stores "
+            f"{name!r} here, got {sorted(state)}. To move tables between plans, use "
+            "te.functional.unstack_tables and with_table_values, or "
+            "te.linen.embedding_tables and with_embedding_tables."
         )
     lines = serialization.from_state_dict(rows.lines, state[name])
     saved = dataclasses.replace(rows, lines=lines)

@@ -1,9 +1,9 @@
-"""The lookup of an exported model: whole tables on one device, and plain gathers.
+"""Lookups in exported models: plain gathers from whole tables on one device.
 
-A program for serving has no mesh, no stacks and no gradients. `serve` therefore reads
-one array per table, in logical row order. It shares the conversion of ids, the policies
-and the combiners with the lookup of training, so both follow the same rules. The sizes
-of a batch may be symbolic: `jax.export` then makes one program for all batch sizes.
+Serving programs have no mesh, stacks or gradients, so `serve` reads one array per
+table, in logical row order. It shares id conversion, out-of-range policies and
+combiners with the training lookup, so both follow the same rules. Batch sizes may be
+symbolic: `jax.export` then makes one program for all of them.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class ServedCall:
 
     Attributes:
       ids: ids of each input of the plan.
-      plan: plan of the features that the batch held.
+      plan: plan of the features in the batch.
     """
 
     ids: list[Any]
@@ -54,13 +54,13 @@ def serve(
 
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
-        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. If the ids
-        of a table are not row numbers, also what `served_rows` of its vocabulary reads.
-      features: see `tpu_embedding.functional.lookup`; ragged ids are of one shard.
+        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. For tables
+        whose ids are not row numbers, also the arrays that `served_rows` reads.
+      features: see `tpu_embedding.functional.lookup`; ragged ids have one shard.
       plan: plan of the layer.
 
     Returns:
-      Activations, the nest of the features, and a record of the call.
+      Activations in the nest of the features, and a record of the call.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -87,28 +87,23 @@ def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
 def rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
-    """Gathers rows as float32; zeros for `PADDING_ROW_ID`.
-
-    Args:
-      table: see `serve`.
-      row_ids: in bounds, or padding.
-    """
+    """Gathers rows as float32: ids in bounds, or `PADDING_ROW_ID` for zeros."""
     rows = gather_lines(table, jnp.minimum(row_ids, table.shape[0] - 1))
     rows = _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
     return zeros_unless(row_ids != PADDING_ROW_ID, rows)
 
 
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
-    """Returns the numbers `scale * code + bias` of int8 rows."""
+    """Returns `scale * code + bias` for int8 rows."""
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(jnp.float32)
     scale, bias = rows[:, -SCALE_AND_BIAS_BYTES:-4], rows[:, -4:]
     return codes * _float_of_bytes(scale) + _float_of_bytes(bias)
 
 
 def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
-    """Returns the float32 of four bytes, the lowest first.
+    """Returns float32 numbers from four bytes each, the lowest first.
 
-    StableHLO cannot join bytes by a conversion of bits if an axis has no fixed size.
+    StableHLO's bitcast cannot join bytes if an axis has no fixed size.
     """
     ends = ends.astype(jnp.uint32)
     words = ends[:, :1]
@@ -129,7 +124,7 @@ def _serve_feature(
         rows = rows_of_table(table, row_ids)
         if quantization is None:
             return rows
-        # Zero may not be a quantized value, but a place without a row must add zero.
+        # Zero may not be a quantized value, but positions without a row must add zero.
         is_row = row_ids != PADDING_ROW_ID
         return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
 

@@ -1,4 +1,4 @@
-"""The functional core: the layer on explicit arrays, for your own training loop.
+"""The functional core: lookups and updates on explicit arrays, for your own loop.
 
     tables = init_tables(plan, key)
     slots = init_slots(tables, plan)
@@ -9,10 +9,10 @@
     tables, slots = apply_gradients(tables, slots, gradients, plan)
 
 All functions take global arrays, sharded over the plan's mesh, and run inside
-`shard_map`. The Flax modules of `tpu_embedding.nn` consist of these four.
+`shard_map`. The Flax modules of `tpu_embedding.nn` are built from these functions.
 
-A user thinks in features, a step in stacks: tables that share an array. So each step
-sorts features by stack, and what the stacks return by feature.
+Users think in features, but a step works on stacks: tables that share an array. So each
+step groups features by stack, and returns results by feature.
 """
 
 import dataclasses
@@ -69,15 +69,22 @@ from tpu_embedding.update.table_writer import RoundedState, open_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """A batch whose ids are at the owners of their rows, for both passes.
+    """A batch whose ids have been sent to the owners of their rows, for both passes.
 
     Attributes:
-      stacks: stack name to routed ids; stacks that no feature of the batch uses are
-        missing.
-      shapes: per lookup.
+      stacks: stack name to routed ids, without stacks that the batch doesn't use.
+      shapes: sizes of each feature.
       plan: plan of the batch's features.
-      raw_feature: the first feature whose rows `lookup` had to find, if there is one.
-        New ids lack rows, so such a batch cannot be trained on.
+      raw_feature: the first feature whose rows `lookup` had to find, if any. New ids
+        lack rows, so such a batch cannot be trained on.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> routing = te.functional.route({"watched": jnp.array([1, 2])}, plan)
+      >>> list(routing.stacks)
+      ['stack_0']
     """
 
     stacks: dict[str, StackRouting]
@@ -92,10 +99,20 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: nest like the batch's features; `[batch, dim]`, or the feature's
-        sequence or output shape, float32. Global.
-      routing: facts for `compute_gradients`.
-      stats: rounds used, ids out of range, and rows requested from each shard.
+      activations: nest like the batch's features; float32 `[batch, dim]`, or the
+        feature's sequence or output shape. Global.
+      routing: input of `compute_gradients`.
+      stats: rounds, ids out of range, and rows requested from each shard.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = {"watched": jnp.array([1, 2])}
+      >>> result = te.functional.lookup(tables, ids, plan)
+      >>> int(result.stats.rounds["stack_0"])
+      1
     """
 
     activations: Any
@@ -104,7 +121,7 @@ class LookupResult:
 
 
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns the shapes of the activations of a batch, without a lookup.
+    """Returns the shapes of a batch's activations, without a lookup.
 
     Args:
       features: see `lookup`; only shapes and dtypes are read.
@@ -112,6 +129,14 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
 
     Returns:
       Nest of `jax.ShapeDtypeStruct`, with shardings.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> ids = {"watched": jnp.array([1, 2])}
+      >>> te.functional.activation_shapes(ids, plan)["watched"].shape
+      (2, 4)
     """
     plan = plan.for_batch(features)
     leaves = [
@@ -138,15 +163,15 @@ def lookup(
 
     Args:
       tables: stack name to packed rows, from `init_tables`.
-      features: nest like the plan's `feature_config`, whose dicts may lack keys; leaves
+      features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
         are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
-        `ShardedRaggedIds` from `prepare_features`. Global. Samples without ids pad a
-        batch to a multiple of the devices; their activations are cut off.
+        `ShardedRaggedIds` from `prepare_features`. Global. Batches are padded to a
+        multiple of the devices; the padding's activations are cut off.
       plan: plan of the layer.
 
     Returns:
-      Activations, routing and stats. JAX sees no derivative of the activations by the
-      tables: `compute_gradients` computes it.
+      Activations, routing and stats. JAX doesn't differentiate with respect to the
+      tables; `compute_gradients` does.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
@@ -172,7 +197,7 @@ def lookup(
     ]
     if not raw_features:
         return read_rows(tables, route(features, plan), plan)
-    # Each kind of vocabulary finds the rows of its ids. That changes no table.
+    # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
     routed = dataclasses.replace(route(features, plan), raw_feature=raw_features[0])
@@ -182,8 +207,8 @@ def lookup(
 def route(features: Any, plan: EmbeddingPlan) -> Routing:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
-    It reads no table. So the ids of the next batch can travel while a step computes;
-    `tpu_embedding.PipelinedTrainStep` does that for Flax models.
+    It reads no tables, so the next batch's ids can travel while a step computes, as in
+    `tpu_embedding.PipelinedTrainStep` for Flax models.
 
     Args:
       features: see `lookup`.
@@ -210,7 +235,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
     shapes = _feature_shapes(leaves, plan)
     for i, ids in enumerate(leaves):
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
-            # `jit` would keep only the lower halves of NumPy's 64-bit ids.
+            # `jit` would truncate NumPy's 64-bit ids.
             leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
     with unchecked_values():
         stacks = _route(leaves, shapes, plan)
@@ -218,7 +243,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
 
 
 def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the rows that a lookup takes for each feature of a batch.
+    """Returns the row numbers of each feature of a batch.
 
     Raises:
       TypeError: if a feature holds ids whose rows are not known.
@@ -233,11 +258,7 @@ def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
 def _feature_shapes(
     leaves: Sequence[Any], plan: EmbeddingPlan
 ) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch.
-
-    Args:
-      leaves: ids of each feature; only shapes and dtypes are read.
-      plan: plan of these features.
+    """Returns the sizes of each feature of a batch, from shapes and dtypes alone.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -254,7 +275,7 @@ def _feature_shapes(
 def _route(
     leaves: list[Any], shapes: tuple[FeatureShape, ...], plan: EmbeddingPlan
 ) -> dict[str, StackRouting]:
-    """Routes the features of each stack, compiled even if the caller does not."""
+    """Routes the features of each stack, compiled even if the caller is not."""
 
     def route_shard(filled):
         inputs = [
@@ -272,8 +293,8 @@ def _route(
         return routings
 
     def fill_up_and_route(leaves):
-        # A batch of any size is split by shard, so samples of padding fill it up. Ids
-        # that `route` has filled up stay as they are.
+        # Batches of any size are split by shard, so pad them. This doesn't change ids
+        # that `route` has already padded.
         filled = [
             fill_up(ids, shape, plan.num_shards)
             for ids, shape in zip(leaves, shapes, strict=True)
@@ -293,17 +314,26 @@ def read_rows(
     Args:
       tables: stack name to packed rows, from `init_tables`.
       routed: from `route`.
-      plan: plan of the layer, the one that routed the batch.
+      plan: plan of the layer, which also routed the batch.
 
     Returns:
       The result of `lookup`.
 
     Raises:
       ValueError: if the tables were made, or the batch was routed, for another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> routed = te.functional.route({"watched": jnp.array([1, 2])}, plan)
+      >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
+      (2, 4)
     """
     if routed.plan.stacks != plan.stacks:
         raise ValueError(
-            "read_rows needs a batch that was routed with its plan, got a batch of "
+            "read_rows needs a batch routed with the same plan, got a batch of "
             "another plan; call route with this plan."
         )
     check_tables(tables, routed.plan.used_stacks)
@@ -332,7 +362,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
             for i, samples in zip(
                 plan.features_of(stack), results[stack.name].activations, strict=True
             ):
-                # Samples that only fill up the batch come last.
+                # Padding samples come last.
                 shape = routed.shapes[i]
                 num_samples = shape.batch_size * max(1, shape.sequence_length)
                 activations[i] = samples[:num_samples].reshape(shape.output_shape)
@@ -350,12 +380,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
 def _collect_stats(
     results: Mapping[str, StackLookup], plan: EmbeddingPlan
 ) -> LookupStats:
-    """Adds up the counts of all devices.
-
-    Args:
-      results: stack name to the lookup of the stack.
-      plan: plan of the batch's features.
-    """
+    """Adds up the counts of all devices."""
     out_of_range, num_ids, requested_rows, missing_rows = {}, {}, {}, {}
     for stack in plan.used_stacks:
         result = results[stack.name]
@@ -382,13 +407,13 @@ def compute_gradients(
 ) -> TableGradients:
     """Returns the tables' sparse gradients.
 
-    They stay on the devices of the samples. The owners of the touched rows get them
+    They stay on the devices of the samples. The owners of the touched rows receive them
     here for round 1, and in `apply_gradients` for later rounds, which only skew needs.
 
     Args:
-      routing: facts that the lookup handed on.
-      cotangents: derivatives of the loss by the activations; the same nest. None for
-        an activation means zeros, as in TensorFlow.
+      routing: routing from the lookup.
+      cotangents: derivatives of the loss with respect to the activations, in the same
+        nest. None for an activation means zeros, as in TensorFlow.
       plan: plan of the layer, or one with other features on the same tables.
 
     Returns:
@@ -398,11 +423,22 @@ def compute_gradients(
 
     Raises:
       TypeError: if the lookup had to find the rows of a feature.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> result = te.functional.lookup(tables, jnp.array([1, 2]), plan)
+      >>> loss, cotangents = jax.value_and_grad(jnp.sum)(result.activations)
+      >>> gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+      >>> list(gradients.stacks)
+      ['stack_0']
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
-            "routing must be from a lookup in the plan's tables, got a lookup in other "
-            "tables; use one plan for the whole step."
+            "routing must be from a lookup in the plan's tables, got a lookup with "
+            "another plan; use one plan for the whole step."
         )
     if routing.raw_feature is not None:
         features = {feature.name: feature for feature in routing.plan.features}
@@ -442,16 +478,12 @@ def _cotangent_of_samples(
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> Float[Array, "samples dim"]:
-    """Returns the cotangent of each sample of a feature, over all devices.
+    """Returns the cotangent of each sample of a feature, padded for all devices.
 
-    Args:
-      cotangent: like the feature's activations. None means zeros.
-      shape: sizes of the feature.
-      feature: gives the name for errors.
-      plan: gives the number of devices; samples of zeros fill up the last ones.
+    A cotangent of None means zeros.
 
     Raises:
-      ValueError: if it has another shape than the activations.
+      ValueError: if the cotangent's shape differs from the activations'.
     """
     if cotangent is None:
         cotangent = jnp.zeros(shape.output_shape)
@@ -459,7 +491,7 @@ def _cotangent_of_samples(
         raise ValueError(
             f"The cotangent of feature {feature.name!r} must have the shape of its "
             f"activations, {shape.output_shape}, got "
-            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
+            f"{getattr(cotangent, 'shape', cotangent)}; use zeros for an activation "
             "that the loss does not use."
         )
     dim = shape.output_shape[-1]
@@ -479,6 +511,15 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     Returns:
       Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
       like their table; other values are replicated.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> te.functional.slot_values(slots, plan)["movie"]["accumulators"].shape
+      (10, 4)
     """
     check_tables(tables, plan.trained_stacks)
     slots = _init_on_devices(tables, plan)
@@ -514,31 +555,42 @@ def apply_gradients(
     plan: EmbeddingPlan,
     gradient_norm: Any = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Updates the touched rows of tables and slot variables: one step.
+    """Updates the touched rows of tables and slot variables, as one step.
 
     The update is in place if the caller's `jit` donates them. Stacks without an
-    optimizer stay as they are.
+    optimizer don't change.
 
-    Every call is one step for all trained tables, as in TensorFlow and optax. Step
-    counts and schedules advance also for a table that the step did not look up. With
-    `every_row`, such a table moves with its momentum. So call it once per step: `add`
-    sums the gradients of several lookups.
+    Call it once per step, and sum the gradients of several lookups with
+    `te.gradients.add`. As in TensorFlow and optax, each call is one step for all
+    trained tables: step counts and schedules advance even for a table that the step did
+    not look up, and with `every_row` such a table moves with its momentum.
 
     Args:
       tables: stack name to packed rows.
       slots: stack name to optimizer state, from `init_slots`.
       gradients: from `compute_gradients`, or a sum of several.
       plan: plan of the layer.
-      gradient_norm: norm of the gradients of the whole model, a float32 scalar, for
-        optimizers with `global_clipnorm`. By default, the norm of these tables' own.
+      gradient_norm: norm of the whole model's gradients, a float32 scalar, for
+        optimizers with `global_clipnorm`. Defaults to these tables' norm.
 
     Returns:
-      New tables and slots. Rows that the step did not look up keep their bits, unless
-      the optimizer is one for every row.
+      New tables and slots. Rows that the step did not look up keep their bits, except
+      with `every_row`.
 
     Raises:
       TypeError: if the gradients are not from `compute_gradients`.
       ValueError: if tables, slots or gradients belong to another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> result = te.functional.lookup(tables, jnp.array([1, 2]), plan)
+      >>> ones = jnp.ones((2, 4))
+      >>> gradients = te.functional.compute_gradients(result.routing, ones, plan)
+      >>> tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
     """
     _check_gradients(gradients, plan)
     check_tables(tables, plan.trained_stacks)
@@ -576,7 +628,7 @@ def _update_shard(
     gradient_norm: Any,
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
-    """Updates a stack with its gradient, None if no row was looked up. Per shard."""
+    """Updates a stack with its gradient, None if no rows were looked up. Per shard."""
     writer, state = open_state(state, stack, used_rows)
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
@@ -602,10 +654,10 @@ def _update_shard(
 
 @functools.partial(jax.jit, static_argnames="plan")
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
-    """Returns False if the next step has a learning rate that is NaN or infinite.
+    """Returns False if a learning rate of the next step is NaN or infinite.
 
-    `apply_gradients` leaves the rows of such a table as they are, and advances its step
-    count. So ask before each step, as for `te.gradients.all_finite`.
+    `apply_gradients` doesn't change the rows of such a table, but advances its step
+    count. So check before each step, as with `te.gradients.all_finite`.
 
     Args:
       slots: stack name to optimizer state, from `init_slots`.
@@ -634,7 +686,7 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
 
 
 def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
-    """Rejects optimizer states of other optimizers, or of other storage types."""
+    """Rejects states of other optimizers or storage types."""
     for stack in plan.trained_stacks:
         expected, given = map(
             structure_of_state, (abstract_state(stack), slots[stack.name])
@@ -648,7 +700,7 @@ def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
 
 
 def takes_model_norm(plan: EmbeddingPlan) -> bool:
-    """Returns True if an optimizer of the plan's tables asks for the model's norm."""
+    """Returns True if an optimizer of the plan's tables needs the model's norm."""
     return any(stack.optimizer.takes_model_norm for stack in plan.trained_stacks)
 
 
@@ -661,6 +713,6 @@ def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
         )
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
-            "gradients must be for the plan's tables, got gradients that were computed "
-            "with another plan; use one plan for the whole step."
+            "gradients must be for the plan's tables, got gradients computed with "
+            "another plan; use one plan for the whole step."
         )

@@ -1,13 +1,12 @@
-"""Ids on the host: containers of users, and batches that are fit for a step.
+"""Ids on the host: reads the user's containers and prepares batches for a step.
 
-`containers` reads the ids of one feature from any container. `prepare` checks a batch,
-splits ragged ids by shard, and gives them a static size, which `buffer_sizes` chooses,
-equally on all processes of a job.
+`containers` reads one feature's ids from any container. `prepare` checks a batch,
+splits ragged ids by shard, and pads them to a static size. `buffer_sizes` chooses this
+size, equally on all processes of a job.
 
 `shard_inputs` has the rules for shapes and dtypes, and turns a feature into the input
-of each shard. It also runs inside the step, for ids that go into `jit` as they are. Ids
-of strings are in `tpu_embedding.strings`, and unique ids in
-`tpu_embedding.recommenders`.
+of each shard. It also runs inside the step, for ids passed directly to `jit`. String
+ids are in `tpu_embedding.strings`, unique ids in `tpu_embedding.recommenders`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,12 +1,12 @@
 """Chooses the static sizes of ragged features, equally on all processes of a job.
 
 A compiled step needs buffers of a fixed size per ragged feature and shard. Each new
-combination of sizes is one more compilation. `BufferSizes` therefore remembers sizes
-from batch to batch, and changes all sizes at once.
+combination of sizes recompiles the step, so `BufferSizes` remembers sizes from batch to
+batch and changes all of them at once.
 
-Each process knows the ids of its own samples only. If two chose different sizes, they
-would compile different programs and wait for each other forever. So they exchange
-their demands for each batch, and choose from the same ones. The exchange takes some
+Each process knows only the ids of its own samples. Processes with different sizes would
+compile different programs and wait for each other forever. So for each batch, they
+exchange their demands and choose from the same ones. The exchange takes some
 milliseconds of the thread that loads batches, and no device.
 """
 
@@ -26,13 +26,13 @@ _DEVIATIONS: Final = 6.0
 """Headroom above the mean number of ids of a shard, in standard deviations."""
 
 _DEVIATIONS_PER_GROWTH: Final = 3.0
-"""Additional headroom after each growth, which shows that the last was too small."""
+"""Extra headroom after each growth, because the last headroom was too small."""
 
 _GROWTH_FACTOR: Final = 1.25
-"""Room of an outgrown buffer per id that it had to hold, for drifting data."""
+"""New size of an outgrown buffer per id that it had to hold, for drifting data."""
 
 _MAX_RESTORED: Final = 1024
-"""Limit of restored sizes per id of the first batch, because a file may be forged."""
+"""Limit on restored sizes per id of the first batch, because files may be forged."""
 
 _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
@@ -40,13 +40,13 @@ _QUIET_GROWTHS: Final = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedDemand:
-    """Facts of one ragged feature in one batch.
+    """Facts about one ragged feature in one batch.
 
     Attributes:
       feature_name: name of the feature.
       expected_valence: see `FeatureConfig`.
-      samples_per_shard: samples of each shard, the last ones filled up.
-      num_ids: ids of the fullest shard, which the buffer has to hold.
+      samples_per_shard: samples per shard, including padding.
+      num_ids: ids of the fullest shard, which the buffer must hold.
       num_samples: samples of the batch.
       valence_sum: sum of the numbers of ids per sample.
       valence_square_sum: sum of their squares.
@@ -64,16 +64,16 @@ class RaggedDemand:
 class BufferSizes:
     """Buffer sizes of ragged features, remembered from batch to batch.
 
-    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has one
-    of its own. A batch that fits the present sizes uses them. When a feature outgrows
-    its buffer, the buffers of all ragged features are resized together. Each gets
-    room for at least six standard deviations above the mean of all batches so far. A
-    stationary stream thus settles after one or two compilations. No id is ever lost.
-    Buffers never shrink.
+    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has its
+    own. A batch that fits the current sizes uses them. When a feature outgrows its
+    buffer, the buffers of all ragged features are resized together, each with room for
+    at least six standard deviations above the mean of all batches so far. A stationary
+    stream thus settles after one or two compilations. No ids are ever lost, and buffers
+    never shrink.
 
-    `FeatureConfig.expected_valence` sets the first size of a feature. Without it, the
-    first batch does. Each batch size, and each subset of the ragged features, has sizes
-    of its own.
+    A feature's first size comes from `FeatureConfig.expected_valence`, otherwise from
+    the first batch. Each batch size and each subset of the ragged features has its own
+    sizes.
 
     The object lives on the host. It can be pickled; a loader process continues with its
     own copy. Prepare some batches before you start such processes, so that all begin
@@ -98,9 +98,9 @@ class BufferSizes:
         self._is_restored = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the sizes, and the statistics of all batches, as values of JSON.
+        """Returns the sizes and the statistics of all batches as JSON values.
 
-        Keep them with a checkpoint. A loop that resumes with `from_json` pads its
+        Store them with a checkpoint. A loop that resumes with `from_json` pads its
         batches as before, so sums have the same order and the same bits.
 
         Example:
@@ -121,7 +121,7 @@ class BufferSizes:
         They start over if they are far larger than the first batch needs.
 
         Args:
-          document: from `to_json`, also after a round trip through a JSON file.
+          document: from `to_json`, or from a JSON file with it.
 
         Raises:
           ValueError: if the document is not from `to_json`.
@@ -150,16 +150,16 @@ class BufferSizes:
 
     @property
     def num_combinations(self) -> int:
-        """Distinct combinations of sizes so far; a step compiles once for each."""
+        """Distinct combinations of sizes so far. A step compiles once for each."""
         return len(self._combinations)
 
     @property
     def num_growths(self) -> int:
-        """Times that a feature outgrew its buffer, and all were resized."""
+        """Number of times that a feature outgrew its buffer and all were resized."""
         return sum(buffers.num_growths for buffers in self._buffers.values())
 
     def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
-        """Returns the ids per shard of each feature's buffer. All hold their batch.
+        """Returns each feature's buffer size in ids per shard, enough for the batch.
 
         Args:
           demands: demands of all ragged features of one batch.
@@ -203,7 +203,7 @@ class BufferSizes:
         return list(sizes)
 
     def _is_plausible(self, demand: RaggedDemand) -> bool:
-        """Returns True if restored sizes may be from the stream of a batch."""
+        """Returns True if restored sizes are plausible for a batch."""
         limit = _MAX_RESTORED * max(demand.num_ids, demand.samples_per_shard)
         feature = (demand.feature_name, demand.samples_per_shard)
         sizes: list[float] = [
@@ -231,7 +231,7 @@ def _size_of_batch(demand: RaggedDemand) -> int:
 
 @dataclasses.dataclass
 class _Buffers:
-    """The present sizes of one set of features and batch sizes."""
+    """The current sizes for one set of features and batch sizes."""
 
     sizes: list[int] | None = None
     num_growths: int = 0
@@ -251,14 +251,14 @@ class _Valence:
         self.square_sum += demand.valence_square_sum
 
     def bound(self, num_samples: int, deviations: float) -> float:
-        """Returns an upper bound on the ids of some independent samples."""
+        """Returns an upper bound on the ids in some independent samples."""
         mean = self.sum / self.num_samples
         variance = max(0.0, self.square_sum / self.num_samples - mean**2)
         return num_samples * mean + deviations * math.sqrt(num_samples * variance)
 
 
 def _expected_size(demand: RaggedDemand) -> int | None:
-    """Returns the size that the feature declares, or None."""
+    """Returns the size from the feature's `expected_valence`, or None."""
     if demand.expected_valence is None:
         return None
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
@@ -267,7 +267,7 @@ def _expected_size(demand: RaggedDemand) -> int | None:
 def _round_up(size: int) -> int:
     """Rounds up to a multiple of 8, and of an eighth of the power of two below.
 
-    Coarse steps let streams that differ a little share their sizes.
+    With coarse steps, slightly different streams share sizes.
     """
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
@@ -284,13 +284,13 @@ def _warn_of_growth(
         if demand.num_ids > size:
             name = repr(demand.feature_name)
             changes.append(
-                f"{name} had {demand.num_ids} ids on one device and room for {size}, "
-                f"it now gets {new_size}"
+                f"{name} had {demand.num_ids} ids on one device but room for {size}, "
+                f"now {new_size}"
             )
             fixes.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
     warnings.warn(
         f"Ragged features outgrew their buffers, growth {num_growths}: "
-        f"{'; '.join(changes)}. The step compiles again. Set "
+        f"{'; '.join(changes)}. The step recompiles. To avoid this, set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(fixes)}.",
         stacklevel=5,
@@ -304,14 +304,12 @@ _new_numbers = itertools.count(1)
 def choose_sizes(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None, num_parts: int
 ) -> list[int]:
-    """Returns the ids per shard of the buffer of each ragged feature of a batch.
+    """Returns the buffer size of each ragged feature of a batch, in ids per shard.
 
     Args:
-      demands: demands of all ragged features of this process's part of the batch.
-      sizes: remembers the sizes of earlier batches. If it is None, each batch has its
-        own.
-      num_parts: parts of the batch that different processes pass. If it is 1, all
-        processes pass the whole batch.
+      demands: demands of all ragged features in this process's part of the batch.
+      sizes: sizes of earlier batches. If None, each batch has its own.
+      num_parts: parts of the batch that processes pass, 1 for the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
@@ -323,22 +321,19 @@ def choose_sizes(
 def _agreed(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None
 ) -> list[RaggedDemand]:
-    """Returns the demands of all processes together, for the same batch.
+    """Returns the combined demands of all processes for the same batch.
 
-    Args:
-      demands: demands of all ragged features of this process's part.
-      sizes: whose history the demands enter. Processes use the objects of a program in
-        the same order.
+    All processes must use their `BufferSizes` in the same order.
 
     Raises:
-      RuntimeError: in a process that has no part in the job, such as a loader's.
+      RuntimeError: in a process that isn't part of the job, such as a loader.
       ValueError: if the processes have different features or numbers of samples.
     """
     if distributed.num_processes() == 1:
         raise RuntimeError(
-            "Ragged features with samples='process' are prepared in the process that "
-            "trains, because all processes agree on their sizes, and this one is a "
-            "loader process; send it ids, and prepare them where they arrive."
+            "Ragged features with samples='process' must be prepared in the training "
+            "process, which agrees on their sizes with other processes, but this is a "
+            "loader process; send its ids to the training process and prepare there."
         )
     number = 0
     if sizes is not None:

@@ -1,8 +1,8 @@
-"""Reads the ids or weights of one feature from any container whose meaning is clear.
+"""Reads one feature's ids or weights from any container with a clear meaning.
 
-Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. One with
-several meanings is rejected, and the error says how to choose. `prepare` reads
-integer ids by this module, `tpu_embedding.strings` reads strings.
+Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. Ambiguous
+ones are rejected with an error that says how to choose. `prepare` reads integer ids
+with this module, `tpu_embedding.strings` reads strings.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from tpu_embedding.types import (
 MAX_SAMPLES: Final = 2**27
 """Largest number of samples that a `dense_shape` may declare.
 
-Row splits of so many samples take 1 GiB. A larger shape is a mistake, such as the size
-of the vocabulary instead of the batch.
+Row splits of that many samples take 1 GiB. A larger shape is a mistake, such as the
+vocabulary size instead of the batch size.
 """
 
 _LISTS: Final = (list, tuple, np.ndarray, jax.Array)
@@ -34,22 +34,21 @@ What = Literal["Ids", "Strings", "Weights"]
 
 
 HostIds = DenseIds | RaggedIds | SparseIds
-"""Ids as NumPy arrays. Their `weights` are as the user passed them."""
+"""Ids as NumPy arrays, with `weights` as the user passed them."""
 
 
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
-    """Reads a container of ids, or of weights that are held like ids.
+    """Reads a container of ids, or of weights in the same form.
 
     Args:
-      ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, an object with
-        `values` and `row_splits` (`tf.RaggedTensor`), or one with `indices`, `values`
-        and `dense_shape` (`tf.SparseTensor`).
+      ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an object with
+        the fields of `tf.RaggedTensor` or `tf.SparseTensor`.
       owner: owner of the ids, for errors, such as `"feature 'movie'"`.
       what: name of the values, for errors.
 
     Returns:
-      The values as NumPy arrays, of any dtype. Row splits, and the shapes and dtypes of
-      coordinates, are checked. Values and the range of coordinates are not.
+      The values as NumPy arrays of any dtype. Row splits, and shapes and dtypes of
+      coordinates, are checked; values and the range of coordinates are not.
 
     Raises:
       TypeError: if the container has no clear meaning.
@@ -60,7 +59,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
         if not isinstance(inner, DenseIds):
             raise TypeError(
                 f"{what} of {owner}: DenseIds.ids must be an array, got "
-                f"{type(ids.ids).__name__}; pass it without DenseIds around it."
+                f"{type(ids.ids).__name__}; pass it without DenseIds."
             )
         return dataclasses.replace(inner, weights=ids.weights)
     if hasattr(ids, "values") and hasattr(ids, "row_splits"):
@@ -77,8 +76,8 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     raise TypeError(
         f"{what} of {owner} must be an array, lists, DenseIds, RaggedIds or SparseIds, "
         f"got {type(ids).__name__}; convert one batch of it. For a SciPy matrix whose "
-        "columns are ids, write te.RaggedIds(values=m.indices, row_splits=m.indptr, "
-        "weights=m.data) of m = matrix.tocsr()."
+        "columns are ids, write m = matrix.tocsr() and te.RaggedIds(values=m.indices, "
+        "row_splits=m.indptr, weights=m.data)."
     )
 
 
@@ -101,8 +100,8 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
         raise ValueError(
             f"{what} of {owner} must be on this process, got an array of shape "
-            f"{values.shape} that other processes hold a part of; prepare the batch "
-            "before it is sharded."
+            f"{values.shape} that is partly on other processes; prepare the batch "
+            "before sharding it."
         )
     if isinstance(values, list) and values and are_strings(values):
         return _flat_array(values)
@@ -116,7 +115,7 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
 
 
 def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> None:
-    """Rejects row splits that do not cut the values into at least one sample."""
+    """Rejects row splits that do not split the values into at least one sample."""
     if row_splits.ndim != 1 or row_splits.shape[0] < 2:
         raise ValueError(
             f"row_splits of {owner} must have shape [batch + 1] with at least one "
@@ -135,7 +134,7 @@ def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> Non
     if falls.any():
         i = int(falls.argmax())
         raise ValueError(
-            f"row_splits of {owner} must not fall, got {row_splits[i]} and then "
+            f"row_splits of {owner} must not decrease, got {row_splits[i]} and then "
             f"{row_splits[i + 1]} at sample {i}."
         )
 
@@ -146,7 +145,7 @@ def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
     if hasattr(ids.values, "row_splits"):
         raise ValueError(
             f"{what} of {owner} must have one ragged axis, got several; merge the "
-            "inner lists of each sample, or give lists."
+            "inner lists of each sample, or pass lists."
         )
     values = as_array(ids.values, owner, what)
     if values.ndim != 1:
@@ -196,7 +195,7 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
 
 
 def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
-    """Reads nested lists: rectangular ones as dense, lists of uneven ones as ragged."""
+    """Reads nested lists: as dense if they are rectangular, otherwise as ragged."""
     for kind in set(map(type, items)):
         if issubclass(kind, np.ma.MaskedArray):
             raise _masked(owner, what)
@@ -209,7 +208,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
             array = np.asarray(items, object)  # NumPy would cut and convert strings
             return DenseIds(ids=array)
         if array is not None and array.dtype != object:
-            # NumPy takes empty lists for floats.
+            # NumPy makes floats of empty lists.
             return DenseIds(ids=array if array.size else array.astype(np.int32))
     if not _has_lists(items):
         return DenseIds(ids=_flat_array(items))
@@ -217,7 +216,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
         i = [_is_list(item) for item in items].index(False)
         raise ValueError(
             f"{what} of {owner} must be lists of one depth, got {items[i]!r} among "
-            "lists; write [x] for a sample with one id, [] for one without."
+            "lists; write [x] for a sample with one id, [] for one without ids."
         )
     rows = [
         list(item) if isinstance(item, list | tuple) else np.asarray(item).tolist()
@@ -228,7 +227,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     if _has_lists(values):
         raise ValueError(
             f"{what} of {owner} must be one list of ids per sample if lengths differ, "
-            "got lists within these lists; merge them, or give te.SparseIds."
+            "got lists within these lists; merge them, or pass te.SparseIds."
         )
     array = _flat_array(values)
     if len(set(lengths)) == 1:
@@ -237,17 +236,14 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def _first_id(items: list[Any]) -> Any:
-    """Returns the first id of a list of ids or of lists of ids, None without ids.
-
-    Samples without ids, at the front, tell nothing.
-    """
+    """Returns the first id in a list of ids or of lists, or None without ids."""
     rows = (item if _is_list(item) else [item] for item in items)
     return next((row[0] for row in rows if len(row)), None)
 
 
 def are_strings(items: list[Any]) -> bool:
     """Returns True if all items are str or bytes."""
-    # One look at each type is much faster than one at each item.
+    # Checking each type is much faster than checking each item.
     return all(issubclass(kind, str | bytes) for kind in set(map(type, items)))
 
 
@@ -257,12 +253,12 @@ def _has_lists(items: list[Any]) -> bool:
 
 
 def _is_list(item: Any) -> bool:
-    # Arrays without an axis are ids.
+    # Zero-dimensional arrays are ids.
     return isinstance(item, _LISTS) and getattr(item, "ndim", 1) > 0
 
 
 def _flat_array(items: list[Any]) -> np.ndarray:
-    """Makes an array of one axis. Strings stay objects: they differ in length."""
+    """Makes an array of one axis. Strings stay objects, because lengths differ."""
     if not items:
         return np.zeros(0, np.int32)
     if any(issubclass(kind, str | bytes) for kind in set(map(type, items))):

@@ -1,8 +1,8 @@
-"""Checks a batch on the host, and gives ragged features a static size.
+"""Checks a batch on the host and pads ragged features to a static size.
 
-Dense int32 ids of rows of their tables may enter a jitted step directly. This module
-does what a jitted step cannot do: raise an error that names the feature and the id,
-read 64-bit ids, and split ragged features by shard.
+Dense int32 ids in range can be passed directly to a jitted step. This module does what
+a jitted step can't: raise an error that names the feature and the id, read 64-bit ids,
+and split ragged features by shard.
 
 Each shard gets `ceil(batch / num_shards)` consecutive samples. Empty samples fill up
 the last shards, and padding fills each shard up to a static size.
@@ -36,7 +36,7 @@ from tpu_embedding.types import (
 )
 
 Samples = Literal["global", "process"]
-"""Samples that a process passes: the global batch, or its own devices' samples."""
+"""Samples that a process passes: the global batch or only its devices' samples."""
 
 
 def prepare_features(
@@ -47,35 +47,35 @@ def prepare_features(
     *,
     samples: Samples = "global",
 ) -> Any:
-    """Checks the ids of a batch on the host and gives them static shapes.
+    """Checks the ids of a batch on the host and pads them to static shapes.
 
-    Ragged features are split by shard and padded. No id is lost. Each new padded size
-    costs one more compilation of the step, so pass one `BufferSizes` to all calls. It
-    settles after one or two sizes. Without it, `FeatureConfig.expected_valence` sets
-    the size in ids per sample, and the size doubles until it holds the batch.
+    Ragged features are split by shard and padded, without losing ids. Each new padded
+    size recompiles the step, so pass one `BufferSizes` to all calls: it settles after
+    one or two sizes. Without it, a size starts at `FeatureConfig.expected_valence` ids
+    per sample, and doubles until it holds the batch.
 
     Args:
-      features: nest like the plan's `feature_config`, whose dicts may lack keys;
-        leaves are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
+      features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
+        are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. For tables of 64-bit ids, also pairs of words of 32 bits.
+        integer dtype. For tables of 64-bit ids, also pairs of 32-bit words.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
-      weights: the same nest with weights, or None, per feature: in the form of the
-        ids, or an array; for ragged and sparse features `[num_values]`. By default,
-        the ids' containers have the weights.
-      sizes: remembers the sizes of earlier batches. By default, each batch has its own.
+      weights: the same nest with weights or None per feature, in the form of the ids or
+        as an array, `[num_values]` for ragged and sparse features. Defaults to the
+        weights in the ids' containers.
+      sizes: sizes of earlier batches. By default, each batch has its own.
       samples: `"global"` if the features have the global batch, `"process"` if they
-        have the samples `plan.process_samples(batch_size)`. All processes then call
-        this function for each batch, as they agree on the sizes of ragged features.
+        have only the samples `plan.process_samples(batch_size)`. Then all processes
+        must call this function for each batch, to agree on sizes of ragged features.
 
     Returns:
       The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit
-      ids, and float32 weights. Pass it to the layer, or to
-      `tpu_embedding.inputs.shard_batch` first, with the same `samples`.
+      ids, and float32 weights. Pass it to the layer, or first to
+      `tpu_embedding.inputs.shard_batch` with the same `samples`.
 
     Raises:
-      TypeError: if ids are not integers, or their container has no clear meaning.
+      TypeError: if ids are not integers, or their container is ambiguous.
       ValueError: if the nest has another structure, an id is outside its table and
         the feature's policy is `"error"`, or shapes do not fit each other.
 
@@ -94,7 +94,7 @@ def prepare_features(
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
     read = list(map(_read_feature, leaves, weight_leaves, plan.features))
-    # All checks of forms come first: a wrong batch changes no remembered size.
+    # Check all forms first, so that an invalid batch doesn't change sizes.
     shapes = [
         checked_shape(ids, feature, num_shards)
         for ids, feature in zip(read, plan.features, strict=True)
@@ -117,17 +117,25 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
     Args:
       batch: nest of arrays on the host.
       plan: plan of the layer.
-      samples: `"global"`: each process passes the same global batch, and puts the
-        shards of its own devices. An array whose first axis is not a multiple of the
-        number of devices is copied to each device. `"process"`: each process passes
-        the samples `plan.process_samples(batch_size)` only, in arrays of equal shapes.
+      samples: with `"global"`, each process passes the same global batch; an array
+        whose first axis is not a multiple of the number of devices is copied to each
+        device. With `"process"`, each process passes only the samples
+        `plan.process_samples(batch_size)`, in arrays of equal shapes.
 
     Returns:
       The nest with global arrays.
 
     Raises:
-      ValueError: if an integer does not fit in 32 bits, or the samples of a process
-        cannot be split over its devices.
+      ValueError: if an integer does not fit in 32 bits, or a process's samples cannot
+        be split over its devices.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> batch = prepare_features({"watched": np.arange(8)}, plan)
+      >>> shard_batch(batch, plan)["watched"].sharding == plan.batch_sharding
+      True
     """
     num_parts = num_parts_of(samples, plan)
 
@@ -137,18 +145,18 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
         array = np.asarray(array)
         has_64_bits = np.issubdtype(array.dtype, np.integer) and array.itemsize > 4
         if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
-            # JAX would keep only the lower halves.
+            # JAX would truncate them.
             low, high = array.min(), array.max()
             if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
                 raise ValueError(
                     f"shard_batch got {array.dtype} values from {low} to {high}, which "
-                    "an int32 cannot hold; pass ids through prepare_features first."
+                    "do not fit in int32; pass ids through prepare_features first."
                 )
         if num_parts > 1 and array.ndim:
             if array.shape[0] % num_shards:
                 raise ValueError(
                     f"shard_batch(samples='process') needs a multiple of {num_shards} "
-                    "samples, the shards of this process, got an array of shape "
+                    "samples, one per shard of this process, got an array of shape "
                     f"{array.shape}; pad the batch with samples of weight 0."
                 )
             return jax.make_array_from_process_local_data(
@@ -165,15 +173,15 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
-    """Returns the number of different parts that processes pass; 1 for global ones.
+    """Returns the number of different parts that processes pass, 1 for `"global"`.
 
     Raises:
       ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.
     """
     if samples not in get_args(Samples):
         raise ValueError(
-            f"samples must be one of {get_args(Samples)}, got {samples!r}; it says "
-            "which samples each process passes."
+            f"samples must be one of {get_args(Samples)}, got {samples!r}. Use "
+            "'process' if each process passes only its own samples."
         )
     if samples == "global":
         return 1
@@ -187,7 +195,7 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 
 def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
-    """Reads the ids of a feature, and its weights in the order of their values."""
+    """Reads a feature's ids, and its weights in the order of the ids' values."""
     owner = f"feature {feature.name!r}"
     if ids is None:
         raise ValueError(
@@ -199,7 +207,7 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     host_ids = read_ids(feature.inputs.read(ids, feature), owner)
     values = np.asarray(ids_of(host_ids))
     if not values.size and not isinstance(host_ids, DenseIds):
-        # NumPy takes empty lists for floats.
+        # NumPy makes floats of empty lists.
         host_ids = with_ids(host_ids, values.astype(np.int32))
     if weights is None:
         weights = host_ids.weights
@@ -208,8 +216,8 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     read = read_ids(weights, owner, "Weights")
     if read.weights is not None:
         raise ValueError(
-            f"Weights of {owner} must be held instead of ids, got a "
-            f"{type(read).__name__} that has weights of its own."
+            f"Weights of {owner} must be the values of their container, got a "
+            f"{type(read).__name__} that has weights of its own; remove these."
         )
     if not isinstance(read, DenseIds):
         _check_same_positions(read, host_ids, owner)
@@ -220,8 +228,8 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
     """Rejects ragged or sparse weights whose structure differs from the ids'."""
     if type(ids) is not type(weights):
         raise TypeError(
-            f"Weights of {owner} must be an array or {type(ids).__name__}, as its ids "
-            f"are, got {type(weights).__name__}."
+            f"Weights of {owner} must be an array or {type(ids).__name__}, like its "
+            f"ids, got {type(weights).__name__}."
         )
     names = (
         ("indices", "dense_shape") if isinstance(ids, SparseIds) else ("row_splits",)
@@ -234,7 +242,7 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
                 for array in (expected, given)
             )
             raise ValueError(
-                f"Weights of {owner} must have the {name} of its ids.\n"
+                f"Weights of {owner} must have the same {name} as its ids, got\n"
                 f"  ids: {expected}\n  weights: {given}"
             )
 
@@ -242,7 +250,7 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
 def _check_parts(
     shapes: Sequence[FeatureShape], num_shards: int, features: Sequence[FeaturePlan]
 ) -> None:
-    """Rejects samples that a process cannot deal to its devices."""
+    """Rejects samples that a process cannot split over its devices."""
     for shape, feature in zip(shapes, features, strict=True):
         if feature.config.output_shape is not None and not feature.config.has_own_batch:
             raise ValueError(
@@ -252,16 +260,16 @@ def _check_parts(
         if shape.batch_size % num_shards:
             raise ValueError(
                 f"Feature {feature.name!r} must have a multiple of {num_shards} "
-                "samples with samples='process', as many as the process has devices, "
+                "samples, the process's number of devices, with samples='process', "
                 f"got {shape.batch_size}; pad the batch with samples of weight 0."
             )
 
 
 def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:
-    """Returns checked ids and float32 weights, without sparse ones."""
+    """Returns checked ids and float32 weights; sparse ids become dense or ragged."""
     weights = host_ids.weights
     if weights is not None:
-        with np.errstate(over="ignore"):  # It becomes infinite, which is rejected.
+        with np.errstate(over="ignore"):  # Overflow gives infinity, rejected below.
             weights = np.asarray(weights).astype(np.float32)
         is_finite = np.isfinite(weights)
         if not is_finite.all():
@@ -271,8 +279,8 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
                 f"{weights[position]} at {position}; use 0 for missing weights."
             )
     is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
-    # Dense ids need marks of positions without an id. Ragged and sparse ids have them
-    # where `hash_ids` or a `Vocabulary`, which return int32, was given padding.
+    # Dense ids mark positions without an id. Ragged and sparse ids have such marks if
+    # `hash_ids` or a `Vocabulary`, which return int32, got padding.
     holds_padding = is_dense or values.dtype == np.int32
     where = "position" if is_dense else "value"
     values = feature.inputs.check(values, holds_padding, feature, where)
@@ -283,12 +291,12 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
 def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     """Turns checked sparse ids into ragged ones, or into dense ones for sequences.
 
-    In a sequence, the last coordinate is a position, so those between ids stay empty.
-    Otherwise it only orders the ids of a sample.
+    In a sequence, the last coordinate is the position, so gaps stay empty. Otherwise it
+    only orders a sample's ids.
 
     Raises:
-      ValueError: if a coordinate is outside `dense_shape`, or two ids have one
-        position of a sequence.
+      ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
+        of a sequence.
     """
     samples, positions = _coordinates(ids, feature)
     batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
@@ -306,8 +314,8 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
-    # Coordinates usually come in row-major order. A comparison of neighbours detects
-    # it. Only other orders are sorted.
+    # Coordinates usually come in row-major order, which comparing neighbors detects.
+    # Only other orders are sorted.
     weights, before, after = ids.weights, samples[:-1], samples[1:]
     in_order = (after > before) | (positions[1:] >= positions[:-1])
     if not in_order.all() or not (after >= before).all():
@@ -320,10 +328,10 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
 
 
 def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sample of each id and its position there, both checked."""
+    """Returns each id's sample and position, both checked."""
     indices = np.asarray(ids.indices).astype(np.int64, copy=False)
     shape = [int(size) for size in ids.dense_shape]
-    # As unsigned numbers, negative coordinates are large as well.
+    # As unsigned numbers, negative coordinates are large, so one check finds both.
     unsigned = indices.view(np.uint64)
     for axis, size in enumerate(shape):
         if len(indices) and unsigned[:, axis].max() >= size:
@@ -334,7 +342,7 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
                 f"indices of feature {feature.name!r} must be within dense_shape "
                 f"{shape}, got {given[i].tolist()} at value {i}."
             )
-    # Copies of the columns, in fewer bits, are faster to compare than the columns.
+    # Narrower copies of the columns are faster to compare than the columns.
     samples = indices[:, 0].astype(np.int32)
     for axis in range(1, len(shape) - 1):
         samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
@@ -344,7 +352,7 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
 
 
 def _check_distinct(targets: np.ndarray, length: int, feature: FeaturePlan) -> None:
-    """Rejects ids of one position of a sequence."""
+    """Rejects ids that share a position of a sequence."""
     if not (targets[1:] > targets[:-1]).all():
         targets = np.sort(targets)
     is_equal = targets[1:] == targets[:-1]
@@ -364,7 +372,7 @@ def _pad_ragged(
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[Any]:
-    """Pads ragged features, whose sizes are chosen together."""
+    """Pads ragged features to sizes that are chosen together."""
     numbers = [i for i, ids in enumerate(checked) if isinstance(ids, RaggedIds)]
     padded: list[Any] = list(checked)
     demands = [_demand_of(padded[i], features[i], num_shards) for i in numbers]
@@ -375,7 +383,7 @@ def _pad_ragged(
 
 
 def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedDemand:
-    """Returns the facts that the size of a feature's buffer depends on."""
+    """Returns the facts that a feature's buffer size depends on."""
     splits = _splits_of_shards(ids, num_shards)
     lengths = np.diff(np.asarray(ids.row_splits)).astype(np.float64)
     return RaggedDemand(
@@ -392,14 +400,7 @@ def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedD
 def _pad_to_shards(
     ids: RaggedIds, num_shards: int, size: int, num_parts: int
 ) -> ShardedRaggedIds:
-    """Copies the checked ids of each shard into a buffer.
-
-    Args:
-      ids: int32 or uint64 ids.
-      num_shards: shards of the samples.
-      size: entries of each buffer, at least the `num_ids` of the demand.
-      num_parts: number of equal parts of the global batch; these ids are one.
-    """
+    """Copies the checked ids of each shard into a buffer of a given size."""
     splits = _splits_of_shards(ids, num_shards)
     bounds = np.append(splits[:, 0], splits[-1, -1])
 

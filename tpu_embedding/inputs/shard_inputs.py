@@ -1,7 +1,7 @@
-"""The form of a feature's ids, and their way into the input of each shard.
+"""Checks a feature's form and converts it to the input of each shard.
 
-`checked_shape` has the rules for shapes and dtypes. `prepare` applies it to what it has
-read, before it converts anything, and a lookup to what it is given.
+`checked_shape` has the rules for shapes and dtypes. `prepare` applies it before any
+conversion, and lookups apply it to their arguments.
 
 Each shard gets consecutive samples. If the batch size is not a multiple of the number
 of shards, samples without ids fill up the last shards. Their activations are cut off.
@@ -42,9 +42,9 @@ class FeatureShape:
 
     Attributes:
       batch_size: samples of the batch.
-      samples_per_shard: samples of each shard, after filling up.
-      sequence_length: ids of a sample that are looked up one by one. 0 means that the
-        ids of a sample are combined.
+      samples_per_shard: samples per shard, including padding.
+      sequence_length: ids per sample that are looked up one by one. 0 means that a
+        sample's ids are combined.
       output_shape: shape of the activations, `dim` included.
       default_id: row of samples without ids, or None.
     """
@@ -57,7 +57,7 @@ class FeatureShape:
 
 
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Joins a nest of dense ids with the same nest of weights, None for no weights.
+    """Joins a nest of dense ids with the same nest of weights or None.
 
     Raises:
       TypeError: if a feature with weights is ragged.
@@ -73,7 +73,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
             continue
         if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
             raise TypeError(
-                f"Weights of the ragged feature {feature.name!r} must be given to "
+                f"Weights of the ragged feature {feature.name!r} must be passed to "
                 "prepare, together with its ids."
             )
         joined.append(DenseIds(ids=ids_of(ids), weights=weight))
@@ -81,9 +81,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
 
 
 def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
-    """Checks the form of a feature in a lookup, and returns its sizes.
-
-    It reads shapes and dtypes only.
+    """Checks the form of a feature in a lookup and returns its sizes.
 
     Raises:
       TypeError: if the ids are not integers, or ragged ids were not prepared.
@@ -100,7 +98,7 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
 
 
 def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
-    """Raises a TypeError for ids that have no static shape."""
+    """Raises TypeError for ids without a static shape."""
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
             f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
@@ -112,12 +110,9 @@ def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
 def checked_shape(
     ids: FeatureIds, feature: FeaturePlan, num_shards: int
 ) -> FeatureShape:
-    """Checks the form of a feature on the host or in a lookup, and returns its sizes.
+    """Checks the form of a feature on the host or in a lookup and returns its sizes.
 
-    Args:
-      ids: arrays, in any container; only shapes and dtypes are read.
-      feature: feature of the ids.
-      num_shards: shards of the samples.
+    It reads only shapes and dtypes.
 
     Raises:
       TypeError: if ids are not integers, or weights not real numbers.
@@ -140,8 +135,8 @@ def checked_shape(
         raise ValueError(
             f"Ids of feature {feature.name!r} must have one axis of samples, got the "
             f"axes {batch_shape}; set FeatureConfig.output_shape to {batch_shape} to "
-            "combine the ids of each sample. The whole shape of dense ids looks up "
-            "each id without combining."
+            "combine the ids of each sample, or to the whole shape of the ids to look "
+            "up each id."
         )
     length = config.max_sequence_length
     if config.output_shape is None or config.has_own_batch:
@@ -154,7 +149,7 @@ def checked_shape(
         output_shape = (batch_size, length) if length else (batch_size,)
     else:
         output_shape = config.output_shape
-        # One output per sample combines its ids. A multiple makes sequences of them.
+        # One output per sample combines its ids. A multiple returns sequences.
         num_outputs = math.prod(output_shape)
         length = 0 if num_outputs == batch_size else num_outputs // batch_size
         has_deep_ids = is_dense and values.ndim > 2
@@ -168,9 +163,9 @@ def checked_shape(
             )
         if length and config.default_id is not None:
             raise ValueError(
-                f"FeatureConfig.default_id of feature {feature.name!r} is for samples "
-                f"that are combined, got {config.default_id} with output_shape="
-                f"{output_shape}, which makes sequences."
+                f"FeatureConfig.default_id of feature {feature.name!r} has no effect "
+                f"on sequences, got {config.default_id} with output_shape="
+                f"{output_shape}, which makes sequences; remove one of them."
             )
     return FeatureShape(
         batch_size=batch_size,
@@ -184,9 +179,9 @@ def checked_shape(
 def check_equal_batches(
     shapes: Sequence[FeatureShape], features: Sequence[FeaturePlan]
 ) -> None:
-    """Raises a ValueError for features of unequal batches without an output shape.
+    """Raises ValueError if features without an output shape have unequal batches.
 
-    Sizes that only the run of an exported program knows are not compared.
+    Symbolic sizes in exported programs are not compared.
     """
     known = {
         feature.name: shape.batch_size
@@ -200,7 +195,7 @@ def check_equal_batches(
             f"Features must have the same number of samples, got {known[first]} for "
             f"feature {first!r} and {known[unequal[0]]} for feature {unequal[0]!r}; "
             f"features that differ from {first!r}: {unequal}. Set "
-            "FeatureConfig.output_shape of a feature whose number is meant to differ."
+            "FeatureConfig.output_shape if a feature's number should differ."
         )
 
 
@@ -224,7 +219,7 @@ def _check_ids(ids: Any, feature: FeaturePlan) -> None:
         elif kind == "O":
             values = ids.ravel().tolist()
             example = next((v for v in values if not isinstance(v, int)), values[:1])
-            fix = f"they hold {example!r}; strings need {feature.inputs.text_to_ids}"
+            fix = f"they hold {example!r}. Strings need {feature.inputs.text_to_ids}"
         raise TypeError(
             f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
             f"{fix}."
@@ -242,7 +237,7 @@ def _check_weights(
     if not hasattr(weights, "dtype"):
         raise TypeError(
             f"Weights of feature {feature.name!r} must be an array, got "
-            f"{type(weights).__name__}; pass other forms to prepare."
+            f"{type(weights).__name__}; pass other forms through prepare."
         )
     _check_unmasked(weights, feature)
     is_float = jnp.issubdtype(weights.dtype, np.floating)
@@ -255,7 +250,7 @@ def _check_weights(
         raise ValueError(
             f"Feature {feature.name!r} has weights and max_sequence_length="
             f"{feature.config.max_sequence_length}: a sequence is not combined, so "
-            "weights have no effect. Leave one of them out."
+            "weights have no effect. Remove one of them."
         )
     if weights.shape != shape:
         raise ValueError(
@@ -267,25 +262,20 @@ def _check_weights(
 def _check_unmasked(array: Any, feature: FeaturePlan) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
-            f"Feature {feature.name!r} is a masked array, whose mask a step cannot "
-            "read; pass the batch through prepare first."
+            f"Feature {feature.name!r} is a masked array, but a step can't read masks; "
+            "pass the batch through prepare first."
         )
 
 
 def fill_up(
     ids: FeatureIds, shape: FeatureShape, num_shards: int
 ) -> DenseIds | ShardedRaggedIds:
-    """Returns int32 ids and float32 weights, which can be split by shard. Global.
-
-    Args:
-      ids: array, `DenseIds` or `ShardedRaggedIds`.
-      shape: sizes of the feature.
-      num_shards: shards of the samples.
+    """Returns int32 ids and float32 weights that can be split by shard. Global.
 
     Returns:
-      Ragged ids in their form; dense ones `[num_shards * samples_per_shard, valence]`.
-      Samples of padding fill up the last shards. The valence is at least 1. A second
-      call changes nothing.
+      Ragged ids in their form; dense ones `[num_shards * samples_per_shard, valence]`,
+      with a valence of at least 1. Padding fills up the last shards. A second call
+      changes nothing.
     """
     values = _to_int32(ids_of(ids))
     axes = values.shape
@@ -297,7 +287,7 @@ def fill_up(
     if weights is not None:
         weights = jnp.asarray(weights, jnp.float32).reshape(values.shape)
     if values.shape[1] == 0:
-        # No position for an id; the stages want at least one.
+        # Ids lack a position, but the stages need at least one.
         values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     if is_ragged:
@@ -318,12 +308,9 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts a feature into the input of the stages. Per shard.
+    """Converts the shard's part of `fill_up` to the input of the stages. Per shard.
 
-    Args:
-      filled: the shard's part of what `fill_up` returns.
-      shape: sizes of the feature.
-      sample_axes: mesh axes of the samples. By default, there is one shard.
+    Without `sample_axes`, the mesh axes of the samples, there is one shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)
@@ -331,7 +318,7 @@ def to_feature_input(
     weights: Any = filled.weights
     sample_ids, valence = None, 1
     if isinstance(filled, DenseIds):
-        # The first ids of all samples, then the second ones, and so on.
+        # The first ids of all samples come first, then the second ids, and so on.
         valence = ids.shape[1]
         ids, weights = ids.T, None if weights is None else weights.T
     else:
@@ -339,7 +326,7 @@ def to_feature_input(
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         ids = jnp.where(sample_ids < shape.samples_per_shard, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
-            # Each sample gets one more position, which the default id may take.
+            # Each sample gets an extra position for the default id.
             size = ids.shape[0] + shape.samples_per_shard
             positions = jnp.arange(ids.shape[0]) + sample_ids
 
@@ -358,7 +345,7 @@ def to_feature_input(
         shape.default_id is not None
         and num_shards * shape.samples_per_shard != shape.batch_size
     ):
-        # Samples that only fill up the last shards get no default id.
+        # Padding samples get no default id.
         first = jax.lax.axis_index(sample_axes) * shape.samples_per_shard
         numbers = first + jnp.arange(shape.samples_per_shard, dtype=jnp.int32)
         is_sample = numbers < shape.batch_size
@@ -375,7 +362,7 @@ def to_feature_input(
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
-    """Cuts or fills up each sample to the length; each position becomes a sample."""
+    """Truncates or pads each sample to the length; each position becomes a sample."""
     num_samples, length = shape.samples_per_shard, shape.sequence_length
     ids = ids_of(filled)
     if isinstance(filled, DenseIds):
@@ -386,7 +373,7 @@ def _to_sequences(
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
-        # Positions beyond the length would fall into the next sample.
+        # Positions beyond the length would be in the next sample.
         starts = jnp.where(positions < length, sample_ids, num_samples) * length
         sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
         ids = sequences.at[starts + positions].set(ids, mode="drop")
@@ -402,9 +389,8 @@ def _to_sequences(
 def _to_int32(ids: IdArray) -> Array:
     """Converts ids of any integer type to int32.
 
-    Ids that an int32 cannot hold stay out of range. They also stay too small or too
-    large, so that clipping finds the right end. NumPy converts its own 64-bit ids,
-    because JAX would keep their lower half only.
+    Ids that don't fit in int32 stay out of range at the same end, so clipping finds the
+    right row. NumPy converts its own 64-bit ids, because JAX would truncate them.
     """
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)
@@ -418,7 +404,7 @@ def _to_int32(ids: IdArray) -> Array:
 def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
     """Returns the sample of each value.
 
-    Positions after the last value get the number of samples.
+    Positions past the last value get the number of samples.
     """
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)

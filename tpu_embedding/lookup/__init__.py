@@ -1,28 +1,28 @@
 """The traced stages of a lookup, forward and backward. Nothing here runs on the host.
 
-All modules are private. `functional/steps.py` calls them inside `shard_map`, and
-`inputs/` has prepared their arguments. The stages:
+All modules are private. `functional/steps.py` calls them inside `shard_map`, with
+arguments that `inputs/` prepared. The stages:
 
     ids ─ flatten ─ dedup ═ exchange of ids ═ gather ═ exchange of rows ═ combine ─
         activations
     cotangents ─ spread ═ exchange of gradients ═ merge ─ gradient of each row
 
-1. flatten, in `_forward`: ids of all features of a stack become keys, which name the
-   owner of each row.
+1. flatten, in `_forward`: ids of all features of a stack become keys, which include
+   the owner of each row.
 2. dedup, in `_rounds`: equal keys become one request; requests are grouped by owner.
 3. rounds, in `_rounds`: each request gets a round and a position in its buffer.
 4. exchange, in `_rounds`: all-to-all of ids, of rows, and of gradients. Owners gather
    rows.
 5. combine, in `_forward`: rows are summed into samples.
-6. spread, in `_backward`: cotangents are summed into the rows of their samples.
+6. spread, in `_backward`: each row sums the cotangents of the samples that use it.
 7. merge, in `_backward`: the owner sums the gradients that devices send for one row.
 
-`_forward` runs stages 1 to 5, and `_backward` stages 6, 4 and 7, round by round: an
+`_forward` runs stages 1 to 5. `_backward` runs stages 6, 4 and 7, round by round: an
 update folds over `gradient_rounds`. Where one CPU device owns all rows, blocks of ids
 replace stages 3, 4, 6 and 7.
 
-A gradient is its samples, the routing of the lookup and the cotangents, and round 1 at
-the owners. It has no size of the table, and is added by joining samples. An update, or
-a norm, folds over its rounds. Each row gets its whole gradient in one round, so a rule
-that squares gradients stays exact.
+A gradient holds the routing of the lookup, the cotangents, and round 1 at the owners.
+Its size doesn't depend on the table, and gradients are added by joining their samples.
+An update or a norm folds over the rounds. Each row's whole gradient arrives in one
+round, so rules that square gradients stay exact.
 """

@@ -2,21 +2,21 @@
 
 `route_stack` runs the stages up to the first exchange, which need no table: flatten,
 dedup, exchange of ids. `read_stack` folds the rest over the rounds: gather, exchange of
-rows, combine. A device that owns all rows of a stack skips dedup, rounds and both
-exchanges: it pools rows straight from its table. Only a gradient then needs these
-stages, and runs them. The stack's backend may replace all stages after flatten, see
-`plan/backend.py`. The stages then run for batches that it cannot look up.
+rows, combine. A device that owns all rows of a stack pools rows straight from its
+table, without dedup, rounds or exchanges. Only its gradient runs these stages. A
+stack's backend may replace all stages after flatten (see `plan/backend.py`); they then
+run only for batches that it can't look up.
 
 Stage 1, flatten, finds the owner of each id, for all features of a stack at once. The
-ids become one array of keys. A *key* is an int32 that names the owner of a row and the
-row at that owner: `owner * rows_per_shard + local row`. One sort of the keys therefore
+ids become one array of keys. A *key* is an int32 that combines a row's owner with the
+row's number there: `owner * rows_per_shard + local row`. One sort of the keys therefore
 brings equal ids together and groups them by destination. Ids that look up nothing get
-the largest key: padding, ids outside their table, and ids that their weight excludes.
+the largest key: padding, ids outside their table, and ids excluded by their weight.
 
-Stage 5, combine, sums rows into the samples that use them. The rows are multiplied by a
-sparse matrix `[samples, positions]`: the gains of the ids, scaled per sample by the
-combiner. `pool_buffer` applies the gains, round by round, and `samples_of` the scales,
-once. `_backward.py` multiplies by the transpose.
+Stage 5, combine, sums rows into the samples that use them: it multiplies the rows by a
+sparse matrix `[samples, positions]`, the gains of the ids scaled per sample by the
+combiner. `pool_buffer` applies the gains in every round, and `samples_of` applies the
+scales once. `_backward.py` multiplies by the transpose.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
-"""Valence up to which each id of a sample is an addition of its own in the program."""
+"""Maximum valence for which the program unrolls the sum over a sample's ids."""
 
 ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
-"""Reads the rows at some positions; zeros for an id without a row."""
+"""Reads the rows at some positions. Ids without a row give zeros."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,14 +62,14 @@ class FeatureInput:
     Attributes:
       ids: int32 `[ids]`.
       weights: float32 `[ids]`. None means weight 1 for every id.
-      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
-        unused positions. If it is None, the first ids of all samples come first, then
-        the second ids, and so on up to `valence`. A TPU adds such blocks without moving
+      sample_ids: int32 `[ids]`, output sample of each id, ascending; `num_samples` in
+        unused positions. None if the ids are in blocks: the first ids of all samples,
+        then the second ids, up to `valence`. A TPU adds such blocks without moving
         them.
       num_samples: output samples of this shard.
       valence: ids per sample, if `sample_ids` is None.
       is_sample: bool `[num_samples]`, False for samples that only fill up the batch.
-        None means that all are real, or that it makes no difference.
+        None if all are real, or if it makes no difference.
     """
 
     ids: Int[Array, " ids"]
@@ -112,7 +112,7 @@ class PoolingSpec:
     ) -> Int[Array, " ids"]:
         """Returns `number(sample)` for the sample of each id.
 
-        Unused ids get the number of the last sample.
+        Unused ids use the last sample.
         """
         if self.sample_ids is not None:
             return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
@@ -121,7 +121,7 @@ class PoolingSpec:
 
     @property
     def is_copy(self) -> bool:
-        """True if each sample is the row of one id, up to its scale."""
+        """True if each sample is a single id's row, up to its scale."""
         return self.gains is None and self.sample_ids is None and self.valence == 1
 
 
@@ -133,14 +133,9 @@ def flatten(
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Turns the features of a stack into keys and pooling specs. Per shard.
 
-    Args:
-      inputs: one per feature of the stack.
-      features: their plans.
-      stack: the stack's plan.
-
     Returns:
-      The keys of all features, one feature after the other. A `PoolingSpec` per
-      feature. The number of ids outside the table, per feature.
+      The keys of all features, one feature after the other; and for each feature, its
+      `PoolingSpec` and the number of ids outside the table.
     """
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
@@ -159,16 +154,12 @@ def flatten(
 def rows_and_poolings(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Applies the policies and the combiners of features. Per shard.
-
-    Args:
-      inputs: ids of each feature.
-      features: their plans.
+    """Applies the id policies and combiners of features. Per shard.
 
     Returns:
-      The row of its table that each position reads, one feature after the other;
-      `PADDING_ROW_ID` where it reads none. The weights of the rows, and the number of
-      ids outside the table, per feature.
+      The row that each position reads in its table, or `PADDING_ROW_ID`, one feature
+      after the other; and for each feature, its `PoolingSpec` and the number of ids
+      outside the table.
     """
     row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
@@ -202,7 +193,7 @@ def max_unique_ids(
 ) -> int:
     """Returns an upper bound on the unique ids of a shard.
 
-    A table adds as many as it has ids or rows, whichever are fewer.
+    Unless duplicates are kept, a table adds no more than its number of rows.
     """
     if stack.keeps_duplicates:
         return sum(feature_input.ids.shape[0] for feature_input in inputs)
@@ -217,7 +208,7 @@ def max_unique_ids(
 
 
 def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
-    """Puts the ids of each sample side by side, for rules that see occurrences."""
+    """Makes each sample's ids contiguous, for rules that see occurrences."""
     valence = feature_input.valence
     if feature_input.sample_ids is not None or valence == 1:
         return feature_input
@@ -239,10 +230,9 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 def _apply_id_policies(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
-    """Applies the features' policies. Ids that look up nothing become padding.
+    """Applies the features' id policies. Ids that look up nothing become padding.
 
-    All features are treated as one array, since compile time grows with the number of
-    arrays.
+    All features share one array, since compile time grows with the number of arrays.
 
     Returns:
       Row ids within the tables, and the number of ids outside the table per feature.
@@ -280,7 +270,7 @@ def _apply_id_policies(
 
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
-    """Returns the value of the feature of each id, `[all_ids]`, or a scalar of all."""
+    """Returns each id's feature value, `[all_ids]`, or a scalar if all are equal."""
     # Not the default integer type, which jax_enable_x64 changes.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
@@ -293,12 +283,12 @@ def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array
 
 
 def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
-    """Cuts what is in one array, one feature after the other."""
+    """Splits an array of all features into one array per feature."""
     return jnp.split(values, list(itertools.accumulate(sizes))[:-1])
 
 
 def leaves_out_weights(feature: FeaturePlan) -> bool:
-    """Returns True if ids of weight 0 or less are left out."""
+    """Returns True if ids with a weight of 0 or less are dropped."""
     is_checked = feature.config.validate_weights_and_indices
     return is_checked and feature.combiner != "sum"
 
@@ -306,9 +296,9 @@ def leaves_out_weights(feature: FeaturePlan) -> bool:
 def _fill_empty_samples(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
-    """Puts the default id, with weight 1, into the first position of empty samples.
+    """Puts the default id, with weight 1, at the first position of empty samples.
 
-    A sample is empty if none of its positions has a row. Each sample has a position.
+    A sample is empty if none of its positions has a row. Every sample has a position.
     """
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
@@ -385,16 +375,16 @@ def pool_buffer(
 
     Args:
       rows: rows in the exchange buffer.
-      positions: position of each id's row in the buffer. An id without a row has one
-        beyond the end, and reads the last row of the buffer, which no id uses.
+      positions: position of each id's row in the buffer. Ids without a row have one
+        past the end, and read the buffer's last row, which no id uses.
       poolings: the features of the stack.
       gathers: form of the gathers.
 
     Returns:
-      Sums of float32 for `samples_of`; several rounds are added up. Samples
-      without ids are zero.
+      Float32 sums for `samples_of`, to be added over all rounds. Samples without ids
+      are zero.
     """
-    # Zeros as the last row make a mask on the gathered rows unnecessary.
+    # A last row of zeros avoids a mask on the gathered rows.
     last = rows.shape[0] - 1
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
@@ -414,18 +404,14 @@ def pool(
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples, as `pool_buffer` does.
 
-    Args:
-      rows_at: reads the rows of some positions.
-      positions: the argument of `rows_at` for each id.
-      poolings: the features of the stack.
-      gathers: form of the gathers.
+    `positions` has the argument of `rows_at` for each id.
     """
     sizes = [pooling.num_ids for pooling in poolings]
     if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
         # One array for all features: compile time grows with the number of arrays.
         return [rows_at(positions)]
     if gathers != "whole":
-        rows_at = jax.jit(rows_at)  # Traced once for all features of a size.
+        rows_at = jax.jit(rows_at)  # Traced once for features of equal size.
         positions_by_feature = split_by_feature(positions, sizes)
         return [
             gather_and_pool(pooling, rows_at, feature_positions)
@@ -442,7 +428,7 @@ def pool(
 def samples_of(
     sums: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
 ) -> list[Float[Array, "_ dim"]]:
-    """Returns the activations of each feature, from the sums of all rounds."""
+    """Returns the activations of each feature from the sums over all rounds."""
     if len(sums) < len(poolings):
         sums = split_by_feature(sums[0], [pooling.num_samples for pooling in poolings])
     return scale_samples(sums, poolings)
@@ -461,13 +447,7 @@ def scale_samples(
 def gather_and_pool(
     pooling: PoolingSpec, rows_at: ReadRows, positions: Int[Array, " ids"]
 ) -> Float[Array, "samples dim"]:
-    """Adds rows up as they come, so that no row is written before it is summed.
-
-    Args:
-      pooling: the feature.
-      rows_at: reads the rows of some positions.
-      positions: the argument of `rows_at` for each id of the feature.
-    """
+    """Sums a feature's rows as they are gathered, without writing them to memory."""
     is_ragged, valence = pooling.sample_ids is not None, pooling.valence
     if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
         return _pool(pooling, rows_at(positions))
@@ -482,7 +462,7 @@ def gather_and_pool(
 def _pool(
     pooling: PoolingSpec, rows: Float[Array, "ids dim"]
 ) -> Float[Array, "samples dim"]:
-    """Sums the rows of each sample, times their gains."""
+    """Sums the gain-weighted rows of each sample."""
     if pooling.gains is not None:
         rows = rows * pooling.gains[:, None]
     if pooling.sample_ids is not None:
@@ -493,22 +473,22 @@ def _pool(
         return rows
     if pooling.valence > _MAX_UNROLLED_VALENCE:
         return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
-    # Additions of slices read the rows in place; a reduction copies them first.
+    # Adding slices reads the rows in place; a reduction copies them first.
     return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRouting:
-    """The ids of a stack on their way to their rows, for both passes. Per shard.
+    """The ids of a stack, routed to their rows, for both passes. Per shard.
 
     Attributes:
-      keys: int32 `[ids]`, of all features; see `_forward.py`.
-      sent: the ids at the owners of their rows. It is None if this device reads its
-        own rows. If the backend replaces the lookup, the gradient adds it.
-      backend_ids: what the backend needs of the ids, from `Backend.prepare_ids`.
-      poolings: per feature of the stack.
-      out_of_range: int32 `[1]` per feature of the stack.
+      keys: int32 `[ids]`, keys of all features; see `_forward.py`.
+      sent: the ids at the owners of their rows. None if this device reads its own rows,
+        or if the backend replaces the lookup; a gradient may then add it.
+      backend_ids: what the backend needs from the ids; see `Backend.prepare_ids`.
+      poolings: one per feature of the stack.
+      out_of_range: int32 `[1]` per feature of the stack, ids outside the table.
       max_unique_ids: upper bound on the unique ids of a shard.
     """
 
@@ -528,13 +508,13 @@ class StackLookup:
     Attributes:
       activations: float32 `[samples, dim]` per feature of the stack.
       routing: facts for the backward pass.
-      rounds: int32 `[1]`; 0 if the backend looked the rows up without an exchange.
-      num_ids: int32 `[1]`, ids of the shard without padding. It is None, as is
+      rounds: int32 `[1]`; 0 if the backend looked up rows without an exchange.
+      num_ids: int32 `[1]`, ids of the shard without padding. None, like
         `requested_rows`, if this device reads its own rows, which are not counted.
-      requested_rows: int32 `[1, num_shards]`, rows that the shard asks of each owner,
-        in all rounds together.
-      missing_rows: int32 `[1]`, reads of rows that this device owns and lacks. It is
-        None if it has all rows of its shard.
+      requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
+        owner, over all rounds.
+      missing_rows: int32 `[1]`, reads of rows that this device owns but lacks. None if
+        it has all rows of its shard.
     """
 
     activations: list[Float[Array, "_ dim"]]
@@ -552,12 +532,7 @@ def route_stack(
 ) -> StackRouting:
     """Sends the ids of one stack to the owners of their rows. Per shard.
 
-    It reads no table, so it may run before an update of the table.
-
-    Args:
-      inputs: ids of each feature of the stack.
-      features: their plans.
-      stack: plan of the stack.
+    It reads no table, so it may run before a table's update.
     """
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
@@ -575,13 +550,7 @@ def route_stack(
 def read_stack(
     table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> StackLookup:
-    """Reads the rows of routed ids, and combines them. Per shard.
-
-    Args:
-      table: this shard's rows.
-      routing: routed ids of the stack.
-      stack: plan of the stack.
-    """
+    """Reads and combines the rows of routed ids. Per shard."""
     poolings = routing.poolings
 
     def read_own_rows(table: PackedRows) -> Activations:
@@ -634,7 +603,7 @@ def read_stack(
 
 
 def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
-    """Returns the ids at the owners of their rows, and sends them if need be."""
+    """Returns the ids at the owners of their rows, sending them if necessary."""
     if routing.sent is not None:
         return routing.sent
     return send_ids(routing.keys, routing.max_unique_ids, stack)
@@ -643,11 +612,11 @@ def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
 def _read_before_update(
     activations: list[Float[Array, "_ dim"]], routing: StackRouting
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
-    """Makes the table's reads happen before an update writes to the table.
+    """Orders the table's reads before an update's writes.
 
-    An update writes to the rows that the routing names. So the routing passes through
-    the same barrier as the activations. A loss whose derivative needs no activations
-    gives no such order.
+    An update writes to the rows in the routing, so the routing passes through the same
+    barrier as the activations. A loss whose derivative doesn't use the activations
+    would not impose this order.
     """
     sent = routing.sent
     if sent is None:

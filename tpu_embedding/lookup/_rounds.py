@@ -1,27 +1,27 @@
 """Stages 2 to 4: which ids travel when, and the exchange with their owners.
 
-An id is one word, the key of a row; or several, the key of a bucket and the words of a
-64-bit id. Keys are int32, and name the owner: `owner * keys_per_shard + local key`.
-`dedup` merges equal ids into one request, and groups requests by owner.
+An id is one word, the key of a row, or several: the key of a bucket and the words of a
+64-bit id. Keys are int32 and include the owner: `owner * keys_per_shard + local key`.
+`dedup` merges equal ids into one request and groups requests by owner.
 
-A round carries at most `capacity` ids from each shard to each owner. Rounds are exact
-because an owner's ids are split into *ranges* that are equal for all source shards.
-All requests for an id then travel in one round. So an owner can sum the gradients of a
-row within its round, and an optimizer can finish a round before the next begins.
+A round carries at most `capacity` ids from each shard to each owner. An owner's ids are
+split into *ranges* that are equal for all source shards, so all requests for an id
+travel in one round. An owner can therefore sum a row's gradients within a round, and an
+optimizer can finish a round before the next begins.
 
-The range of a round ends before the first id that does not fit for some source. The
-shards find it by an all-reduce (minimum) of one number per owner and word of the id.
+A round's range ends before the first id that doesn't fit for some source. The shards
+find it with an all-reduce (minimum) of one number per owner and word of the id.
 
-`send_unique` sends the first round, and its callers run it as straight-line code. Later
+`send_unique` sends the first round, which callers run as straight-line code. Later
 rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
 folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", and a
 vocabulary "find or insert". All shards agree on when to stop.
 
 Ids, rows and gradients travel by all-to-all, in buckets of equal size, one per
-destination. Where several devices hold equal copies of a shard, each copy is asked for
-rows by its own group of devices. The gradients of all copies are gathered and summed in
-the same order, so copies stay equal bit by bit after the update. A GPU adds repeated
-rows in no fixed order, unless XLA is told to be deterministic.
+destination. If several devices hold copies of a shard, each copy serves its own group
+of devices. The gradients of all copies are gathered and summed in the same order, so
+copies stay bitwise equal after the update. (A GPU adds repeated rows in no fixed order
+unless XLA is set to be deterministic.)
 """
 
 import dataclasses
@@ -49,20 +49,17 @@ Above it, a binary search in a loop is faster."""
 
 
 Words = tuple[Integer[Array, " _"], ...]
-"""Ids of one word or several, in lexicographic order."""
+"""Ids of one or more words, ordered lexicographically."""
 
 
 def rank_unique(
     *words: Integer[Array, " n"],
 ) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
-    """Sorts ids, and ranks each among the distinct ones.
-
-    Args:
-      *words: the words of the ids.
+    """Sorts ids, and ranks each among the distinct ids.
 
     Returns:
-      The words, rising; the position of each id before sorting; and its rank, the
-      number of distinct ids that are smaller.
+      The words, ascending; the position of each id before sorting; and its rank, the
+      number of smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
     *ids, order = jax.lax.sort(
@@ -78,11 +75,9 @@ def rank_unique(
 def unsort(
     values: Integer[Array, " n"], order: Int[Array, " n"]
 ) -> Integer[Array, " n"]:
-    """Returns values of sorted ids in the order before sorting.
+    """Returns values of sorted ids in their order before sorting.
 
-    Args:
-      values: one value per sorted id.
-      order: position of each id before sorting, as `rank_unique` returns it.
+    `order` has the position of each id before sorting; see `rank_unique`.
     """
     return (
         jnp.zeros_like(values)
@@ -102,10 +97,10 @@ class SortedIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
-      words: `[ids]` each, rising; padding last. The first word is the key.
+      words: `[ids]` each, ascending; padding last. The first word is the key.
       order: int32 `[ids]`, position of each sorted id before sorting.
-      ranks: int32 `[ids]`, number of distinct ids that are smaller. If duplicates are
-        kept, each occurrence counts as a distinct id.
+      ranks: int32 `[ids]`, number of smaller distinct ids. If duplicates are kept, each
+        occurrence counts as distinct.
       first_positions: int32 `[num_shards + 1]`, sorted position of the first id of each
         destination; the last entry is the position of the first padding.
       first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
@@ -136,7 +131,7 @@ def dedup(
       words: words of the ids. The key of padding is larger than all keys of shards.
       num_shards: destinations.
       keys_per_shard: keys that each shard owns.
-      keeps_duplicates: True if each occurrence of an id travels separately.
+      keeps_duplicates: whether each occurrence of an id travels separately.
     """
     if keeps_duplicates:
         positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
@@ -164,7 +159,7 @@ def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
 
 
 def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
-    """Returns the unique id of each rank; words of `PADDING_ROW_ID` beyond the last."""
+    """Returns the unique id of each rank, or words of `PADDING_ROW_ID` past the end."""
     positions = _search((unique.ranks,), (ranks,))
     return tuple(
         word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
@@ -175,7 +170,7 @@ def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
 def broadcast_to_ids(
     values: Int[Array, " shards"], unique: SortedIds
 ) -> Int[Array, " ids"]:
-    """Returns the value of each sorted id's destination; undefined for padding."""
+    """Returns the value of each sorted id's destination, undefined for padding."""
     # A running sum over the steps between destinations replaces a gather, because a TPU
     # gathers single integers slowly.
     steps = jnp.diff(values, prepend=0)
@@ -223,23 +218,20 @@ def fetch_rows(
     row_ids: Int[Array, " buffer"],
     stack: StackPlan,
 ) -> Float[Array, "buffer dim"]:
-    """Gathers the rows asked of this shard, and sends them back. Per shard.
+    """Gathers the rows requested from this shard, and sends them back. Per shard.
 
-    Args:
-      table: this shard's rows.
-      row_ids: requests of a `Round`.
-      stack: plan of the stack.
+    `row_ids` are the requests of a `Round`.
 
     Returns:
-      The rows that this shard asked for, float32, in the positions of its requests.
-      Those without a request are undefined.
+      The rows that this shard requested, float32, in the positions of its requests.
+      Positions without a request are undefined.
     """
     with jax.named_scope("gather"):
         rows = table.where_held(gather_rows(table, row_ids), row_ids)
         if stack.hardware.name == "cpu":
-            # Else XLA fuses the gather into the exchange's slices, on one core.
+            # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)
-    # Rows of bfloat16 cross the network as such. The conversion is exact.
+    # Rows stored in bfloat16 also travel in it. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -251,11 +243,11 @@ def exchange(buffer: Array, stack: StackPlan) -> Array:
 
     Args:
       buffer: `[num_shards * bucket_size, ...]`, per shard.
-      stack: gives the mesh axes that rows are split over.
+      stack: provides the mesh axes that split rows.
 
     Returns:
-      The received buckets in the order of their senders, of the same shape. A second
-      exchange moves every bucket back to where it came from.
+      The received buckets in the order of their senders, in the same shape. A second
+      exchange returns every bucket to its sender.
     """
     if stack.num_shards == 1:
         return buffer
@@ -286,21 +278,21 @@ Carry = TypeVar("Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """The requests of one round, at the shard that asks and at the owner. Per shard.
+    """The requests of one round, at their source and at the owner. Per shard.
 
     Attributes:
       buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
         requests, and of its row in the buffer of answers; past the end if the id is not
         part of this round.
-      requests: what all shards ask of this one, in one bucket per shard. int32
+      requests: requests to this shard, one bucket per source shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
-        first. The key of unused positions is `PADDING_ROW_ID`; the last one is unused.
-      next_ranks: int32 `[num_shards]`, first rank per destination that is still
-        pending after this round.
+        first. Unused positions, including the last, have the key `PADDING_ROW_ID`.
+      next_ranks: int32 `[num_shards]`, first pending rank per destination after this
+        round.
       end_row: int32 `[1]`, end of the range of this shard's own rows that this round
         covers. The range begins where the previous round's range ends.
-      is_pending: bool `[1]`, True if some shard has pending ids after this round. In a
-        gradient of zeros it is False: no further round runs.
+      is_pending: bool `[1]`, True if some shard has pending ids after this round. It is
+        False in a gradient of zeros, so no further round runs.
     """
 
     buffer_positions: Int[Array, " ids"]
@@ -313,7 +305,7 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """The ids of a batch, of which the first round is at the owners. Per shard.
+    """The ids of a batch, with the first round sent to the owners. Per shard.
 
     Attributes:
       unique: the unique ids of the shard.
@@ -338,10 +330,8 @@ def send_ids(
 ) -> SentIds:
     """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
-    Args:
-      keys: keys of all features; see `_forward.py`.
-      max_unique_ids: upper bound on the unique ids of a shard.
-      stack: plan of the stack.
+    `keys` has the keys of all features; see `_forward.py`. No shard has more than
+    `max_unique_ids` unique ids.
     """
     unique = dedup(
         (keys,),
@@ -360,11 +350,7 @@ def send_unique(
 ) -> SentIds:
     """Sends the first round of unique ids to their owners. Per shard.
 
-    Args:
-      unique: the unique ids of the shard.
-      companions: see `SentIds`.
-      size: buffer sizes of each round.
-      stack: gives the axes of the exchange.
+    See `SentIds` for the arguments.
     """
     first_ranks = unique.first_ranks[:-1]
     first = _next_round(unique, companions, first_ranks, size, stack)
@@ -381,15 +367,15 @@ def fold_later_rounds(
     """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
 
     Args:
-      body: what is done in a round.
-      carry: first value, which the caller made of the first round, `ids.first`.
+      body: function to run in each round.
+      carry: the caller's result of the first round, `ids.first`.
       ids: from `send_ids`.
       stack: plan of the stack.
-      num_passes: how often the rounds run, if there are several. Each pass after the
-        first one begins with the first round.
+      num_passes: number of passes over the rounds, if there are several rounds. Each
+        later pass starts again at the first round.
 
     Returns:
-      The last carry, and the number of rounds, the first one included.
+      The final carry, and the number of rounds, including the first.
     """
     if ids.size.holds_all:
         return carry, jnp.int32(1)
@@ -425,15 +411,10 @@ def _next_round(
 ) -> Round:
     """Sends the requests of a round. Per shard.
 
-    Args:
-      unique: the shard's unique ids.
-      companions: see `SentIds`.
-      first_ranks: the first pending rank of each destination.
-      size: buffer sizes of the round.
-      stack: the stack's plan.
+    `first_ranks` has the first pending rank of each destination.
     """
     if size.holds_all:
-        # No batch of this shape needs a second round, so shards agree on nothing.
+        # No batch of this shape needs a second round, so there is nothing to agree on.
         next_ranks = unique.first_ranks[1:]
         end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
@@ -473,22 +454,22 @@ def _agree_on_range(
     size: RoundSize,
     stack: StackPlan,
 ) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
-    """Finds the range of ids of each destination that a round holds for all sources.
+    """Finds the range of each destination's ids that fits in a round for all sources.
 
     Returns:
-      The rank and the local key after the range, for each destination.
+      The first rank and local key after the range, for each destination.
     """
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
     key, *others = id_at_rank(cut, unique)
-    # An id that fits nowhere ends the range; without one, the end of the shard's keys.
+    # The range ends at the first id that doesn't fit, or with the shard's keys.
     fits = cut >= unique.first_ranks[1:]
     end = (
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    # The smallest end of all devices, word by word: a later word counts where those
-    # before it are the smallest. Replicas of a shard take the same ids in a round.
+    # The smallest end over all devices, word by word: a word counts only where all
+    # earlier words are the smallest. So copies of a shard get the same ids in a round.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:
@@ -507,13 +488,9 @@ def gather_from_replicas(
 ) -> RowGradients:
     """Returns the gradients that all copies of the shard received.
 
-    Args:
-      received: by this copy; rows may repeat.
-      stack: plan of the stack.
-
     Returns:
-      The gradients of all copies, one after the other; rows repeat. If the optimizer
-      sees occurrences in sequence, they are in the order of their samples.
+      The gradients of all copies, one copy after the other. Rows may repeat. If the
+      optimizer sees occurrences in sequence, they are in sample order.
     """
     if stack.num_replicas == 1:
         return received
@@ -522,7 +499,7 @@ def gather_from_replicas(
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            # Sorts the buckets of all copies by the device of their samples.
+            # Sort the buckets of all copies by the device of their samples.
             axes = (*stack.replica_axes, *stack.shard_axes)
             sizes = [jax.lax.axis_size(axis) for axis in axes]
             buckets = buffers.reshape(*sizes, -1, *rest)

@@ -1,13 +1,13 @@
-"""Flax modules over the functional core: parameters and lookup.
+"""Flax modules on top of the functional core.
 
-The names imported here are public, as `te.nn`. `te` itself has those that every program
-needs; `te.linen` is the folder `linen/`.
+The names imported here are public as `te.nn`; `te` also has the ones that every program
+needs. `te.linen` is the folder `linen/`.
 
 * `embedding`: the NNX layer `TPUEmbedding`.
 * `training`: `value_and_grad` and `grad`. `optimizer`: for tables and dense parameters.
-* `recording`: records the lookups of a loss, which give tables their gradients.
-* `model_tables`: the step of all tables of a model, for NNX and for Linen.
-* `pipeline`: train steps that look ahead, or set hyper-parameters before each step.
+* `recording`: records the lookups of a loss to compute gradients of tables.
+* `model_tables`: the step on all tables of a model, for NNX and Linen.
+* `pipeline`: train steps that look ahead or set hyper-parameters before each step.
 * `linen/`: the same for Flax Linen.
 
 Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.

@@ -1,9 +1,8 @@
-"""The Flax NNX layer: tables as variables, and lookup.
+"""The Flax NNX layer: tables as variables, and lookups.
 
-`tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives:
-`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`. Both
-Flax interfaces share the counts of lookups, the warning about ids that are pooled
-though nobody has asked for it, and the short text of a module.
+`tpu_embedding.functional` does the arithmetic. For gradients,
+`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`. The
+Linen layer shares the warning about unintended pooling.
 """
 
 import contextlib
@@ -70,15 +69,10 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
 
 
 def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> None:
-    """Warns of arrays of ids `[batch, n]` whose feature and table name no combiner.
+    """Warns about ids `[batch, n]` if neither feature nor table sets a combiner.
 
-    `nnx.Embed` returns `[batch, n, dim]` for them, and this layer `[batch, dim]`. Ids
-    on the host that are padded with negative ones are bags, which users mean to pool.
-
-    Args:
-      features: batch of the layer.
-      plan: plan of the features.
-      stacklevel: frames from here to the user's line.
+    `nnx.Embed` returns `[batch, n, dim]` for them, but this layer `[batch, dim]`. Host
+    ids padded with negative numbers are bags that users want pooled, so they pass.
     """
     if all(x.says_combiner for x in plan.features) or is_mapped(features):
         return
@@ -94,10 +88,10 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
         batch, length = ids.shape
         dim = feature.table.dim
         warnings.warn(
-            f"Feature {feature.name!r} has ids of shape [{batch}, {length}], and its "
-            f"activations are the means of {length} rows, [{batch}, {dim}]. nnx.Embed "
-            f"returns [{batch}, {length}, {dim}]: for that, write te.FeatureConfig("
-            f"table=table, max_sequence_length={length}). For the mean, write "
+            f"Feature {feature.name!r} has ids of shape [{batch}, {length}], so its "
+            f"activations [{batch}, {dim}] are means of {length} rows. For one row per "
+            f"id, [{batch}, {length}, {dim}] as in nnx.Embed, write te.FeatureConfig("
+            f"table=table, max_sequence_length={length}). To keep the mean, write "
             "te.FeatureConfig(table=table, combiner='mean').",
             stacklevel=stacklevel + 1,
         )
@@ -106,7 +100,7 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
 class ShortRepr(nnx.Module):
     """A module that prints facts about its tables instead of all its variables.
 
-    Flax prints every attribute of a module: a plan alone has a kilobyte per feature.
+    Flax prints every attribute of a module, and a plan has a kilobyte per feature.
     """
 
     def _repr_facts(self) -> Mapping[str, Any]:
@@ -130,11 +124,11 @@ class ShortRepr(nnx.Module):
 
 
 Recording = Literal["off", "recording", "serving"]
-"""Ways in which a layer answers a call:
+"""How a layer answers a call:
 
-* `"off"`: by a lookup.
-* `"recording"`: as `recording.answer_call` says, inside a loss.
-* `"serving"`: by a lookup in whole tables, inside an exported program.
+* `"off"`: with a lookup.
+* `"recording"`: with `recording.answer_call`, inside a loss.
+* `"serving"`: with a lookup in whole tables, inside an exported program.
 """
 
 USE_VALUE_AND_GRAD: Final = (
@@ -145,7 +139,7 @@ USE_VALUE_AND_GRAD: Final = (
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "
-    "tpu_embedding.value_and_grad, and leave `wrt` to the dense parameters."
+    "te.value_and_grad, whose `wrt` selects only dense parameters."
 )
 
 
@@ -166,7 +160,18 @@ class EmbeddingTables(nnx.Variable):
 
 
 class LookupStatsVariable(nnx.Variable):
-    """`LookupStats` of the latest lookup."""
+    """`LookupStats` of the latest lookup.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> feature = te.FeatureConfig(table=table, name="watched")
+      >>> layer = te.TPUEmbedding(feature, rngs=nnx.Rngs(0))
+      >>> _ = layer(jnp.array([1, 2, 99]))
+      >>> stats = nnx.state(layer, te.nn.LookupStatsVariable)["stats"]
+      >>> int(stats.out_of_range["watched"])
+      1
+    """
 
 
 class DynamicStatsVariable(nnx.Variable):
@@ -174,7 +179,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """The taps of calls inside an inner transformation, then their records."""
+    """Taps of the calls inside an inner transformation, then their records."""
 
 
 LAYER_VARIABLES: Final = (
@@ -187,10 +192,10 @@ LAYER_VARIABLES: Final = (
 
 
 class LayerBufferSizes(BufferSizes):
-    """Buffer sizes of a layer, on the host; a compiled step does not depend on them.
+    """A layer's buffer sizes on the host, which compiled steps do not depend on.
 
-    All are equal, so that models with equal plans share compiled steps. Flax then gives
-    a model the attributes of the one that was compiled, and both share the sizes.
+    All compare equal, so models with equal plans share compiled steps. Flax then gives
+    a model the attributes of the compiled one, and both share the sizes.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -206,13 +211,13 @@ _MAKE_FEATURES: Final = (
 )
 _TABLE_FIELDS: Final = ("num_embeddings", "vocabulary_size", "embedding_dim", "dim")
 _ATTRIBUTES: Final = {
-    "attend": "scores of some rows are queries @ layer(features)['movie'].T",
+    "attend": "for scores of some rows, write queries @ layer(features)['movie'].T",
     "embedding": "layer.embedding_tables()['movie'] is the table as a NumPy array, and "
     "layer.set_embedding_tables({'movie': array}) sets it",
-    "features": "layer.plan.features are the features, and print(layer.plan) the dims",
+    "features": "layer.plan.features lists features, and print(layer.plan) shows dims",
     "num_embeddings": "print(layer.plan) shows the rows of each table",
 }
-"""Attributes of layers of other libraries, and what to use here instead."""
+"""Attributes of other libraries' layers, and what to use instead."""
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -220,24 +225,24 @@ class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     The tables are `te.nn.EmbeddingTables`, not `nnx.Param`, so
-    `nnx.state(model, nnx.Param)` leaves them out. Four habits need another line:
+    `nnx.state(model, nnx.Param)` leaves them out. Four tasks need another line:
 
-    * a moving average: `te.optimizers.with_ema(rule)`, and
-      `te.Optimizer.finalize_variable_values` of a copy;
-    * a checkpoint: `te.save(directory, (model, optimizer))`;
-    * the norm of the weights:
+    * moving averages: `te.optimizers.with_ema(rule)`, then
+      `te.Optimizer.finalize_variable_values` on a copy;
+    * checkpoints: `te.save(directory, (model, optimizer))`;
+    * norm of the weights:
       `optax.tree.norm(nnx.state(model, (nnx.Param, te.nn.EmbeddingTables)))`;
-    * the number of parameters: add `vocabulary_size * dim` of each table.
+    * number of parameters: add `vocabulary_size * dim` per table.
 
     Attributes:
       plan: stacking, sharding and packing; `print(layer.plan)` shows it.
       tables: the stacked tables.
-      stats: rounds used, and ids out of range, of the latest lookup.
-      dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
-        only with a dynamic table.
-      buffer_sizes: sizes of ragged features, which `prepare` remembers.
-      tables_with_derived_state: names of tables from whose values an optimizer derives
-        state. They are set together with that state.
+      stats: rounds, out-of-range ids and other counts of the latest lookup.
+      dynamic_stats: hits, new ids and evictions per table of the latest `insert_ids`;
+        only with dynamic tables.
+      buffer_sizes: sizes of ragged features, remembered by `prepare`.
+      tables_with_derived_state: names of tables whose optimizer derives state from
+        their values, so that values and state must be set together.
 
     Example:
       >>> import numpy as np
@@ -266,24 +271,23 @@ class TPUEmbedding(ShortRepr):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations have the same nest. It
-            may be None together with a plan.
-          optimizer: row-local optax transformation, one of `tpu_embedding.optimizers`,
-            a name, or a Keras optimizer, for tables without an optimizer of their own.
-            Without it, these tables are not trained.
+          feature_config: nest of `FeatureConfig`; activations have the same nest. May
+            be None if a plan is passed.
+          optimizer: optimizer of all tables without their own: a row-local optax
+            transformation, one of `tpu_embedding.optimizers`, a name, or a Keras
+            optimizer. Without it, these tables are not trained.
           mesh: devices to shard tables and batch over. Defaults to all, on one axis.
-          plan: made by `make_plan` from the same `feature_config`, instead of
-            `optimizer` and `mesh`; it sets more options.
+          plan: from `make_plan` with the same `feature_config`. It replaces `optimizer`
+            and `mesh`, and has more options.
           embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-            member. `"UNSUPPORTED"` replicates all tables, and the rest shard them. Only
-            without a `plan`, whose placement says it.
-          pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
-            is a property of the train step here: see
-            `tpu_embedding.PipelinedTrainStep`.
-          rngs: stream `params` provides the key of the tables.
+            member. `"UNSUPPORTED"` replicates all tables; the rest shard them. Not
+            allowed with a `plan`, which sets the placement.
+          pipeline_execution_with_tensor_core: TensorFlow's argument; must be False. For
+            pipelining, see `tpu_embedding.PipelinedTrainStep`.
+          rngs: the stream `params` provides the key of the tables.
 
         Raises:
-          TypeError: if an argument is of another type.
+          TypeError: if an argument has the wrong type.
           ValueError: if the configuration contradicts itself, or the layer is made
             inside a Linen module.
         """
@@ -300,8 +304,8 @@ class TPUEmbedding(ShortRepr):
             )
         elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
-                "TPUEmbedding takes a plan, or optimizer, mesh and embedding_feature "
-                "to make one, got both; pass them to make_plan, whose placement "
+                "TPUEmbedding got a plan together with optimizer, mesh or "
+                "embedding_feature; pass them to make_plan, whose placement "
                 "replaces embedding_feature."
             )
         elif feature_config is not None and not plan.is_for(feature_config):
@@ -322,12 +326,12 @@ class TPUEmbedding(ShortRepr):
         self.tables_with_derived_state: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
         # Inside a pipelined step: features and the result of their lookup, until a call
-        # takes it; then whether that call had these features.
+        # uses it; then whether that call had the same features.
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
-        # Equal for all copies of the layer: its path in the model that is recorded, and
-        # the number of the recorder.
+        # Equal for all copies of the layer: its path in the recorded model, and the
+        # recorder's number.
         self.path, self.recorder_number = "", 0
 
     def __call__(
@@ -338,14 +342,13 @@ class TPUEmbedding(ShortRepr):
         Args:
           features: nest like `feature_config`, whose dicts may lack keys; see
             `tpu_embedding.functional.lookup`.
-          weights: the same nest with an array, or None, per dense feature. Weights of
-            ragged features are given to `prepare`.
-          serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call, with the layer's tables. `stats` does not count features of other
-            names.
+          weights: the same nest with an array or None per dense feature. Pass weights
+            of ragged features to `prepare`.
+          serving_config: nest of `FeatureConfig` for the layer's tables that replaces
+            `feature_config` in this call. `stats` ignores features with other names.
 
         Returns:
-          Activations, the nest of the features; float32 `[batch, dim]`, or the
+          Activations in the nest of the features: float32 `[batch, dim]`, or the
           feature's sequence or output shape. Global.
 
         Raises:
@@ -369,7 +372,7 @@ class TPUEmbedding(ShortRepr):
     if not TYPE_CHECKING:  # Type checkers would take any name.
 
         def __getattr__(self, name: str) -> Any:
-            """Raises the error of a missing attribute, with the right one if known."""
+            """Raises AttributeError, with a hint for other libraries' attributes."""
             text = f"'TPUEmbedding' object has no attribute {name!r}"
             if name in _ATTRIBUTES:
                 text = f"{text}: {_ATTRIBUTES[name]}."
@@ -387,9 +390,9 @@ class TPUEmbedding(ShortRepr):
         return {"plan": repr(self.plan)}
 
     def expand(self, values: jax.Array, index: Any) -> Any:
-        """Gathers the values of unique ids into the places of the samples.
+        """Gathers the values of unique ids into the positions of the samples.
 
-        It is `te.functional.expand` on the layer's devices, and on one device in an
+        Calls `te.functional.expand` on the layer's devices, or on one device in an
         exported model.
 
         Args:
@@ -400,10 +403,10 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        """Returns the lookup that a pipelined step has prefetched, or looks up."""
+        """Returns a pipelined step's prefetched lookup, or looks up."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
-            self.prefetched.set_value(())  # The first call takes it.
+            self.prefetched.set_value(())  # The first call uses it.
             leaves, structure = jax.tree.flatten(expected)
             call_leaves, call_structure = jax.tree.flatten(features)
             fits = structure == call_structure and all(
@@ -418,7 +421,7 @@ class TPUEmbedding(ShortRepr):
             if recorder is None:
                 self.features_agree.set_value((agrees,))
             elif self.path in recorder.agreements:
-                fits = False  # Another copy of the layer has taken the lookup.
+                fits = False  # Another copy of the layer has used the lookup.
             else:
                 recorder.agreements[self.path] = agrees
             if fits:
@@ -446,7 +449,7 @@ class TPUEmbedding(ShortRepr):
         return activations
 
     def record(self, record: Any) -> None:
-        """Keeps the record of a call, for all copies of the layer if it can.
+        """Stores the record of a call, for all copies of the layer if possible.
 
         Raises:
           ValueError: if an inner transformation would lose it.
@@ -474,9 +477,9 @@ class TPUEmbedding(ShortRepr):
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.
-          weights: the same nest with weights, or None, per feature.
-          serving_config: see a call of the layer.
-          samples: `"global"` or this process's samples; see `prepare_features`.
+          weights: the same nest with weights or None per feature.
+          serving_config: see `__call__`.
+          samples: `"global"`, or `"process"` for this process's samples.
         """
         plan = self.plan
         if serving_config is not None:
@@ -498,8 +501,8 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
-            derives state from the values of these tables, as `adafactor` does. Then
-            call `Optimizer.set_embedding_tables`.
+            derives state from these values, as `adafactor` does. Then call
+            `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
         check_has_slots(
@@ -512,16 +515,16 @@ class TPUEmbedding(ShortRepr):
         self.tables.set_value(tables)
 
     def _is_differentiated(self) -> bool:
-        """Returns True if `nnx.grad` or its like got the model of this layer.
+        """Returns True if `nnx.grad` or the like differentiates this layer's model.
 
-        It returns no gradients of tables, and a model trained by it would keep its
-        initial tables. A function that closes over the layer may be differentiated by
-        its own arguments, such as weights of ids.
+        It would return no gradients of tables, so the tables would never train. A
+        function that closes over the layer may be differentiated with respect to its
+        own arguments, such as weights of ids.
         """
         if not is_differentiated():
             return False
         try:
-            # It is off already. Flax rejects the assignment for a layer from outside.
+            # Already off. Flax rejects the assignment if the layer is from outside.
             self.recording = "off"
         except TraceContextError:
             return False
@@ -530,8 +533,8 @@ class TPUEmbedding(ShortRepr):
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, with an entry per stack and feature of the plan.
 
-        The variable keeps its structure, whatever a call looks up, so that a jitted
-        step which reads it is not compiled again.
+        Its structure never depends on what a call looks up, so a jitted step that reads
+        it doesn't recompile.
         """
         if is_mapped(stats):  # `nnx.vmap` would give the counts an axis.
             return
@@ -563,22 +566,17 @@ class TPUEmbedding(ShortRepr):
         """Starts recording calls.
 
         Args:
-          recording: how calls are answered.
+          recording: how to answer calls.
           path: path of the layer.
           recorder_number: from `open_recorder`.
-          taps_or_tables: taps of the calls inside inner transformations; when serving,
-            whole tables.
+          taps_or_tables: taps of the calls in inner transformations, or served tables.
         """
         self.recording = recording
         self.path, self.recorder_number = path, recorder_number
         self.recorded.set_value((taps_or_tables,))
 
     def stop_recording(self, recorder: Recorder) -> LayerCalls:
-        """Returns the records of all calls since the start, including calls of copies.
-
-        Args:
-          recorder: the one that was open.
-        """
+        """Returns the records of all calls since the start, including copies' calls."""
         _, *inner_calls = self.recorded.get_value()
         calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
         if self.path in recorder.agreements:
@@ -593,7 +591,7 @@ class TPUEmbedding(ShortRepr):
 def _check_arguments(
     pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
 ) -> None:
-    """Rejects a layer within Linen modules, and arguments of wrong types."""
+    """Rejects a layer inside Linen modules, and arguments of wrong types."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

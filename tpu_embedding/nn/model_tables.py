@@ -1,7 +1,7 @@
-"""The tables of all layers of a model, and the steps of a training on them.
+"""Training steps on the tables of all layers of a model.
 
-The NNX `Optimizer` and the Linen `TrainState` differ in where they keep tables and slot
-variables. What a step does with them is the same, and is here.
+The NNX `Optimizer` and the Linen `TrainState` store tables and slot variables in
+different places, but share these steps.
 """
 
 import dataclasses
@@ -31,6 +31,14 @@ class LayerTables:
     Attributes:
       stacks: stack name to packed rows.
       plan: plan of the layer.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.linen.TPUEmbedding(te.make_plan(te.FeatureConfig(table=table)))
+      >>> variables = layer.init(jax.random.key(0), jnp.array([1]))
+      >>> isinstance(variables["embedding_tables"]["tables"], LayerTables)
+      True
     """
 
     stacks: dict[str, PackedRows]
@@ -46,18 +54,14 @@ ModelSlots = dict[str, Any]
 def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
     """Returns the slot variables before the first step.
 
-    Args:
-      layers: tables of the model.
-      opt_state: state of the optimizer of the dense parameters.
-
     Raises:
-      ValueError: if dense parameters would wait for several steps, and tables would
-        not; or if the dense optimizer is `optax.lookahead`.
+      ValueError: if the dense optimizer collects gradients of several steps but tables
+        do not, or if it is `optax.lookahead`.
     """
     if find_state(opt_state, ("LookaheadState",)):
         raise ValueError(
             "The optimizer of the dense parameters must take plain arrays, got "
-            f"{LOOKAHEAD}. Give the optimizer inside of it alone: tx=fast_optimizer."
+            f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
         )
     slots = {
         path: functional.init_slots(tables.stacks, tables.plan)
@@ -73,16 +77,16 @@ def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
     collecting = find_state(opt_state, COLLECTING)
     if collecting and each_step:
         raise ValueError(
-            "The optimizer of the dense parameters must step with each update, as "
-            f"table {each_step[0].tables[0].name!r} does, got one that collects the "
+            "The optimizer of the dense parameters must step with each update, like "
+            f"table {each_step[0].tables[0].name!r}, got one that collects the "
             f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
-            "Give the optimizer inside of it, add the gradients of the micro-batches, "
+            "Pass its inner optimizer, add the gradients of the micro-batches, "
             "and update once:\n"
             "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
             "  total = te.gradients.add(*parts)\n"
             "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
             "  optimizer.update(model, gradients)\n"
-            "Or let the tables wait as well: te.optimizers.every_row(rule, "
+            "Or make the tables collect as well: te.optimizers.every_row(rule, "
             "gradient_steps=4)."
         )
     return slots
@@ -94,14 +98,14 @@ def apply_model_gradients(
     gradients: Gradients,
     update_dense: Callable[[], _Result],
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result]:
-    """Updates the dense parameters and the tables of a model: one step.
+    """Updates the dense parameters and the tables of a model, as one step.
 
     Args:
       layers: tables of the model.
       slots: slot variables of all layers.
-      gradients: of the whole model. A layer without gradients also takes the step.
-      update_dense: updates the dense parameters. An optimizer with `global_clipnorm`
-        may ask for the norm of the model in it.
+      gradients: gradients of the whole model. Layers without gradients also step.
+      update_dense: updates the dense parameters. Inside it, an optimizer with
+        `global_clipnorm` can read the model's norm.
 
     Returns:
       New stacks and slot variables by layer, and the result of `update_dense`.
@@ -126,13 +130,9 @@ def apply_model_gradients(
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
-    """Returns the gradients; rejects gradients that lack the tables.
+    """Returns the gradients, or raises if they lack the tables.
 
-    Args:
-      gradients: what the user gives.
-      owner: the method that takes them.
-      compute: the line that computes gradients of dense parameters and tables.
-      line: the line that calls the method.
+    The error shows `compute` and `line`, which compute them and call the owner.
 
     Raises:
       TypeError: if they are not `Gradients`.
@@ -148,15 +148,12 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
 
 
 def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
-    """Returns the path of the layer whose vocabularies give rows to new ids.
+    """Returns the path of the layer that assigns rows to new ids.
 
-    Args:
-      layers: tables of the model.
-      path: the layer that the user names. Defaults to the only such layer.
-      owner: the method that is called.
+    Without a path, it is the only such layer.
 
     Raises:
-      ValueError: if no such layer has the path, or several could be meant.
+      ValueError: if no such layer has the path, or it is missing and there are several.
     """
     fitting = [
         path
@@ -178,16 +175,10 @@ def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
 def finalize_model_values(
     layers: ModelTables, slots: Mapping[str, Any], params: Any, opt_state: Any
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
-    """Returns the moving averages of a model as its values, after training.
+    """Returns a model's moving averages as its values, after training.
 
-    Tables and dense parameters without averages stay as they are. In Keras, the call
-    also does nothing without `use_ema`.
-
-    Args:
-      layers: tables of the model.
-      slots: slot variables of all layers.
-      params: dense parameters.
-      opt_state: state of the dense optimizer.
+    Tables and dense parameters without averages don't change, as in Keras without
+    `use_ema`.
 
     Returns:
       New stacks and slot variables by layer, dense parameters, and their state.

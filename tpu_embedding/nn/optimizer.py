@@ -39,17 +39,40 @@ from tpu_embedding.tables.slot_values import (
 
 
 class SlotVariables(nnx.Variable):
-    """Optimizer state of all tables: layer path to stack name to state."""
+    """Optimizer state of all tables: layer path to stack name to state.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+      ... )
+      >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+      >>> list(nnx.state(optimizer, te.nn.SlotVariables))
+      ['slots']
+    """
 
 
 @right_names(optimizer="tx", argnums="wrt=filter, of the dense parameters")
 class Optimizer(ShortRepr):
-    """Updates a model: optax updates dense parameters, row rules update tables.
+    """Optimizer of a whole model: optax for dense parameters, row rules for tables.
 
     Attributes:
       dense: the `nnx.Optimizer` of the dense parameters.
       slots: slot variables and step counts of the tables.
       plans: path and plan of each layer.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> model = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+      ... )
+      >>> optimizer, ids = Optimizer(model, optax.adam(1e-3)), model.prepare([1, 2])
+      >>> loss, gradients = te.value_and_grad(lambda m: m(ids).sum())(model)
+      >>> optimizer.update(model, gradients)
+      >>> int(optimizer.step[...])
+      1
     """
 
     def __init__(
@@ -59,22 +82,22 @@ class Optimizer(ShortRepr):
         *,
         wrt: nnx.filterlib.Filter = nnx.Param,
     ):
-        """Makes the optimizer's state, and puts the model on the mesh.
+        """Creates the optimizer's state and puts the model on the mesh.
 
-        Arrays that are not on a mesh yet, such as dense parameters, are replicated
-        over the layers' mesh. So the first step has the same shardings as the second,
-        and the step compiles once.
+        Arrays not yet on a mesh, such as dense parameters, are replicated over the
+        layers' mesh. The first step then has the same shardings as the second, so the
+        step compiles once.
 
         Args:
           model: owns at least one `TPUEmbedding`.
-          tx: optimizer of the dense parameters. It never sees tables, which have the
-            optimizers of their layers: clip the gradients of the whole model with
+          tx: optimizer of the dense parameters. Tables have their layers' optimizers,
+            so clip the gradients of the whole model with
             `te.gradients.clip_by_global_norm`.
           wrt: filter of the dense parameters.
 
         Raises:
-          ValueError: if the model has no `TPUEmbedding`; or if `tx` collects the
-            gradients of several steps, as `optax.MultiSteps` does, and tables do not.
+          ValueError: if the model has no `TPUEmbedding`, or if `tx` collects gradients
+            of several steps, as `optax.MultiSteps` does, but tables do not.
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
@@ -91,7 +114,7 @@ class Optimizer(ShortRepr):
 
     @property
     def step(self) -> nnx.Variable:
-        """The number of updates, a variable of `dense`."""
+        """The number of updates, stored in `dense`."""
         return self.dense.step
 
     @property
@@ -101,7 +124,7 @@ class Optimizer(ShortRepr):
 
     @property
     def opt_state(self) -> Any:
-        """The state of `tx`; the tables have theirs in `slots`."""
+        """The state of `tx`. The tables' state is in `slots`."""
         return self.dense.opt_state
 
     def _repr_facts(self) -> dict[str, Any]:
@@ -111,13 +134,14 @@ class Optimizer(ShortRepr):
         return {"dense": f"step and state of tx in {num_arrays} arrays", **facts}
 
     def update(self, model: nnx.Module, gradients: Gradients | None = None) -> None:
-        """Applies gradients to the model in place; donate both under `jit`.
+        """Applies gradients to the model in place.
 
-        Each call is one step for all tables of all layers. Step counts and schedules
-        advance also for a table that the loss did not look up.
+        Under `jit`, donate model and optimizer. Each call is one step for all tables of
+        all layers: step counts and schedules advance even for a table that the loss did
+        not look up.
 
         Args:
-          model: the one this optimizer was made for.
+          model: the model this optimizer was made for.
           gradients: from `tpu_embedding.value_and_grad`.
 
         Raises:
@@ -137,8 +161,8 @@ class Optimizer(ShortRepr):
                 f"{sorted(layers)}, got gradients of layers "
                 f"{sorted(gradients.tables)}."
             )
-        # The dense update is a callback, for it may ask for the norm of the model. It
-        # changes the model in place, and returns None.
+        # The dense update is a callback because it may need the model's norm. It
+        # changes the model in place and returns None.
         stacks, slots, _ = apply_model_gradients(
             _tables_of(layers),
             slots,
@@ -157,21 +181,21 @@ class Optimizer(ShortRepr):
         layer: str | None = None,
         now: Any = None,
     ) -> Any:
-        """Gives rows to new ids of dynamic tables; call it first in a train step.
+        """Assigns rows to new ids of dynamic tables, first in a train step.
 
-        The rows, and their slot variables, start as new. `model.layer.dynamic_stats`
-        has the counts. See `tpu_embedding.functional.insert_ids`.
+        The rows and their slot variables start fresh. The layer's `dynamic_stats` has
+        the counts.
 
         Args:
-          model: the one this optimizer was made for; it changes in place.
+          model: the model this optimizer was made for; it changes in place.
           features: batch of the layer, from its `prepare`.
           layer: path of the layer. Defaults to the only one with dynamic tables.
-          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the number
-            of the step. See `tpu_embedding.functional.insert_ids`.
+          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the step
+            number. See `tpu_embedding.functional.insert_ids`.
 
         Returns:
-          The batch with row numbers for features of dynamic tables, which the layer
-          takes inside a loss.
+          The batch with row numbers for features of dynamic tables. Pass it to the
+          layer inside the loss.
 
         Raises:
           ValueError: if the model or the optimizer has no such layer.
@@ -198,17 +222,16 @@ class Optimizer(ShortRepr):
         return result.features
 
     def finalize_variable_values(self, model: nnx.Module) -> None:
-        """Sets the model to the moving averages that its optimizers keep.
+        """Sets the model to its optimizers' moving averages.
 
-        `te.optimizers.with_ema` adds them to any optimizer. To evaluate the averages in
-        between, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
-
-        Call it after the last step, as Keras does at the end of `fit`. Tables and dense
-        parameters whose optimizer keeps no averages stay as they are. Donate both under
-        `jit`; otherwise the tables are in memory twice for a moment.
+        Call it after the last step, as Keras does at the end of `fit`. To evaluate the
+        averages earlier, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
+        `te.optimizers.with_ema` adds averages to any optimizer; tables and dense
+        parameters without them don't change. Under `jit`, donate model and optimizer,
+        or the tables are briefly in memory twice.
 
         Args:
-          model: the one this optimizer was made for; it changes in place.
+          model: the model this optimizer was made for; it changes in place.
 
         Example:
           >>> import jax.numpy as jnp
@@ -240,14 +263,14 @@ class Optimizer(ShortRepr):
         nnx.update(model, params)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Changes hyper-parameters of the tables' optimizers without a recompilation.
+        """Changes hyper-parameters of the tables' optimizers without recompiling.
 
         Args:
           **values: see `tpu_embedding.optimizers.with_hyperparameters`. The
             hyper-parameters of the dense optimizer are in `dense.opt_state`.
 
         Raises:
-          ValueError: if tables' optimizers lack such a hyper-parameter.
+          ValueError: if no table's optimizer has such a hyper-parameter.
 
         Example:
           >>> import tpu_embedding as te
@@ -291,15 +314,15 @@ class Optimizer(ShortRepr):
     def set_embedding_tables(
         self, model: nnx.Module, values: Mapping[str, Any]
     ) -> None:
-        """Replaces the values of some tables, and restarts the state derived from them.
+        """Replaces the values of some tables and restarts the state derived from them.
 
-        The moving averages of all their rows, and Adafactor's scale of a table, restart
-        from the new values. All other slot variables stay.
+        The moving averages of all their rows and Adafactor's scale of a table restart
+        from the new values. Other slot variables don't change.
 
         Args:
-          model: the one this optimizer was made for; it changes in place.
-          values: table name to real numbers `[vocabulary_size, dim]`. If layers have
-            tables of one name, their keys are `"path of the layer/table name"`.
+          model: the model this optimizer was made for; it changes in place.
+          values: table name to real numbers `[vocabulary_size, dim]`. If layers share a
+            table name, the keys are `"path of the layer/table name"`.
 
         Raises:
           TypeError: if `values` is not a dict.
@@ -332,7 +355,7 @@ class Optimizer(ShortRepr):
         """Replaces some slot variables, as `te.functional.with_slot_values` does.
 
         Args:
-          values: result of `slot_values`; tables and slots may be missing.
+          values: like the result of `slot_values`; tables and slots may be missing.
 
         Raises:
           TypeError: if `values`, or a table's values, are not a dict.
@@ -356,7 +379,7 @@ class Optimizer(ShortRepr):
             raise ValueError(
                 f"Optimizer.{method} needs the model that the optimizer was made for, "
                 f"with layers {sorted(slots)}, got one with layers {sorted(layers)}. "
-                "Make the optimizer of this model: te.Optimizer(model, tx)."
+                "Make an optimizer for this model: te.Optimizer(model, tx)."
             )
         return layers, slots
 

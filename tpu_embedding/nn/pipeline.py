@@ -1,15 +1,14 @@
-"""Train steps: one that looks ahead, and one that sets hyper-parameters.
+"""Train steps that look ahead, or set hyper-parameters before each step.
 
-`PipelinedTrainStep` starts the lookup of the next batch while it computes this one: one
-compiled program trains on a batch and begins the lookup of the batch after it.
+`PipelinedTrainStep` compiles one program that trains on a batch and starts the lookup
+of the next one.
 
 * `mode="exact"` moves the ids of the next batch early: flatten, dedup, route, and the
-  exchange of ids. It reads rows after the update. Numbers equal a plain loop's.
+  exchange of ids. It reads rows after the update. Results equal a plain loop's.
 * `mode="stale"` also reads the rows early, before the update. Activations are one
   update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 
-`set_each_step` sets hyper-parameters before each step, as TensorFlow does with callable
-rates.
+`set_each_step` is for hyper-parameters such as TensorFlow's callable learning rates.
 """
 
 import functools
@@ -34,27 +33,27 @@ from tpu_embedding.xla import read_before_write
 def set_each_step(
     step: Callable[..., Any], **functions: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Returns a train step that first asks functions for hyper-parameters of tables.
+    """Returns a train step that first sets table hyper-parameters from functions.
 
-    TensorFlow takes a learning rate such as `lambda: rate` and calls it on the host in
-    each step. Here a step is compiled, so a function can only be called outside of it.
-    The tables' optimizer holds the value in its state, by `optax.inject_hyperparams`. A
-    new value takes part in the next step, without recompilation.
+    TensorFlow calls a learning rate such as `lambda: rate` on the host in each step.
+    Here steps are compiled, so functions must be called outside of them. The tables'
+    optimizer must hold the value in its state, with `optax.inject_hyperparams`. New
+    values take effect in the next step, without recompilation.
 
     Args:
-      step: compiled train step, or any function that runs one. Among its arguments is
-        a `tpu_embedding.Optimizer`, or a `TrainState` of `tpu_embedding.linen`.
+      step: compiled train step, or any function that runs one. One of its arguments
+        must be a `tpu_embedding.Optimizer` or a `tpu_embedding.linen.TrainState`.
       **functions: name of a hyper-parameter to a function without arguments that
-        returns its value. Each function is called once per step. In a job, all
-        processes must get equal values.
+        returns its value. Each is called once per step, and must return equal values
+        in all processes.
 
     Returns:
       A function with the arguments and results of `step`. Do not compile it.
 
     Raises:
       TypeError: if an argument is not a function without arguments. When called: if no
-        argument holds the tables' optimizers; or under `jit`.
-      ValueError: when called, if no table's optimizer holds such a hyper-parameter.
+        argument holds the tables' optimizers, or under `jit`.
+      ValueError: when called, if no table's optimizer has such a hyper-parameter.
 
     Example:
       >>> import optax
@@ -84,14 +83,14 @@ def set_each_step(
         if not any(map(_has_optimizers, arguments)):
             raise TypeError(
                 "te.nn.set_each_step: the step must be called with a te.Optimizer or "
-                "a te.linen.TrainState, whose tables have the hyper-parameters, got "
+                "a te.linen.TrainState, which hold the hyper-parameters, got "
                 f"{[type(x).__name__ for x in arguments]}."
             )
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             raise TypeError(
                 "te.nn.set_each_step: its step must be called outside of jit, which "
-                f"would call {', '.join(functions)} once, while it compiles, and keep "
-                "the values. Compile the step alone: "
+                f"would call {', '.join(functions)} only once, when it compiles. "
+                "Compile only the inner step: "
                 "te.nn.set_each_step(jitted_step, learning_rate=function)."
             )
         values = {name: function() for name, function in functions.items()}
@@ -104,7 +103,7 @@ def set_each_step(
 
 
 def _with_values(argument: Any, values: dict[str, Any]) -> Any:
-    """Returns an argument of a step, with new values if it has optimizers of tables."""
+    """Returns a step's argument, with new values if it has the tables' optimizers."""
     if isinstance(argument, Optimizer):
         argument.set_hyperparameters(**values)
     elif _has_optimizers(argument):
@@ -113,7 +112,7 @@ def _with_values(argument: Any, values: dict[str, Any]) -> Any:
 
 
 def _has_optimizers(argument: Any) -> bool:
-    """Returns True for an `Optimizer`, and for a `TrainState` of Linen."""
+    """Returns True for an `Optimizer` and for a Linen `TrainState`."""
     is_train_state = hasattr(type(argument), "with_hyperparameters")
     return isinstance(argument, Optimizer) or is_train_state
 
@@ -128,7 +127,7 @@ def _check_takes_nothing(name: str, function: Any) -> None:
         except ValueError:  # A builtin may have no signature.
             return
         except TypeError:
-            fix = "pass a function of the step to the optimizer, as its schedule"
+            fix = "pass a schedule, a function of the step, to the optimizer"
     raise TypeError(
         f"te.nn.set_each_step: {name} must be a function without arguments, got "
         f"{function!r}; {fix}."
@@ -141,16 +140,14 @@ InFlight = dict[str, Any]
 
 
 class PipelinedTrainStep:
-    """A train step that begins the lookup of the next batch.
+    """A train step that also starts the lookup of the next batch.
 
-    Each call trains on a batch, returns the loss of that batch, and begins the lookup
-    of the batch after it. In mode `"exact"`, model and optimizer equal a plain loop's
-    after every call.
+    Each call trains on a batch and returns its loss. In mode `"exact"`, model and
+    optimizer equal a plain loop's after every call.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
-    optimizer. A steady stream of batches compiles three programs: one that begins the
-    first batch, one for all calls but the last, and one for the last. A batch of
-    another shape compiles again.
+    optimizer. Batches of one shape compile three programs: the lookup of the first
+    batch, all calls but the last, and the last call. Each new shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
@@ -183,19 +180,19 @@ class PipelinedTrainStep:
         has_aux: bool = False,
         transform_gradients: Callable[[Gradients], Gradients] | None = None,
     ):
-        """Keeps the functions; nothing is compiled before the first call.
+        """Stores the functions; nothing is compiled before the first call.
 
         Args:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
-          features_of: function from a batch to the features of the first call of the
-            layer in the loss. For a model with several layers, to a dict of these
-            features by the path of the layer. Further calls, and layers that it leaves
-            out, are looked up in the step itself.
-          mode: `"exact"` for the numbers of a plain loop, `"stale"` to read rows before
-            the update of the batch before.
+          features_of: function from a batch to the features of the layer's first call
+            in the loss. For a model with several layers, to a dict from layer path to
+            these features. Further calls and omitted layers are looked up in the step
+            itself.
+          mode: `"exact"` for a plain loop's results, `"stale"` to read rows before the
+            previous batch's update.
           wrt: filter of the dense parameters.
-          has_aux: True if `loss_fn` returns a second value.
-          transform_gradients: applied before the update, such as
+          has_aux: whether `loss_fn` returns a second value.
+          transform_gradients: function applied before the update, such as
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`.
 
         Raises:
@@ -216,28 +213,28 @@ class PipelinedTrainStep:
     def __call__(
         self, model: nnx.Module, optimizer: Optimizer, batch: Any, next_batch: Any
     ) -> Any:
-        """Trains on a batch, and begins the lookup of the next one.
+        """Trains on a batch and starts the lookup of the next one.
 
         Args:
           model: owns at least one `TPUEmbedding`. Model and optimizer are updated in
             place.
           optimizer: optimizer of the model.
-          batch: to train on. It is the `next_batch` of the call before, the same
-            object, unless that was None or there was none. A loader that reuses its
-            buffers must copy them: two batches are alive at a time.
-          next_batch: the batch of the next call. None finishes: after the last batch,
-            and before something else changes the model. In mode `"stale"`, the rows
-            of `next_batch` come from the tables as they are in this call.
+          batch: batch to train on, the same object as the previous call's `next_batch`
+            if there was one. Two batches are alive at a time, so a loader that reuses
+            its buffers must copy them.
+          next_batch: batch of the next call. Pass None after the last batch, and before
+            anything else changes the model. In mode `"stale"`, its rows are read before
+            this call's update.
 
         Returns:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is not the batch that the call before announced; if the
-            loss gives other features to a layer than `features_of` returns, which the
-            first call checks; or, in mode `"stale"`, if the batch in flight is for
-            another optimizer, or something else has changed the optimizer since. Tables
-            that were set since are not noticed: the batch in flight has the old rows.
+          ValueError: if `batch` is not the previous call's `next_batch`; if the loss
+            calls a layer with other features than `features_of` returns, which the
+            first call checks; or, in mode `"stale"`, if the optimizer is a different
+            one or was changed since. New table values go unnoticed: the batch in flight
+            keeps the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
@@ -264,11 +261,11 @@ class PipelinedTrainStep:
     def _check_pending(
         self, pending: "_Pending", optimizer: Optimizer, batch: Any
     ) -> None:
-        """Rejects a batch that the call before did not announce, and stale rows."""
+        """Rejects a batch that was not announced, and outdated rows."""
         if pending.announced is not batch:
             raise ValueError(
-                "PipelinedTrainStep must be called with the batch that the call before "
-                "got as next_batch, got a different object. Keep one object per batch:"
+                "PipelinedTrainStep must be called with the next_batch of the previous "
+                "call, got a different object. Keep one object per batch:"
                 "\n  for batch, next_batch in itertools.pairwise([*batches, None]):\n"
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
@@ -280,7 +277,7 @@ class PipelinedTrainStep:
                 "PipelinedTrainStep with mode='stale' has rows in flight for another "
                 "optimizer, or something else has changed the optimizer since, such as "
                 "Optimizer.update or a restored checkpoint. Pass next_batch=None "
-                "before such a change. To go on without the batch in flight, make a "
+                "before such a change. To drop the batch in flight, make a "
                 "new PipelinedTrainStep."
             )
 
@@ -289,12 +286,12 @@ class PipelinedTrainStep:
     ) -> tuple[Any, Any]:
         """Returns the jitted functions that begin the pipeline and advance it.
 
-        The first call puts variables on one device on the mesh.
+        The first call moves single-device variables to the mesh.
         """
         leaves, structure = jax.tree.flatten(nnx.state((model, optimizer)))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise ValueError(
-                "PipelinedTrainStep compiles the step itself, and got a model inside "
+                "PipelinedTrainStep compiles the step itself, but got a model inside "
                 "jit; call it outside of nnx.jit and jax.jit."
             )
         if structure in self._jitted:
@@ -302,8 +299,8 @@ class PipelinedTrainStep:
         plans = [layer.plan for layer in embedding_layers(model).values()]
         if not plans:
             raise ValueError(
-                "The model has no TPUEmbedding layer; a PipelinedTrainStep has nothing "
-                "to look up ahead."
+                "The model has no TPUEmbedding layer, so PipelinedTrainStep has "
+                "nothing to look up ahead."
             )
         for vocabulary in (x.vocabulary for plan in plans for x in plan.stacks):
             if not vocabulary.ids_are_rows:
@@ -316,7 +313,7 @@ class PipelinedTrainStep:
             put_on_mesh(module, plans[0])
         options = plans[0].compiler_options
         jit = functools.partial(jax.jit, static_argnums=0, compiler_options=options)
-        # The new state keeps the shardings, so that the second call compiles nothing.
+        # The new state keeps the shardings, so the second call doesn't recompile.
         state = nnx.state((model, optimizer))
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
         advance = jit(
@@ -330,12 +327,12 @@ class PipelinedTrainStep:
     def _begin(
         self, graph: nnx.GraphDef, state: nnx.State, batch: Any
     ) -> tuple[InFlight, dict[str, Any]]:
-        """Begins the lookup of a batch, without a step.
+        """Starts the lookup of a batch, without a step.
 
         Returns:
-          What is in flight; and path of each layer to whether the loss calls it with
-          the features of the batch. XLA removes all of the loss that does not lead to
-          features. Only its prints run.
+          What is in flight, and layer path to whether the loss calls the layer with the
+          batch's features. XLA removes all of the loss that features don't depend on,
+          except prints.
         """
         model, _ = nnx.merge(graph, state)
         routed = self._route(model, batch)
@@ -353,14 +350,7 @@ class PipelinedTrainStep:
         batch: Any,
         next_batch: Any,
     ) -> tuple[nnx.State, InFlight, Any]:
-        """Trains on a batch, and begins the lookup of the next one.
-
-        Args:
-          graph: graph of (model, optimizer).
-          state: state of (model, optimizer).
-          in_flight: what is in flight for the batch.
-          batch: to train on.
-          next_batch: to look up. None looks up nothing.
+        """Trains on a batch and starts the lookup of the next one, if any.
 
         Returns:
           New state; what is in flight for the next batch; and the loss, or
@@ -393,7 +383,7 @@ class PipelinedTrainStep:
         return self._compute(model, batch)
 
     def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
-        """Returns the features that are looked up early, by the path of the layer."""
+        """Returns the features to look up early, by layer path."""
         layers, features = embedding_layers(model), self._features_of(batch)
         if len(layers) == 1:
             return dict.fromkeys(layers, features)
@@ -419,10 +409,10 @@ class _Pending(NamedTuple):
     """The batch whose lookup has begun.
 
     Attributes:
-      announced: the batch, as the user gave it.
-      batch: for the loss, with copies of host memory.
+      announced: the user's batch.
+      batch: batch for the loss, with copies of host memory.
       in_flight: what the program returned for it.
-      num_steps: the optimizer's count of steps, the array itself.
+      num_steps: array of the optimizer's step count, compared by identity.
     """
 
     announced: Any
@@ -441,17 +431,17 @@ def _check_agreements(agreements: Mapping[str, Any]) -> None:
     for path, agrees in agreements.items():
         if not agrees:
             raise ValueError(
-                "PipelinedTrainStep's features_of must return the features with "
-                f"which the loss calls the layer {path!r}, got others, or the loss "
-                "does not call it. Weights belong to the features: te.DenseIds("
-                "ids=..., weights=...). Features that depend on activations, on "
-                "parameters or on random numbers are not there when the next "
-                "lookup begins: use te.value_and_grad for such a model."
+                "PipelinedTrainStep's features_of must return the features of the "
+                f"first call of layer {path!r}, but the loss calls it with different "
+                "features or not at all. Include weights: te.DenseIds("
+                "ids=..., weights=...). Features that depend on activations, "
+                "parameters or random numbers can't be looked up ahead: use "
+                "te.value_and_grad for such a model."
             )
 
 
 def _take_agreements(model: nnx.Module) -> dict[str, Any]:
-    """Returns whether layers were called with the prefetched features; clears it."""
+    """Returns and clears whether layers were called with the prefetched features."""
     agreements = {}
     for path, layer in embedding_layers(model).items():
         # Empty if the loss has not called the layer.

@@ -1,17 +1,17 @@
-"""Records the lookups of a loss, so that the tables get gradients.
+"""Records the lookups of a loss to compute gradients of tables.
 
-A table's gradient is sparse, so no derivative of JAX can return it. Flax layers record
-their calls instead. Each call gets *taps*: arrays of zeros, one per activation, whose
-derivatives equal the activations' derivatives. The routing of the call and the
+A table's gradient is sparse, so JAX cannot return it as a derivative. Flax layers
+record their calls instead. Each call gets *taps*: arrays of zeros, one per activation,
+whose derivatives equal the activations' derivatives. A call's routing and the
 derivatives of its taps give the gradients of the tables.
 
 A loss runs twice. The first run finds the calls and the shapes of their taps; its
-lookups are zeros. JAX's trace of this run shows every call, also one whose record was
-lost on the way, and whether the loss reads a table without a lookup.
+lookups are zeros. JAX's trace of this run shows every call, even if its record was
+lost, and whether the loss reads a table without a lookup.
 
-All copies of a layer share one `Recorder`, so the calls are numbered over all of them.
-Only inside an inner transformation, such as `nnx.jit`, a record must leave as a value
-of the trace: there the NNX layer numbers and keeps its records in a variable.
+All copies of a layer share one `Recorder`, which numbers their calls. Inside an inner
+transformation such as `nnx.jit`, records must leave as values of the trace, so there
+the NNX layer numbers its records and stores them in a variable.
 """
 
 import contextlib
@@ -51,9 +51,9 @@ READ_WITHOUT_LOOKUP: Final = (
     "jax.lax.stop_gradient(layer.tables.get_value()) for a metric."
 )
 UNEQUAL_RUNS: Final = (
-    "The loss must call its TPUEmbedding layers equally often whenever it runs; "
-    "te.value_and_grad runs it twice, and the second run made a different number of "
-    "calls. Let arguments of the loss decide, not Python variables that it changes."
+    "The loss must call its TPUEmbedding layers equally often whenever it runs, but "
+    "the second of te.value_and_grad's two runs made a different number of calls. Let "
+    "arguments of the loss decide, not Python variables that it changes."
 )
 
 
@@ -77,8 +77,8 @@ class Recorder:
         their shapes, and when a method is served.
       calls: path of each layer to the records of its calls, except calls inside inner
         transformations.
-      agreements: path of each layer whose prefetched lookup a call has taken, to
-        whether the call had the same features.
+      agreements: path of each layer that used its prefetched lookup, to whether the
+        call had the same features.
     """
 
     def __init__(self, paths: Iterable[str], taps: dict[str, LayerCalls] | None):
@@ -106,10 +106,10 @@ _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
 def open_recorder(
     paths: Iterable[str], taps: dict[str, LayerCalls] | None
 ) -> Iterator[tuple[Recorder, int]]:
-    """Opens a recorder; yields it and its number, which layers find it with.
+    """Opens a recorder, and yields it with the number that layers find it by.
 
-    A layer knows the number, not the object: a number is equal in every run, so that
-    JAX compiles an inner `nnx.jit` once, and all copies of a layer have the same.
+    Layers store the number, not the object. It is equal in all copies of a layer, and
+    in every run, so JAX compiles an inner `nnx.jit` once.
     """
     recorder, outer = Recorder(paths, taps), _OPEN_RECORDERS.get()
     token = _OPEN_RECORDERS.set((*outer, recorder))
@@ -120,11 +120,7 @@ def open_recorder(
 
 
 def recorder_of_trace(number: int) -> Recorder | None:
-    """Returns the open recorder with a number. Returns None in an inner transformation.
-
-    Args:
-      number: from `open_recorder`.
-    """
+    """Returns the open recorder with this number, or None in inner transformations."""
     open_recorders = _OPEN_RECORDERS.get()
     if number < len(open_recorders) and open_recorders[number].is_current():
         return open_recorders[number]
@@ -137,13 +133,13 @@ def differentiate(
     tables: Any,
     plans: dict[str, EmbeddingPlan],
 ) -> tuple[Any, Any, Gradients]:
-    """Computes a loss and its gradients by dense parameters and tables.
+    """Computes a loss and its gradients with respect to dense parameters and tables.
 
     Args:
       run: `(dense, tables, taps) -> (loss, (aux, calls))`, where `calls` has the
         `LayerCalls` of each layer. If taps is None, these hold the activations of each
         call. Otherwise taps has their structure, and `calls` the routings.
-      dense: pytree to differentiate by.
+      dense: pytree of the dense parameters.
       tables: pytree of the tables.
       plans: path of each layer to its plan.
 
@@ -151,7 +147,7 @@ def differentiate(
       Loss, aux and gradients.
 
     Raises:
-      ValueError: if the record of a call is lost, or the loss reads tables itself.
+      ValueError: if a call's record is lost, or the loss reads tables without a lookup.
     """
     with user_mesh(plans.values()):
         taps = zeros_like(_find_calls(run, dense, tables))
@@ -175,10 +171,10 @@ def differentiate(
 def _find_calls(
     run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any
 ) -> dict[str, LayerCalls]:
-    """Returns the shapes of each call's activations; nothing is computed.
+    """Returns the shapes of each call's activations, without computing them.
 
-    The loss is differentiated by the tables, forwards and only in the trace. In this
-    run lookups don't read the tables, so a derivative shows that the loss does.
+    Traces the forward derivative of the loss with respect to the tables. Lookups don't
+    read the tables in this run, so a derivative shows that the loss does.
     """
 
     def find(dense: Any, tables: Any) -> Any:
@@ -214,14 +210,14 @@ _call.multiple_results = True
 _call.def_abstract_eval(lambda *avals: avals)
 
 _RUN_ONCE: Final = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
-"""Names that versions of JAX give to the primitives of `jit` and `checkpoint`."""
+"""Names of the primitives of `jit` and `checkpoint` in several JAX versions."""
 
 
 def _count_calls(jaxpr: Any) -> int:
     """Returns the number of layer calls that a trace makes.
 
     Raises:
-      ValueError: if a call is in a loop or the like, or in some branches only.
+      ValueError: if a call is in a loop or the like, or only in some branches.
     """
     count = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -243,10 +239,10 @@ def _count_calls(jaxpr: Any) -> int:
 
 
 def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the two parts of what a loss function returns; None without `has_aux`.
+    """Splits a loss function's result into loss and aux, None without `has_aux`.
 
     Raises:
-      TypeError: if the number of values differs, or the loss is not a scalar.
+      TypeError: if the number of values is wrong, or the loss is not a scalar.
     """
     owner = "value_and_grad: loss_fn must return"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
@@ -278,7 +274,7 @@ def answer_call(
     """Answers one call of a layer inside a loss.
 
     Args:
-      taps: the taps of each call. None means the run that finds their shapes.
+      taps: the taps of each call, or None in the run that finds their shapes.
       number: number of the call, from 0.
       features: features of the call.
       plan: plan of the features.
@@ -311,7 +307,7 @@ def is_mapped(tree: Any) -> bool:
 
 
 def is_differentiated() -> bool:
-    """Returns True inside a function that `jax.grad` or its like differentiates."""
+    """Returns True inside a function that `jax.grad` or the like differentiates."""
     # JAX exports neither the traces nor their classes.
     reference = getattr(current_trace(), "_trace_ref", lambda: None)
     trace = reference()
@@ -324,7 +320,7 @@ def is_differentiated() -> bool:
 
 @jax.custom_vjp
 def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
-    """Returns the activation, and sends its derivative to the tap as well."""
+    """Returns the activation, and copies its derivative to the tap."""
     del tap
     return activation
 
@@ -335,7 +331,7 @@ def _attach_tap_forward(tap, activation):
 
 
 def _attach_tap_backward(_, cotangent):
-    # The activation itself passes it on to learned weights of ids.
+    # The activation passes its own on to learned weights of ids.
     return cotangent, cotangent
 
 
@@ -378,9 +374,9 @@ def _reject_derivative(message, primals, tangents):
 
 
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Replicates arrays on one device over the mesh; tables stay.
+    """Replicates single-device arrays over the mesh, except tables.
 
-    The first step then has the same shardings as the second, and compiles once.
+    The first step then has the same shardings as the second, so it compiles once.
     """
 
     def place(leaf):

@@ -26,8 +26,8 @@ from tpu_embedding.nn.recording import (
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 IN_A_LOSS: Final = (
-    "te.value_and_grad takes a loss that calls no te.value_and_grad, got one that "
-    "calls it for the same model. Add the losses, and differentiate once: "
+    "te.value_and_grad must not be called inside the loss of another te.value_and_grad "
+    "for the same model. Add the losses and differentiate once: "
     "te.value_and_grad(lambda model: first(model) + second(model))(model)."
 )
 NO_LAYER: Final = (
@@ -42,11 +42,11 @@ FILTER: Final = ArgumentType(
 LOSS_FN: Final = ArgumentType(Callable, "a function of the model")
 MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
-"""The record of a layer's calls, in the paths of JAX's errors."""
+"""The records of a layer's calls, as named in JAX's errors."""
 
 
 _OF_JAX: Final = {
-    "argnums": "wrt=filter; the model, the first argument of the loss, is the only one",
+    "argnums": "wrt=filter; gradients are always for the first argument, the model",
     "holomorphic": "a loss of real numbers",
 }
 
@@ -61,13 +61,13 @@ def value_and_grad(
     """Returns a function that computes a loss and its gradients.
 
     Args:
-      loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; the
-        model is an `nnx.Module` that owns `TPUEmbedding` layers, and may call each any
-        number of times: the gradients of all calls are added row by row. Changes that
-        the loss makes to the model (batch statistics, random streams, lookup
-        statistics) are kept.
-      wrt: filter of the dense parameters. False differentiates by tables only.
-      has_aux: True if `loss_fn` returns a second value.
+      loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`. The
+        model is an `nnx.Module` with `TPUEmbedding` layers. It may call each layer any
+        number of times; gradients of all calls are added row by row. Changes to the
+        model in the loss (batch statistics, random streams, lookup statistics) are
+        kept.
+      wrt: filter of the dense parameters. False computes only the tables' gradients.
+      has_aux: whether `loss_fn` returns a second value.
 
     Returns:
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
@@ -152,7 +152,7 @@ def grad(
     Args:
       loss_fn: see `value_and_grad`.
       wrt: see `value_and_grad`.
-      has_aux: True if `loss_fn` returns a second value.
+      has_aux: whether `loss_fn` returns a second value.
 
     Returns:
       `(model, *args, **kwargs) -> Gradients`, or `(Gradients, aux)`.
@@ -177,18 +177,13 @@ def grad(
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
-    """Rejects a `wrt` that is not a filter, or does not select dense parameters.
-
-    Args:
-      owner: name of the function that takes the filter.
-      wrt: what the user gives.
-      model: the model whose variables it selects.
+    """Rejects a `wrt` that is not a filter, or selects more than dense parameters.
 
     Raises:
       TypeError: if it is not a filter.
-      ValueError: if it selects tables, or other than floats.
+      ValueError: if it selects tables or variables that are not floats.
     """
-    # FILTER has types alone, and `bool` would let True pass, which selects everything.
+    # FILTER has only types, and `bool` would let True pass, which selects everything.
     if not (wrt is None or wrt is False or callable(wrt)):
         check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
     names = [
@@ -202,19 +197,16 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
     ]
     if names:
         raise ValueError(
-            f"{owner}: wrt must select dense parameters of floats, got {wrt}, which "
-            f"selects {reprlib.repr(names)}. Tables are trained in any case, by sparse "
-            "gradients: leave wrt out. To train them alone, write wrt=False."
+            f"{owner}: wrt must select only dense float parameters, got {wrt}, which "
+            f"selects {reprlib.repr(names)}. Tables always get sparse gradients, so "
+            "leave wrt out. To train only tables, write wrt=False."
         )
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
     """Returns the model's `TPUEmbedding` layers by their path, at least one.
 
-    Args:
-      owner: name of the function that takes the model; Flax has it also.
-      model: the value that the user gives as model.
-      line: the line to write if it is not a model.
+    Flax must have a function named like `owner`. `line` is the correct call.
 
     Raises:
       TypeError: if it is not a Flax module.
@@ -231,7 +223,7 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     """Returns the model's `TPUEmbedding` layers by their path, `"a/b"`.
 
     Raises:
-      ValueError: if two layers have the same path, as a key holds a slash.
+      ValueError: if two layers have the same path because a key contains a slash.
     """
     layers: dict[str, TPUEmbedding] = {}
     for keys, module in nnx.iter_modules(model):
@@ -240,22 +232,22 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
             if path in layers:
                 raise ValueError(
                     f"Two TPUEmbedding layers of the {type(model).__name__} have the "
-                    f"path {path!r}; rename the attribute whose name holds a slash."
+                    f"path {path!r}; rename the attribute whose name contains a slash."
                 )
             layers[path] = module
     return layers
 
 
 def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
-    """Replicates arrays of a model on one device over the mesh; tables stay.
+    """Replicates a model's single-device arrays over the mesh, except tables.
 
-    `te.Optimizer` does so. A model that is used without one, such as a restored model
-    in evaluation, otherwise gets onto the mesh by the first compiled call, and is
-    compiled again for the second.
+    `te.Optimizer` does this itself. Call it for a model without an optimizer, such as a
+    restored model in evaluation. Otherwise the first compiled call moves the arrays to
+    the mesh, and the second recompiles.
 
     Args:
       module: a model, which changes in place.
-      plan: plan of a layer. None uses the plan of the model's first layer.
+      plan: plan of a layer. Defaults to the plan of the model's first layer.
 
     Raises:
       ValueError: if there is neither a plan nor a layer.

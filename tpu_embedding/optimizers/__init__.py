@@ -1,39 +1,39 @@
-"""Optimizers of embedding tables: optax transformations that treat each row alone.
+"""Optimizers for embedding tables: optax transformations that update each row alone.
 
-The catalogue, `docs/guides/optimizer_catalogue.md`, lists every optimizer with its
-equation, its bytes of slot variables per row, and its equivalents in TensorFlow, Keras,
-optax and FBGEMM. A user needs four things first:
+`docs/guides/optimizer_catalogue.md` lists every optimizer with its equation, its bytes
+of slot variables per row, and its equivalents in TensorFlow, Keras, optax and FBGEMM.
+Four things to know first:
 
-1. **Choosing one.** A table or the layer takes `optimizer=te.optimizers.adagrad(0.1)`,
-   a name with a default rate, `optimizer="adagrad"`, or any row-local optax
-   transformation. `check_row_local` tells if a transformation is row-local, and
-   `from_keras_config` translates a Keras optimizer, which a table also takes itself.
-2. **Touched rows or every row.** Only rows that the step looks up change ("lazy").
-   Momenta decay when their row is looked up. `every_row` changes all rows in each step,
+1. **Choosing one.** A table or the layer accepts
+   `optimizer=te.optimizers.adagrad(0.1)`, a name with a default rate such as
+   `optimizer="adagrad"`, a Keras optimizer, or any row-local optax transformation.
+   `check_row_local` checks whether a transformation is row-local, and
+   `from_keras_config` translates a Keras optimizer.
+2. **Touched rows or every row.** By default a step changes only the rows that it looks
+   up ("lazy"), so momenta decay only then. `every_row` changes all rows in each step,
    as dense optimizers do, at the cost of a pass over the table.
-3. **Learning rates.** A rate is a scalar, or a schedule of the step. To change it
-   between steps without recompilation, use `optax.inject_hyperparams` and
-   `with_hyperparameters`, or `tpu_embedding.nn.set_each_step` with a function.
-4. **Options.** Most optimizers take the keyword arguments of `with_options`: bounds of
-   gradients and rows, weight decay, dtype and initial values of slot variables.
-   `with_ema` adds moving averages of the rows.
+3. **Learning rates.** A rate is a scalar or an optax schedule, a function of the step
+   counted from 0. To change it between steps without recompiling, use
+   `optax.inject_hyperparams` and `with_hyperparameters`, or
+   `tpu_embedding.nn.set_each_step` with a function.
+4. **Options.** Most optimizers accept the keyword arguments of `with_options`: bounds
+   on gradients and rows, weight decay, and the dtype and initial values of slot
+   variables. `with_ema` adds moving averages of the rows.
 
 An *optimizer* is the value that the user passes. A *rule* is its arithmetic on rows.
 *Slot variables* are its state.
 
-The files, in the order in which a reader may want them:
+The files, in reading order:
 
-* `rules/`: the algorithms. `options`: the keyword arguments that most of them share.
-* `row_optimizer`: types of optimizers, and the drivers: touched rows, every row, or
-  once per occurrence.
-* `learning_rates`: rates, and values that change between steps.
-* `averages`: moving averages of rows, for any optimizer.
-* `resolve`: optimizers by name, and how the layer applies an optimizer. `probe` runs it
-  on a few rows.
-* `rule_split`: splits a rule into values of a step and arithmetic on rows.
+* `rules/`: the algorithms. `options`: keyword arguments that most of them share.
+* `row_optimizer`: optimizer types and drivers.
+* `learning_rates`: rates, and values that change between steps. `averages`: moving
+  averages.
+* `resolve`: how the layer applies an optimizer. `probe` runs it on a few rows.
+* `rule_split`: splits a rule into per-step values and arithmetic on rows.
 * `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
-* `checks`: ranges of arguments, and one rule for equal calls.
-* `keras`: translation of Keras' optimizers and learning rate schedules.
+* `checks`: argument ranges, and one rule for equal calls.
+* `keras`: translates Keras optimizers and schedules.
 """
 
 from tpu_embedding.optimizers.averages import with_ema as with_ema

@@ -1,9 +1,8 @@
 """Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
 
 optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
-with a pytree, and Flax's optimizers with the parameters of a model. The state then has
-the form that optax's own states have: the fields outside, and in each field a pytree
-like the parameters.
+with a pytree, and Flax's optimizers call it with a model's parameters. The state then
+looks like optax's own: one named tuple whose fields are pytrees like the parameters.
 """
 
 from collections.abc import Callable
@@ -21,14 +20,14 @@ def for_each_array(
     """Returns a transformation of pytrees that applies a rule to each array.
 
     Args:
-      init: `params -> state` for one array. All states have one structure; a field that
-        only some arrays need is `None` elsewhere.
+      init: `params -> state` for one array. All states have the same structure; a field
+        that only some arrays need is `None` elsewhere.
       update: `(updates, state, params) -> (updates, state)` for one array; `params` may
-        be None.
+        be `None`.
 
     Returns:
-      A transformation. Its state for a single array is the state of `init`. For a
-      pytree it has the structure of that state, with a pytree for each array.
+      A transformation. For a single array its state is `init`'s. For a pytree, each
+      field of that state is a pytree of the arrays' values.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,7 +62,7 @@ def for_each_array(
             return []
         if jax.tree.structure(0) == tree:
             return [state]
-        # Only the structure matters here, so the rule need not see the rows of a layer.
+        # Only the structure matters here, so the rule doesn't need a layer's rows.
         with table_rows_context(None):
             example = jax.eval_shape(init, arrays[0])
         structure = jax.tree.structure(example, is_leaf=_is_none)

@@ -1,8 +1,8 @@
-"""Moving averages of rows, as Keras' `use_ema` keeps them for every optimizer.
+"""Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
-A row that stays still for `k` steps changes its moving average `a` in closed form,
-`a = momentum**k * a + (1 - momentum**k) * row`. So averages are updated in the steps
-that move their row, and caught up when they are read.
+While a row does not move for `k` steps, its average `a` has a closed form,
+`a = momentum**k * a + (1 - momentum**k) * row`. So an average is updated only in steps
+that move its row, and catches up when it is read.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class AveragesState(NamedTuple):
 
     Attributes:
       count: updates so far.
-      averages: moving averages, of the shape of the array.
-      average_counts: `[rows]`, the `count` at the latest update of the row's average;
-        None for a dense array of a rank other than 2.
+      averages: moving averages, in the array's shape.
+      average_counts: `[rows]`, the `count` at the latest update of each row's average;
+        None for a dense array whose rank is not 2.
       average_momentum: decay of the averages.
     """
 
@@ -50,16 +50,16 @@ class AveragesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-    """The moving averages of the rows of a table, or of a dense array.
+    """Moving averages of a table's rows or of a dense array.
 
-    A state is a named tuple with the fields of `AveragesState`, and maybe more.
+    The state is a named tuple that has at least the fields of `AveragesState`.
 
     Attributes:
       momentum: decay of the averages.
-      overwrite_frequency: updates after which the averages replace the rows; None means
-        never.
+      overwrite_frequency: number of updates after which the averages replace the rows;
+        None means never.
       start: see `with_ema`.
-      gradient_steps: steps of one update. The averages advance in each of them.
+      gradient_steps: number of steps per update. The averages advance in every step.
     """
 
     momentum: Any
@@ -68,7 +68,7 @@ class Averages:
     gradient_steps: int
 
     def init(self, state: Any, array: Any) -> Any:
-        """Returns the state with averages that start at the values of an array."""
+        """Returns the state with averages that start at an array's values."""
         is_table = array.ndim == 2
         return state._replace(
             averages=jnp.array(array, jnp.float32),
@@ -81,12 +81,12 @@ class Averages:
 
         Args:
           old: values before the update.
-          new: values after it.
+          new: values after the update.
           state: state before the update.
 
         Returns:
-          The new values, which are the averages where these replace them, and the state
-          with the new averages.
+          The new values, or the averages if this update overwrites the values with
+          them; and the state with the new averages.
         """
         missed, counts = 0, state.average_counts
         if counts is not None:
@@ -111,12 +111,12 @@ class Averages:
 def catch_up(
     averages: jax.Array, rows: jax.Array, missed_steps: Any, momentum: Any
 ) -> jax.Array:
-    """Returns averages after steps in which their rows stayed as they are.
+    """Returns averages after steps in which their rows did not change.
 
     Args:
       averages: float32, of any shape.
-      rows: values that are averaged, of the same shape.
-      missed_steps: number of steps, non-negative; broadcast against the rows.
+      rows: averaged values, in the same shape.
+      missed_steps: non-negative number of steps, broadcast against the rows.
       momentum: decay of the averages, in [0, 1].
 
     Example:
@@ -136,44 +136,41 @@ def with_ema(
     overwrite_frequency: int | None = None,
     start: EMAStart = "first_update",
 ) -> optax.GradientTransformation:
-    """Adds a moving average of each row to any optimizer: Keras' `use_ema`.
+    """Adds a moving average of each row to any optimizer, like Keras' `use_ema`.
 
     After each step, for every row `w` of the table::
 
         average = momentum * average + (1 - momentum) * w
 
-    The averages are a slot variable, `[rows, dim]`, next to an int32 per row. A step
-    touches only the averages of the rows that it moves. Other rows stay as they are, so
-    their averages follow in closed form when they are next touched, or read. The result
-    equals an average of the whole table in each step, up to rounding.
+    The averages are a slot variable, `[rows, dim]`, plus one int32 per row. A step
+    updates only the averages of rows that it moves; others catch up in closed form when
+    their row is next touched or they are read. Up to rounding, the result equals
+    averaging the whole table in each step.
 
     `te.Optimizer.finalize_variable_values` sets a model to its averages, and
     `te.functional.finalize_variable_values` does so for tables or dense arrays alone.
-    Evaluate the averages on a copy: `nnx.clone` copies model and optimizer. The same
-    wrapper works around the optimizer of the dense parameters.
+    To evaluate the averages during training, copy model and optimizer with `nnx.clone`.
+    The wrapper also works for the dense parameters' optimizer.
 
-    It must be the outermost wrapper. `adafactor` has these averages as its own options.
-    Averages of a narrow table use its new rows before they are rounded.
+    `with_ema` must be the outermost wrapper. `adafactor` has its own options for these
+    averages. For a narrow table, the averages use new rows before they are rounded.
 
     Args:
       rule: an optimizer of this package, or a row-local optax transformation.
       momentum: decay of the averages, in [0, 1]. Keras' `ema_momentum`.
       overwrite_frequency: number of steps after which the averages replace all rows, at
-        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. All rows move, so
-        a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
+        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. Because this moves
+        all rows, a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
       start: `"first_update"` starts the averages at the rows after the first step, as
         Keras 3 does. `"initial_values"` starts them at the rows before it, as
         `tf_keras` does.
 
-    Returns:
-      The optimizer with its averages.
-
     Raises:
       TypeError: if `rule` is not a transformation.
-      ValueError: if a value is out of its range; if the rule has averages already, or
-        runs once per occurrence of an id; if `overwrite_frequency` is combined with
-        `gradient_steps`. When a plan is made, if the rule is Adafactor, or
-        `overwrite_frequency` lacks `every_row`.
+      ValueError: if a value is out of range, the rule already has averages or runs once
+        per occurrence of an id, or `overwrite_frequency` is combined with
+        `gradient_steps`. When the plan is made: if the rule is Adafactor, or
+        `overwrite_frequency` is used without `every_row`.
 
     Example:
       >>> rule = with_ema(optax.sgd(1.0), momentum=0.5)
@@ -197,16 +194,16 @@ def with_ema(
     inner = row_optimizer_of(rule)
     if isinstance(inner.driver, InSequence):
         raise ValueError(
-            "with_ema: rule must run once per row and step, got one that runs once per "
-            "occurrence of an id. Remove in_sequence or use_gradient_accumulation="
-            "False."
+            "with_ema: rule must run once per row and step, got a rule that runs once "
+            "per occurrence of an id. Remove in_sequence or "
+            "use_gradient_accumulation=False."
         )
     if overwrite_frequency is not None and inner.gradient_steps > 1:
         raise ValueError(
             "with_ema: overwrite_frequency must be None with gradient_steps, got "
-            f"{overwrite_frequency} and {inner.gradient_steps}. Keras would overwrite "
-            "the rows in steps without an update as well. Leave one out, and call "
-            "finalize_variable_values at the end."
+            f"{overwrite_frequency} and {inner.gradient_steps}. Keras would also "
+            "overwrite the rows in steps without an update. Remove one of them, and "
+            "call finalize_variable_values at the end."
         )
     kept = Averages(momentum, overwrite_frequency, start, inner.gradient_steps)
 
@@ -216,12 +213,12 @@ def with_ema(
     def update(update: Any, state: Any, array: Any) -> tuple[Any, AveragesState]:
         if array is None:
             raise ValueError(
-                "with_ema: params must be given to update, got None. Write "
-                "rule.update(gradients, state, params)."
+                "with_ema: update needs params, got None. Write rule.update(gradients, "
+                "state, params)."
             )
         old = jnp.asarray(array, jnp.float32)
         new, state = kept.update(old, old + update, state)
-        # Otherwise the rule's own update keeps its bits.
+        # Without overwriting, return the rule's own update bit for bit.
         if overwrite_frequency is not None:
             update = (new - old).astype(update.dtype)
         return update, state._replace(count=state.count + 1)

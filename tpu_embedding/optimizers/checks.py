@@ -1,12 +1,12 @@
-"""Checks of hyper-parameters when an optimizer is made, and equal rules of equal calls.
+"""Checks hyper-parameters, and makes equal optimizer calls return one rule.
 
 A hyper-parameter is a real scalar: a Python or NumPy number, or an array of shape `()`.
-Under `optax.inject_hyperparams` it is traced. The value is then unknown and passes
-every check of its range; its shape and dtype are still checked.
+Under `optax.inject_hyperparams` it is traced, so its value is unknown and passes every
+range check. Its shape and dtype are still checked.
 
 An optax transformation is a pair of functions, and two such pairs are equal only if
-they are the same objects. So the functions of this package return the rule that the
-first call with equal arguments made, and the tables of both share a stack.
+they are the same objects. So equal calls to this package's functions return the same
+rule, which lets their tables share a stack.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from tpu_embedding.argument_checks import describe_value
 
 
 class Check(NamedTuple):
-    """The result of a check of one hyper-parameter.
+    """The result of checking one hyper-parameter.
 
     Attributes:
-      problem: completes "must be ..." in the error. `None` if the value passes.
-      error: the type of the error.
+      problem: completes "must be ..." in the error, or `None` if the value passes.
+      error: type of the error.
     """
 
     problem: str | None
@@ -44,16 +44,15 @@ DENSE_EXAMPLE: Final = "optax.adam(0.1)"
 
 
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
-    """Raises one error that names every hyper-parameter out of its range.
+    """Raises one error that names every invalid hyper-parameter.
 
     Args:
-      owner: the function that takes the hyper-parameters. May be left out if the
-        caller adds the owner to the error.
-      **checks: hyper-parameter to its check, such as `positive(value)`.
+      owner: function that the error names first. May be omitted if the caller adds it.
+      **checks: check of each hyper-parameter, such as `positive(value)`.
 
     Raises:
       TypeError: if a value is not a number, or not a scalar of a real dtype.
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
     """
     failed = {name: check for name, check in checks.items() if check.problem}
     if not failed:
@@ -65,7 +64,7 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
 
 
 def real_scalar(value: Any) -> Check:
-    """Checks that a value is a real number, or an array of one, of any value."""
+    """Checks that a value is a real number or a scalar array of one."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -83,14 +82,14 @@ def real_scalar(value: Any) -> Check:
 def _in_range(
     text: str, is_in_range: Callable[[float], bool]
 ) -> Callable[[Any], Check]:
-    """Returns a function that checks a number as float32 rounds it.
+    """Returns a function that checks a number after rounding it to float32.
 
-    A traced number passes. A number other than 0 that float32 rounds to 0 fails: a
-    rule would divide by it. XLA also rounds float32's subnormal numbers to 0.
+    Traced numbers pass. A nonzero number that rounds to 0 fails, because a rule might
+    divide by it. This includes float32's subnormal numbers, which XLA rounds to 0.
 
     Args:
-      text: says what the number must be.
-      is_in_range: tells if the number is that.
+      text: completes "must be ..." in the error.
+      is_in_range: returns True if a number is valid.
     """
 
     def check(value: Any) -> Check:
@@ -114,8 +113,8 @@ def _in_range(
     return check
 
 
-# Each takes a value and returns its `Check`. In those named `..._bound`, infinity means
-# no bound.
+# Each maps a value to its `Check`. In names that end in `_bound`, infinity means no
+# bound.
 finite = _in_range("finite", math.isfinite)
 not_nan = _in_range("a number", lambda x: not math.isnan(x))
 positive = _in_range("positive", lambda x: 0 < x < math.inf)
@@ -132,12 +131,12 @@ step_size = _in_range(
 
 
 def may_be_positive(value: Any) -> bool:
-    """Returns False for a number that is not positive; a traced value may be any."""
+    """Returns True for a positive number or a traced value."""
     return not positive(value).problem
 
 
 def int_from(minimum: int, value: Any) -> Check:
-    """Checks that a value is an integer, not below the minimum."""
+    """Checks that a value is an integer and at least the minimum."""
     text = f"an int of at least {minimum}"
     if isinstance(value, Tracer):
         is_int = jnp.issubdtype(value.dtype, jnp.integer) and not value.shape
@@ -217,20 +216,20 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
     "weight_decay": non_negative,
     "weight_exponent": finite,
 }
-"""Ranges of the optimizers' arguments, by name. A rule may have ranges of its own."""
+"""Ranges of the optimizers' arguments, by name. A rule may override them."""
 
 
 def checks_of(
     function: Callable[..., Any], own: Mapping[str, Callable[[Any], Check]]
 ) -> dict[str, Callable[[Any], Check]]:
-    """Returns the checks of an optimizer's arguments by name, but not of its rate.
+    """Returns checks of an optimizer's arguments by name, except its learning rate.
 
-    A flag is known by its default, a choice by its `Literal`, and others by their names
-    in `RANGES`. An argument whose default is None may be None.
+    Flags are recognized by their default, choices by their `Literal` annotation, and
+    the rest by name in `RANGES`. An argument whose default is None may be None.
 
     Args:
       function: makes the optimizer.
-      own: argument to its range, where that differs.
+      own: range of each argument that differs from `RANGES`.
 
     Example:
       >>> checks = checks_of(lambda learning_rate, beta_1=0.9: None, {})
@@ -261,12 +260,8 @@ def check_rule(
 ) -> None:
     """Raises TypeError if a value is not an optax transformation.
 
-    Args:
-      owner: the function that takes the transformation, or `None` if the caller adds
-        the owner to the error.
-      rule: a pair of functions `init` and `update`.
-      argument: name among the function's arguments.
-      example: a transformation to write instead.
+    The error starts with `owner`, or `None` if the caller adds it, and suggests
+    `example`.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
@@ -285,7 +280,7 @@ MakeRule = TypeVar("MakeRule", bound=Callable[..., Any])
 def equal_calls_are_one(make: MakeRule) -> MakeRule:
     """Makes a function return the same rule for equal arguments.
 
-    Arguments that cannot be hashed, such as arrays, make a new rule in each call.
+    With arguments that cannot be hashed, such as arrays, each call makes a new rule.
 
     Example:
       >>> import tpu_embedding as te
@@ -307,7 +302,8 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
             call = _Call(_hashable(bound.arguments), run)
             hash(call)
         except TypeError:
-            # Also wrong arguments: the function says what is wrong with them.
+            # Unhashable or wrong arguments: for the latter, the function raises the
+            # error.
             return run()
         return result_of(call)
 
@@ -316,14 +312,14 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a function. It equals other calls with the same arguments."""
+    """A function call, equal to other calls with the same arguments."""
 
     arguments: Any
     run: Callable[[], Any] = dataclasses.field(compare=False)
 
 
 def _hashable(value: Any) -> Any:
-    """Returns a value as tuples, with the types that tell 1, 1.0 and True apart."""
+    """Returns a value as tuples with types, which tell 1, 1.0 and True apart."""
     if isinstance(value, Mapping):
         return tuple((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
 """Translates Keras' optimizers and learning rate schedules into this package's.
 
-The formulas are in `keras/src/optimizers` of Keras 3.15, and in
-`tf_keras/src/optimizers` 2.21, which agree on schedules. Optimizers older than Keras
-2.11, today in `tf_keras.optimizers.legacy`, have other formulas and are rejected by
-their fields. optax's schedules of the same names differ at boundaries, past the end and
-in clipping. Keras itself is not imported.
+The formulas are in `keras/src/optimizers` of Keras 3.15 and `tf_keras/src/optimizers`
+2.21, which agree on schedules. Optimizers older than Keras 2.11, now in
+`tf_keras.optimizers.legacy`, have other formulas and are rejected by their fields.
+optax schedules with the same names differ at boundaries, past the end and in clipping.
+Keras itself is not imported.
 """
 
 import functools
@@ -40,7 +40,7 @@ from tpu_embedding.optimizers.rules.sgd import lion, sgd
 
 
 def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
-    """Returns True for an optimizer of Keras, or of a class that inherits from one."""
+    """Returns True for a Keras optimizer, including instances of user subclasses."""
     has_config = callable(getattr(value, "get_config", None))
     is_instance = has_config and not isinstance(value, type)
     classes = inspect.getmro(type(value))
@@ -48,7 +48,7 @@ def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
 
 
 def _is_of_keras(module: str) -> bool:
-    """Returns True for the path of a module of Keras, `tf_keras` or TensorFlow."""
+    """Returns True for a module path in Keras, `tf_keras` or TensorFlow."""
     return module.partition(".")[0] in ("keras", "tf_keras", "tensorflow")
 
 
@@ -56,18 +56,18 @@ def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
     """Returns the serialized form of one of Keras' six schedules.
 
     Args:
-      value: a schedule; or a mapping, as in the `get_config()` of an optimizer.
+      value: a schedule, or a mapping like the one in an optimizer's `get_config()`.
 
     Returns:
-      A mapping with `class_name` and `config`. None for any other value, such as a
-      schedule of a class that the user wrote, whatever its name is.
+      A mapping with `class_name` and `config`, or `None` for any other value.
+      User-written schedules return `None` even if their class has one of Keras' names.
     """
     cls = type(value)
     if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
         return {"class_name": cls.__name__, "config": value.get_config()}
     if not isinstance(value, Mapping) or str(value.get("class_name")) not in _FORMULAS:
         return None
-    # Keras writes a registered name for the classes of users only.
+    # Keras writes a registered name only for user classes.
     if value.get("registered_name") or not _is_of_keras(value.get("module") or "keras"):
         return None
     return {"class_name": value["class_name"], "config": value.get("config")}
@@ -80,7 +80,7 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
       A function from the step, counted from 0, to a float32 scalar.
 
     Raises:
-      ValueError: if a field is missing, unknown or out of its range.
+      ValueError: if a field is missing, unknown or out of range.
 
     Example:
       >>> config = {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 1.0}
@@ -98,7 +98,7 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
     formula = _FORMULAS[name]
 
     def schedule(count: Any) -> jax.Array:
-        # A float32 holds steps up to 2**24, which is where boundaries may differ.
+        # Boundaries need exact steps, and float32 is exact only up to 2**24.
         is_exact = name == "PiecewiseConstantDecay"
         step = jnp.asarray(count, None if is_exact else jnp.float32)
         return jnp.asarray(formula(step, **fields), jnp.float32)
@@ -114,7 +114,7 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
 
 
 def _periods(step, decay_steps, is_staircase):
-    # XLA multiplies by the inverse: the floor of a quotient may be one too low.
+    # XLA multiplies by the inverse, so the floor of a quotient could be one too low.
     return jnp.floor_divide(step, decay_steps) if is_staircase else step / decay_steps
 
 
@@ -135,7 +135,7 @@ def _piecewise(step, boundaries, values):
             "boundaries must increase and be one fewer than values, got "
             f"{boundaries} and {values}"
         )
-    # A boundary is the last step that uses its value. The steps are integers.
+    # A boundary is the last (integer) step that uses its value.
     num_passed = sum((step > math.floor(x)).astype(jnp.int32) for x in boundaries)
     return jnp.asarray(values, jnp.float32)[num_passed]
 
@@ -151,8 +151,8 @@ def _polynomial(
     period = decay_steps
     if cycle:
         period *= jnp.maximum(-jnp.floor_divide(-step, decay_steps), 1)
-    # Exactly 0 at the end. XLA may round `step / period` above 1, and a root of
-    # `1 - step / period` would be NaN.
+    # Exactly 0 at the end: XLA may round `step / period` above 1, and a root of
+    # `1 - step / period` would then be NaN.
     remaining = (period - jnp.minimum(step, period)) / period
     span = initial_learning_rate - end_learning_rate
     return span * jnp.power(remaining, power) + end_learning_rate
@@ -182,8 +182,8 @@ def _restarts(
     if t_mul == 1:
         restarts = start = jnp.floor_divide(step, first_decay_steps)
     else:
-        # Period i is t_mul**i times as long as the first: a geometric series. Rounding
-        # of the logarithm must not delay a restart by a step.
+        # Periods form a geometric series: period i is t_mul**i times the first.
+        # Rounding the logarithm must not delay a restart by a step.
         restarts = jnp.log(1 - passed * (1 - t_mul)) / math.log(t_mul)
         restarts = jnp.floor(restarts * (1 + 1e-6))
         length = jnp.power(t_mul, restarts)
@@ -193,7 +193,7 @@ def _restarts(
 
 
 def _half_cosine(passed):
-    """Returns a half cosine, which falls from 1 to 0 as `passed` rises from 0 to 1."""
+    """Returns a half cosine that falls from 1 to 0 as `passed` rises from 0 to 1."""
     return 0.5 * (1 + jnp.cos(math.pi * passed))
 
 
@@ -228,7 +228,7 @@ _COMMON_FIELDS: Final[Mapping[str, Any]] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-"""Fields of every Keras optimizer, with Keras' defaults."""
+"""Fields that all Keras optimizers share, with Keras' defaults."""
 
 _OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sgd": {"momentum": 0.0, "nesterov": False},
@@ -260,15 +260,15 @@ _OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "relative_step": True,
     },
 }
-"""Fields of each class, with Keras' defaults."""
+"""Each class's own fields, with Keras' defaults."""
 
 _OF_TF_KERAS: Final = {"jit_compile", "is_legacy_optimizer"}
-"""Fields that only `tf_keras` has. They do not change numbers."""
+"""Fields that only `tf_keras` has. They do not affect the numbers."""
 
 _CLIP_THE_MODEL: Final = (
-    "set it to None, and clip the gradients of the model in the step: "
-    "gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound the "
-    "gradient's elements by clipvalue"
+    "set it to None, and clip in the step: gradients = "
+    "te.gradients.clip_by_global_norm(gradients, {value}); or bound the elements with "
+    "clipvalue"
 )
 _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "amsgrad": "set it to False, or use optax.amsgrad, which corrects the bias before "
@@ -277,7 +277,7 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "clipnorm": _CLIP_THE_MODEL,
     "global_clipnorm": _CLIP_THE_MODEL,
 }
-"""What to do instead of each field that has no equivalent, except in Adafactor."""
+"""The fix for each field that has no equivalent, except in Adafactor."""
 
 
 def from_keras_config(
@@ -286,56 +286,50 @@ def from_keras_config(
     class_name: str | None = None,
     rows: KerasRows = "every",
 ) -> optax.GradientTransformation:
-    """Translates a Keras optimizer, or raises with every reason why it cannot.
+    """Translates a Keras optimizer, or raises an error that lists every problem.
 
     The equivalents are:
 
-    * `SGD`: `sgd`, followed by `optax.trace` if there is momentum.
+    * `SGD`: `sgd`, with `optax.trace` for momentum.
     * `Adagrad`: `adagrad` with an epsilon.
     * `Adam`, `AdamW`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
-    * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer of that name.
+    * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer with that name.
 
-    Keras' optimizers move every row of a table in each step, also rows that no id
-    names. Moments decay, weights decay, and Ftrl recomputes each row from its slot
-    variables. That costs a pass over table and slot variables in each step. The
-    translation makes the pass only for optimizers and fields that need it.
-    `rows="touched"` selects the lazy algorithm, which is the usual one on TPUs: slot
-    variables and rows move only in steps that look the row up. The gradient of a row is
-    the sum over the occurrences of its id, before clipping.
+    Keras optimizers move every row of a table in each step: moments and weights decay,
+    and Ftrl recomputes each row from its slot variables. The translation makes this
+    pass over table and slot variables only for optimizers and fields that need it.
+    `rows="touched"` selects the lazy algorithm, which is usual on TPUs: rows and slot
+    variables move only in steps that look the row up. A row's gradient is summed over
+    its id's occurrences before clipping.
 
-    `tf_keras` sums after clipping, if the gradient comes from a lookup
-    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm covers
-    all occurrences. For a table whose gradient is dense in `tf_keras`, call
-    `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
-    here, so numbers differ from `tf_keras` where an id repeats in a step.
+    If the gradient comes from a lookup (`tf.IndexedSlices`), `tf_keras` clips before
+    summing. Its Adafactor's `clipnorm` is translated accordingly: the norm covers all
+    occurrences. For a table whose gradient is dense in `tf_keras`, call `adafactor`
+    with `clipnorm_of="sum"`. Here `clipvalue` and `global_clipnorm` clip sums, so the
+    numbers differ from `tf_keras` if an id repeats within a step.
 
     The six schedules of `keras.optimizers.schedules` are translated from their
-    configurations, whatever Keras' backend is. A schedule of your own class is called
-    with the step in each compiled step, so JAX must be able to trace it.
+    configurations, whichever backend Keras uses. Your own schedule class is called
+    inside the compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
     `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without one are
-    `clipnorm`, `global_clipnorm` and `amsgrad`; Adafactor takes the first two.
-    `name`, `jit_compile` and `is_legacy_optimizer` do not change numbers. With
-    `loss_scale_factor`, multiply the loss by it, as Keras does. The layer collects the
-    gradients of several steps (`every_row`); the bare optimizer does not.
+    `clipnorm`, `global_clipnorm`, `amsgrad` and `adaptive_epsilon`; Adafactor supports
+    the first two. `name`, `jit_compile` and `is_legacy_optimizer` do not affect the
+    numbers. As in Keras, multiply the loss by `loss_scale_factor` yourself. The layer
+    collects the gradients of several steps (`every_row`); the bare optimizer does not.
 
     Args:
-      config: the Keras optimizer, or what its `get_config()` returns. A missing field
-        has Keras' default. `learning_rate` is required: a number, a Keras schedule or
-        its serialized form, or a function of the step counted from 0.
-      class_name: Keras' class, such as `"Adam"`. None takes the class of the optimizer,
-        or the field `name`, which Keras derives from the class by default.
-      rows: `"every"` moves every row, as Keras does. `"touched"` moves the rows that
-        the step looks up.
-
-    Returns:
-      The optimizer.
+      config: the Keras optimizer or the result of its `get_config()`. Missing fields
+        get Keras' defaults, but `learning_rate` is required: a number, a Keras schedule
+        or its serialized form, or a function of the step counted from 0.
+      class_name: Keras' class, such as `"Adam"`. Defaults to the optimizer's class, or
+        to the field `name`, which Keras derives from the class by default.
+      rows: `"every"` as in Keras, or `"touched"`, see above.
 
     Raises:
-      ValueError: if the class is unknown or has no equivalent; or if fields have no
-        equivalent. One error then lists each such field, its value, and what to do
-        instead.
+      ValueError: if the class is unknown, or if fields have no equivalent. The error
+        lists each such field, its value, and what to do instead.
 
     Example:
       >>> config = {"name": "SGD", "learning_rate": 0.5, "momentum": 0.0}
@@ -346,20 +340,20 @@ def from_keras_config(
     """
     if is_keras_optimizer(config):
         optimizer, cls = config, type(config)
-        # A class of the user may have the name of Keras' class, and other formulas.
+        # A user class may share a Keras class's name but have other formulas.
         is_own = _is_of_keras(cls.__module__)
         full_name = f"{cls.__module__}.{cls.__qualname__}"
         class_name = class_name or (cls.__name__ if is_own else full_name)
         config = dict(optimizer.get_config())
-        # The public `learning_rate` is its value at the step that Keras counts itself.
+        # The public `learning_rate` is only the value at Keras' own step count.
         schedule = getattr(optimizer, "_learning_rate", None)
         is_users = callable(schedule) and _serialized_schedule(schedule) is None
         if is_users and isinstance(config.get("learning_rate"), Mapping):
             config["learning_rate"] = schedule
     if not isinstance(config, Mapping):
         raise ValueError(
-            "config must be a Keras optimizer, or a mapping as get_config() of one "
-            f"returns it, got {config!r}."
+            "config must be a Keras optimizer or the mapping that its get_config() "
+            f"returns, got {config!r}."
         )
     rate = config.get("learning_rate")
     config = {**config, "learning_rate": _serialized_schedule(rate) or rate}
@@ -370,8 +364,8 @@ def from_keras_config(
 def _translate(
     name: str, config: Mapping[str, Any], rows: KerasRows
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of a config, once the config is known to have one."""
-    # Keras names the second Adam of a session adam_1.
+    """Checks a config, and returns its optimizer."""
+    # Keras names a session's second Adam adam_1.
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
         raise ValueError(
@@ -409,7 +403,7 @@ def _translate(
         weight_decay = values.get("weight_decay", 0.004)
     steps = int(common["gradient_accumulation_steps"] or 1)
     if steps > 1 and callable(rate):
-        # Keras' schedules count steps. An update happens in the last of `steps` steps.
+        # Keras schedules count steps, and the last of `steps` steps makes the update.
         schedule: Any = rate
         rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
     used = {x: own[x] for x in own if x not in _WITHOUT_EQUIVALENT}
@@ -422,7 +416,7 @@ def _translate(
     )
     if common["loss_scale_factor"]:
         rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
-    # A gradient of zero changes neither a row nor its slot variables.
+    # A zero gradient changes neither a row nor its slot variables.
     rests_without_gradient = (
         class_key in ("sgd", "adagrad")
         and not own.get("momentum")
@@ -447,7 +441,7 @@ def _translate(
 def _sgd(rate: Any, momentum: float, nesterov: bool) -> optax.GradientTransformation:
     if not momentum:
         return sgd(rate)
-    # Keras' momentum accumulates the gradient times the rate of its own step.
+    # Keras' momentum accumulates each gradient times its own step's rate.
     return optax.chain(sgd(rate), optax.trace(momentum, nesterov))
 
 
@@ -455,7 +449,7 @@ def _adagrad(
     rate: Any, initial_accumulator_value: float, epsilon: float
 ) -> optax.GradientTransformation:
     if initial_accumulator_value == 0:
-        # `adagrad` rejects it, as TensorFlow's TPU embedding does.
+        # `adagrad` rejects 0, like TensorFlow's TPU embedding.
         return optax.adagrad(rate, 0.0, epsilon)
     return adagrad(rate, initial_accumulator_value, epsilon=epsilon)
 
@@ -472,7 +466,7 @@ _RULES: Final[Mapping[str, Callable[..., optax.GradientTransformation]]] = {
     "rmsprop": rmsprop,
     "ftrl": functools.partial(ftrl, allow_zero_accumulator=True),
 }
-"""Makes the rule of a class from its rate and the fields that it alone has."""
+"""Makes the rule of each class from its rate and its own fields."""
 
 
 def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[str]:
@@ -482,15 +476,15 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
     known = {*_OWN_FIELDS[class_key], *_COMMON_FIELDS, *_OF_TF_KERAS}
     for field in sorted(set(values) - known - {"name", "learning_rate"}):
         yield (
-            f"{field}={values[field]!r}: the field is not known here; remove it "
-            "if it has no effect on numbers. Optimizers before Keras 2.11 had other "
-            "fields, such as decay: use tf_keras.optimizers or Keras 3"
+            f"{field}={values[field]!r}: unknown field; remove it if it does not "
+            "affect the numbers. Optimizers before Keras 2.11 had other fields, such "
+            "as decay: use tf_keras.optimizers or Keras 3"
         )
     for field, default in {**_COMMON_FIELDS, **_OWN_FIELDS[class_key]}.items():
         value = values.get(field, default)
         types = bool if isinstance(default, bool) else int | float
         if not isinstance(value, types) and not (value is None and default is None):
-            yield f"{field}={value!r}: must be of the type of {default!r}, or a number"
+            yield f"{field}={value!r}: must be {'bool' if types is bool else 'numeric'}"
     if problem := _rate_problem(values.get("learning_rate")):
         yield problem
     if class_key == "adafactor":
@@ -506,9 +500,9 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
             yield f"ema_overwrite_frequency={frequency!r}: must be {problem}"
         elif rows == "touched" or steps:
             yield (
-                f"ema_overwrite_frequency={frequency!r}: it replaces all rows, which "
-                "needs rows='every' without gradient_accumulation_steps; or set it to "
-                "None, and call finalize_variable_values at the end"
+                f"ema_overwrite_frequency={frequency!r}: needs rows='every' and no "
+                "gradient_accumulation_steps, because it replaces all rows; or set it "
+                "to None, and call finalize_variable_values at the end"
             )
     if values.get("use_ema"):
         momentum = values.get("ema_momentum", 0.99)
@@ -528,7 +522,7 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
 
 
 def _rate_problem(rate: Any) -> str | None:
-    """Says why a value cannot be the learning rate; returns None if it can."""
+    """Returns why a value cannot be the learning rate, or `None` if it can."""
     if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
         return None
     if (serialized := _serialized_schedule(rate)) is not None:
@@ -540,21 +534,22 @@ def _rate_problem(rate: Any) -> str | None:
     if not callable(rate):
         return (
             f"learning_rate={rate!r}: must be a number, one of Keras' six schedules, "
-            "or a function of the step. Pass the optimizer itself if its schedule is "
-            "your own class; see te.nn.set_each_step for a function without arguments"
+            "or a function of the step. If the schedule is your own class, pass the "
+            "optimizer itself; for a function without arguments, see "
+            "te.nn.set_each_step"
         )
     check_takes_a_step("from_keras_config", rate, "learning_rate")
     try:
         jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # Keras may run on any backend, and raise anything.
         return (
-            f"learning_rate={rate!r}: JAX cannot trace it, which raises "
-            f"{type(error).__name__}. Use one of Keras' six schedules, or write yours "
-            "with jax.numpy or optax, such as optax.exponential_decay"
+            f"learning_rate={rate!r}: JAX cannot trace it ({type(error).__name__}). "
+            "Use one of Keras' six schedules, or write yours with jax.numpy or optax, "
+            "such as optax.exponential_decay"
         )
     return None
 
 
 def _is_on(value: Any) -> bool:
-    """Returns True if a field's value has an effect; Keras ignores bounds up to 0."""
+    """Returns True if a field's value has an effect. Keras ignores bounds up to 0."""
     return bool(value and value > 0)

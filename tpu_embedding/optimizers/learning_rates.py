@@ -1,4 +1,4 @@
-"""Learning rates in a formula, and values that change without recompilation."""
+"""Learning rates and schedules, and values that change without recompilation."""
 
 import inspect
 from collections.abc import Callable
@@ -35,22 +35,22 @@ def checked_schedule(
 ) -> optax.ScalarOrSchedule:
     """Checks a learning rate, or another scalar that may be a schedule of the step.
 
-    The values of a schedule are not known before the step runs, so a learning rate that
-    falls below 0 ascends the gradient.
+    A schedule's values are not known before the step runs, so their sign is not
+    checked: a learning rate that falls below 0 ascends the gradient.
 
     Args:
       owner: name of the optimizer, for errors.
       value: the user's scalar or schedule.
       name: name of the argument, for errors.
-      check: returns the check of a scalar. A learning rate must be at least 0.
+      check: checks a scalar. By default it must be at least 0.
 
     Returns:
-      The scalar; or a schedule that checks each value before it returns it.
+      The scalar, or a schedule that checks the type and shape of each value it returns.
 
     Raises:
-      TypeError: if the value is neither a number nor a function of one argument; or
-        if its argument has a default.
-      ValueError: if the value is not a scalar, or out of range.
+      TypeError: if the value is neither a number nor a function of one argument, or if
+        that argument has a default.
+      ValueError: if the value is not a scalar or is out of range.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -59,7 +59,7 @@ def checked_schedule(
 
     def schedule(count: Any) -> Any:
         rate = value(count)
-        # Checks the type and shape only: under jit, a rate is not known yet.
+        # Only type and shape can be checked: under jit the value is not known yet.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
         return rate
 
@@ -69,19 +69,20 @@ def checked_schedule(
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
     """Raises TypeError if a schedule cannot be called with the step alone.
 
-    A function whose first argument has a default is also rejected: TensorFlow calls
-    `lambda rate=rate: rate` without arguments, and here the step would be its rate.
+    A first argument with a default is also rejected. TensorFlow calls
+    `lambda rate=rate: rate` without arguments; here it would return the step as the
+    rate.
     """
     try:
         signature = inspect.signature(schedule)
-    except (ValueError, TypeError):  # A builtin may have none.
+    except (ValueError, TypeError):  # Some builtins have no signature.
         return
     problem = ""
     first = next(iter(signature.parameters.values()), None)
     if first is not None and first.default is not first.empty:
         problem = (
-            f", whose argument {first.name!r} has a default, so it may be meant to be "
-            "called without arguments. Remove the default if it is the step"
+            f", whose argument {first.name!r} has a default. Remove the default if it "
+            "is the step"
         )
     else:
         try:
@@ -97,26 +98,22 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
 
 
 def with_hyperparameters(state: Any, **values: Any) -> Any:
-    """Returns an optimizer's state with other hyper-parameters.
+    """Returns an optimizer's state with new hyper-parameter values.
 
-    It changes hyper-parameters of optimizers made by `optax.inject_hyperparams`,
-    anywhere in the state. Dtypes and shardings stay, so the compiled step runs without
-    recompilation.
+    It works on optimizers made with `optax.inject_hyperparams`, anywhere in the state.
+    Dtypes and shardings are kept, so the compiled step is not recompiled.
 
     Args:
       state: state of one optimizer, or any pytree of states, such as `init_slots`
         returns.
-      **values: name of a hyper-parameter to its new value, a scalar. For a function
-        without arguments, see `tpu_embedding.nn.set_each_step`.
-
-    Returns:
-      The new state.
+      **values: new scalar for each named hyper-parameter. For a function without
+        arguments, see `tpu_embedding.nn.set_each_step`.
 
     Raises:
       TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
-        value is not finite, has another shape, is a negative `learning_rate`, or is
-        not an integer where the state holds one.
+        value is not a finite scalar, is a negative `learning_rate`, or is not an
+        integer where the state holds one.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -131,18 +128,17 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     for name in values:
         if name not in replaced:
             raise ValueError(
-                f"The state holds no hyper-parameter {name!r} that can be set. Make "
-                "the optimizer by "
-                f"optax.inject_hyperparams(optimizer)({name}=...), with a scalar and "
-                "not a schedule."
+                f"The optimizer's state has no hyper-parameter {name!r} to set. Make "
+                f"the optimizer with optax.inject_hyperparams(optimizer)({name}=...), "
+                "and pass a scalar instead of a schedule."
             )
     return state
 
 
 def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> Any:
-    """Replaces values in all states made by `inject_hyperparams`, nested ones too.
+    """Replaces values in all states made by `inject_hyperparams`, also nested ones.
 
-    Their names are added to `replaced`.
+    Adds the replaced names to `replaced`.
     """
 
     def is_injected(node: Any) -> bool:
@@ -167,14 +163,14 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
 
 
 def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Returns a value, once it is checked, with the old one's dtype and sharding."""
+    """Checks a value, and returns it with the old value's dtype and sharding."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
     if is_int and not isinstance(value, jax.core.Tracer) and value != int(value):
         raise ValueError(
-            f"{name} must be an integer, because the optimizer was made with one, got "
-            f"{value}. Make the optimizer with a float, such as {name}=1.0."
+            f"{name} must be an integer like its initial value, got {value}. To set "
+            f"fractions, make the optimizer with a float, such as {name}=1.0."
         )
     new = jnp.asarray(value, old.dtype)
     return (

@@ -1,10 +1,10 @@
 """TensorFlow's common options of table optimizers, as wrappers around any optimizer.
 
-They apply in this order: gradients are clipped, rows decay, the rule runs on the
-decayed rows, rows are clipped. TensorFlow's `optimization_parameters.proto` describes
-each option, but not the order; this order reproduces the recorded runs in the tests.
+They apply in this order: clip gradients, decay rows, run the rule on the decayed rows,
+clip rows. TensorFlow's `optimization_parameters.proto` describes each option but not
+the order; this order reproduces the recorded runs in the tests.
 
-Options also choose how slot variables are stored: their initial values and type.
+Options also set the initial values and dtype of slot variables.
 """
 
 import difflib
@@ -37,7 +37,7 @@ from tpu_embedding.optimizers.row_optimizer import in_sequence, wrap_rule
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
-"""Maps the name of a slot to a number, or to a function of shape and dtype."""
+"""Maps a slot's name to a number, or to a function of shape and dtype."""
 
 
 def with_slot_storage(
@@ -46,17 +46,13 @@ def with_slot_storage(
     dtype: Any,
     initializers: SlotInitializers | None,
 ) -> optax.GradientTransformation:
-    """Chooses initial values and type of a rule's slot variables; see `with_options`.
+    """Sets `slot_dtype` and `slot_initializers` of `with_options`.
 
-    Args:
-      owner: the function that takes the other arguments, for errors.
-      rule: an optax transformation of `[rows, dim]`.
-      dtype: `slot_dtype`.
-      initializers: `slot_initializers`.
+    Errors start with `owner`.
     """
     try:
         is_floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # The value isn't a type.
+    except TypeError:  # The value isn't a dtype.
         is_floating = False
     if not is_floating:
         raise ValueError(
@@ -65,7 +61,7 @@ def with_slot_storage(
         )
     if not isinstance(initializers, Mapping | None):
         raise TypeError(
-            f"{owner}: slot_initializers must map names of slots to values, such as "
+            f"{owner}: slot_initializers must map slot names to values, such as "
             f"{{'accumulators': 0.5}}, got {initializers!r}."
         )
     values = dict(initializers or {})
@@ -77,7 +73,7 @@ def with_slot_storage(
     check_hyperparameters(owner, **checks)
 
     def first_values(path: Any, row: jax.ShapeDtypeStruct | None, leaf: Any) -> Any:
-        """Returns a leaf of a first state, as it is stored."""
+        """Returns a leaf of the initial state as it is stored."""
         if row is None:
             return leaf
         value = values.get(_name(path), leaf)
@@ -88,14 +84,14 @@ def with_slot_storage(
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
-            # A tree like the state: None for leaves that are not slots.
+            # A tree like the state, with None for leaves that are not slots.
             slots = slot_row_shapes(inner, rows.shape[1:])
             paths = jax.tree_util.tree_leaves_with_path(slots)
             names = sorted(_name(path) for path, _ in paths)
             for name in values:
                 if name not in names:
                     raise ValueError(
-                        f"slot_initializers must name slots of the rule, {names}, got "
+                        f"slot_initializers: slot names must be among {names}, got "
                         f"{name!r}."
                     )
             return jax.tree_util.tree_map_with_path(
@@ -114,12 +110,12 @@ def with_slot_storage(
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """Returns floats of another type; integers and random keys as they are."""
+    """Converts floats to a dtype. Integers and random keys are unchanged."""
     return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def _name(path: Any) -> str:
-    """Returns the last field name, key or index of a path."""
+    """Returns a path's last field name, key or index."""
     last = path[-1] if path else None
     return str(getattr(last, "name", getattr(last, "key", getattr(last, "idx", ""))))
 
@@ -130,7 +126,7 @@ OptimizerFunction = TypeVar(
 ClipValue = float | tuple[float | None, float | None]
 
 OPTIMIZERS: Final[dict[str, functools.partial[optax.GradientTransformation]]] = {}
-"""Functions of optimizers with their default learning rate, by name."""
+"""Optimizer functions with their default learning rates, by name."""
 
 _OPTAX_NAMES: Final = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 
@@ -148,7 +144,7 @@ class DecayRowsState(NamedTuple):
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options that every optimizer of this package takes; see `with_options`."""
+    """Options that most optimizers of this package accept; see `with_options`."""
 
     use_gradient_accumulation: bool
     clip_weight_min: float | None
@@ -168,22 +164,22 @@ _OPTION_NAMES: Final = tuple(CommonOptions.__annotations__)
 def public_optimizer(
     **ranges: Callable[[Any], Check],
 ) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Makes the public function of an optimizer.
+    """Makes an optimizer's public function.
 
-    * Its arguments are checked under its name.
-    * Too many positional arguments raise an error that says how to name them.
-    * Its learning rate is required, as in optax. A table that names the optimizer, as
-      `optimizer="adagrad"`, gets the default.
-    * optax's names are taken, `b1`, `b2` and `eps`, for `beta_1`, `beta_2`, `epsilon`.
+    * Arguments are checked, and errors start with the function's name.
+    * Too many positional arguments raise an error that lists the argument names.
+    * The learning rate is required, as in optax. A table that names the optimizer, as
+      in `optimizer="adagrad"`, gets the default.
+    * optax's names `b1`, `b2` and `eps` are accepted for `beta_1`, `beta_2`, `epsilon`.
     * Equal calls return the same rule.
 
-    A function that ends in `**options: Unpack[CommonOptions]` takes the common options.
-    It need not read them: the rule that it returns gets them, as by `with_options`. The
-    signature lists them one by one, since `optax.inject_hyperparams` and `help()` need
-    the names and defaults.
+    A function that ends in `**options: Unpack[CommonOptions]` accepts the common
+    options without reading them: its rule is wrapped as by `with_options`. The
+    signature lists them, because `optax.inject_hyperparams` and `help()` need names and
+    defaults.
 
     Args:
-      **ranges: ranges of arguments that differ from the ranges of `checks_of`.
+      **ranges: ranges of arguments that differ from `RANGES`.
 
     Example:
       >>> import tpu_embedding as te
@@ -196,12 +192,12 @@ def public_optimizer(
 def _make_public(
     make_optimizer: OptimizerFunction, ranges: Mapping[str, Callable[[Any], Check]]
 ) -> OptimizerFunction:
-    """Returns the function that users call, and adds it to `OPTIMIZERS`."""
+    """Returns the public function, and adds it to `OPTIMIZERS`."""
     name, checks = make_optimizer.__name__, checks_of(make_optimizer, ranges)
     signature = _with_listed_options(make_optimizer)
     rate_parameter = signature.parameters.get("learning_rate")
     if rate_parameter is not None:
-        # Users must give it; `OPTIMIZERS` keeps the default.
+        # Users must pass it; `OPTIMIZERS` keeps the default.
         required = rate_parameter.replace(default=inspect.Parameter.empty)
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
@@ -225,8 +221,8 @@ def _make_public(
                 continue
             if full in arguments or full in by_position:
                 raise TypeError(
-                    f"{name}: {short} and {full} are optax's and Keras' names of one "
-                    "argument, got both. Leave one out."
+                    f"{name}: {short} and {full} are two names of the same argument, "
+                    "got both. Remove one."
                 )
             arguments[full] = arguments.pop(short)
         try:
@@ -271,48 +267,44 @@ def with_options(
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
-    The options work on every platform; TensorFlow's second version ignores or rejects
-    most of them. The optimizers of this package take them as keyword arguments.
+    Most optimizers of this package accept the options as keyword arguments. They work
+    on every platform; TensorFlow 2 ignores or rejects most of them.
 
     Args:
       rule: an optimizer of this package or of optax.
-      learning_rate: the optimizer's own; needed only for
+      learning_rate: the optimizer's learning rate, needed only for
         `multiply_weight_decay_factor_by_learning_rate`.
-      **options: each has a default that changes nothing.
+      **options: by default, each leaves the rule unchanged.
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
         * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
         * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
-        * `weight_decay_factor`: fraction that touched rows lose before the rule runs;
-          None or 0: no decay.
+        * `weight_decay_factor`: fraction that touched rows lose before the rule runs.
+          None or 0 means no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
-          by the learning rate of the step.
-        * `clipvalue`: bounds of the elements of a row's summed gradient. A scalar `c`
+          by the step's learning rate.
+        * `clipvalue`: bounds on the elements of a row's summed gradient. A scalar `c`
           means `(-c, c)`. Either bound of a pair may be None.
-        * `slot_dtype`: floating type in which slot variables are stored, such as
-          `jnp.bfloat16`. Defaults to the type that the rule chooses. The rule still
-          computes in float32. bfloat16 has 8 bits of precision. A sum of squares, such
-          as Adagrad's, stops growing once it is 256 times the next summand, so use
-          bfloat16 for moving averages. Integer slots, such as counts, keep their type.
-          It is a static argument under `optax.inject_hyperparams`.
-        * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to its
-          initial values: a number, or a function `(shape, dtype) -> array` that gives
-          all rows the same values. The shape is the slot's on this shard. Other
-          slots keep the values of the rule.
-        * `slot_variable_creation_fn`: must be None. TensorFlow creates slot variables
-          with it; `slot_initializers` and `slot_dtype` replace it. Slot variables are
-          always sharded and packed like their table.
-        * `low_dimensional_packing_status`: without effect; narrow rows are always
-          packed.
-
-    Returns:
-      The optimizer with its options.
+        * `slot_dtype`: floating dtype to store slot variables in, such as
+          `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
+          float32. Use bfloat16 only for moving averages: with its 8 bits of precision,
+          a sum of squares such as Adagrad's stops growing once it is 256 times the next
+          summand. Integer slots, such as counts, keep their dtype. It is a static
+          argument under `optax.inject_hyperparams`.
+        * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to a
+          number, or to a function `(shape, dtype) -> array` that returns the same
+          values for all rows. The shape is the slot's on this shard. Other slots keep
+          the rule's initial values.
+        * `slot_variable_creation_fn`: must be None. Use `slot_initializers` and
+          `slot_dtype` instead. Slot variables are always sharded and packed like their
+          table.
+        * `low_dimensional_packing_status`: no effect; narrow rows are always packed.
 
     Raises:
-      TypeError: if an option has another type.
-      ValueError: if an option is out of its range, or options contradict each other;
-        when the state is made, if the rule has no slot of a given name.
+      TypeError: if an option has the wrong type.
+      ValueError: if an option is out of range, or options contradict each other. When
+        the state is made: if the rule has no slot with a given name.
 
     Example:
       >>> rule = with_options(optax.sgd(1.0), clip_weight_min=0.0)
@@ -330,8 +322,8 @@ def with_options(
     check_rule("with_options", rule)
     if unknown := sorted(set(options) - set(_OPTION_NAMES)):
         raise TypeError(
-            f"with_options: unknown option {unknown[0]!r}. The options are "
-            f"{', '.join(_OPTION_NAMES)}."
+            f"with_options: option must be one of {', '.join(_OPTION_NAMES)}, got "
+            f"{unknown[0]!r}."
         )
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
@@ -354,7 +346,7 @@ def _with_options(
     slot_variable_creation_fn: None = None,
     low_dimensional_packing_status: bool = False,
 ) -> optax.GradientTransformation:
-    """Checks the options under their owner's name, and returns the rule with them."""
+    """Checks the options, and returns the rule with them. Errors start with `owner`."""
     del low_dimensional_packing_status
     check_hyperparameters(
         owner,
@@ -364,14 +356,14 @@ def _with_options(
     if slot_variable_creation_fn is not None:
         raise ValueError(
             f"{owner}: slot_variable_creation_fn must be None, because slot variables "
-            "are always sharded and packed like their table. Choose initial values by "
-            "slot_initializers, and the dtype by slot_dtype=jnp.bfloat16."
+            "are always sharded and packed like their table. Set initial values with "
+            "slot_initializers, and the dtype with slot_dtype=jnp.bfloat16."
         )
     if clipvalue is not None and not use_gradient_accumulation:
         raise ValueError(
             f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
             f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
-            "Leave one of them out."
+            "Remove one of them."
         )
     decays = isinstance(weight_decay_factor, Tracer) or bool(weight_decay_factor)
     multiplies = multiply_weight_decay_factor_by_learning_rate
@@ -381,7 +373,7 @@ def _with_options(
             "learning_rate, got None. Pass learning_rate to with_options."
         )
 
-    # From the inside to the outside: what wraps last runs first.
+    # From inside to outside: the last wrapper runs first.
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if decays:
@@ -430,18 +422,12 @@ def _decay_rows(
     factor: Any,
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that decays rows before it updates them.
+    """Returns an optimizer that decays touched rows before `rule` updates them.
 
-    For a row `w`, the wrapped optimizer runs after::
+    The rule's formula sees the decayed rows. For a row `w`::
 
         w -= factor * w                                   without learning_rate
         w -= factor * learning_rate * w                   with learning_rate
-
-    Args:
-      rule: the optimizer to wrap; its formula sees the decayed rows.
-      factor: fraction that touched rows lose in each update.
-      learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
-        factor. Defaults to 1.
     """
 
     def init(params):
@@ -465,13 +451,9 @@ def _clip_rows(
 ) -> optax.GradientTransformation:
     """Returns a transformation that clips each element of an updated row.
 
-    It must be the last of a chain. Rows are updated by addition, so a row that was far
-    out of bounds reaches the bound only up to the rounding of its old value.
-
-    Args:
-      owner: the function that takes the bounds, for errors.
-      bounds: name and value of the lower bound, then of the upper one. A value of
-        `None` bounds nothing.
+    It must come last in a chain. Rows are updated by addition, so a row that was far
+    out of bounds reaches the bound only up to the rounding of its old value. `bounds`
+    maps names to the lower and the upper bound, in this order, or `None`.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()
@@ -483,12 +465,12 @@ def _clip_rows(
 
 
 def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
-    """Raises an error if a bound is not a number, or the two are out of order."""
+    """Raises an error if a bound is not a number, or the bounds are out of order."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if is_known and low > high:
         raise ValueError(
             f"{owner}: {low_name} must not be above {high_name}, got {low} and {high}. "
-            "Exchange them, or set one to None for no bound."
+            "Swap them, or set one to None for no bound."
         )

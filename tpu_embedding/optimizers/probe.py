@@ -1,16 +1,16 @@
-"""Runs a rule on a few rows, to find out how it treats them.
+"""Runs a rule on a few rows to find out how it treats them.
 
 A table's gradient reaches its owner as `[rows, dim]` with the touched rows only, in
-several pieces if ids are skewed. A rule is right on such pieces if it is row-local:
-what it does to a row depends on that row of gradient, slot variables and table, and on
-scalars of its state, such as a step count, which rows don't change.
+several pieces if ids are skewed. A rule is correct on such pieces if it is row-local:
+its effect on a row depends only on that row of gradient, slot variables and table, and
+on scalars of its state, such as a step count, that rows don't change.
 
-A rule is traced once, and split into values of a step and arithmetic on rows. NumPy
-evaluates both halves, since to compile them would take most of the time of a plan. The
-probe takes two steps on 136 rows, and again on rows among which three of them occur
-alone, in another order: early and late in training, with small, large, missing and
-broken gradients. Updates that differ mean that rows are mixed. This is evidence, not
-proof: a rule may mix rows whose values have a size that the probe doesn't try.
+A rule is traced once, and split into per-step values and arithmetic on rows. NumPy
+evaluates both halves, because compiling them would dominate the time to make a plan.
+The probe takes two steps on 136 rows, then repeats them with only three of the rows, in
+another order. It does so early and late in training, with small, large, missing and
+broken gradients. If the updates differ, the rule mixes rows. This is evidence, not
+proof: a rule may mix rows only at magnitudes that the probe doesn't try.
 """
 
 import contextlib
@@ -55,39 +55,38 @@ LOOKAHEAD: Final = (
 )
 
 _NUM_ROWS: Final = 136
-"""An even number above 128, from which on `optax.adafactor` factors its moments."""
+"""An even number above 128, where `optax.adafactor` starts to factor its moments."""
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
-"""Rows that are given alone, in another order, without the bad one. A rule is also
-traced for this number of rows, which is odd and below 128."""
+"""Rows to run alone, in another order and without the bad row. A rule is also traced
+for this number of rows, which is odd and below 128."""
 
 _BAD_ROW: Final = 1
-"""The row of large values whose gradient is NaN in one step, and large in another."""
+"""A row of large values, whose gradient is NaN in one step and large in another."""
 
 _EMPTY_ROWS: Final = slice(100, None)
-"""Rows without values and gradient, as padding has them."""
+"""Rows with zero values and gradients, like padding."""
 
 _SMALL: Final = 1e-3
 _LARGE: Final = 1e10
-"""Sizes of gradients: most bounds are between them."""
+"""Magnitudes of gradients. Most bounds are between them."""
 
 _LATE: Final = 1000
-"""Steps that are added to the counts of a rule, which may change with the step."""
+"""Steps added to a rule's counts, because a rule may change with the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbedSlot:
-    """A slot variable, as a run of its rule has shown it.
+    """A slot variable, as observed by the probe.
 
     Attributes:
-      row: shape and dtype of one row of it, `(dim,)` or `()`.
-      initial_value: value of all its elements before the first step. `None` means that
-        they differ.
-      starts_from_rows: True if it starts from the values of the table.
-      is_moved_by_adding: True if the new value is the old one, or at least half of it,
-        plus something. Then the difference of both, added to the old value, gives the
-        new one to the precision that the rule itself has. Another rule may forget the
-        old value, and a difference would lose a small new one.
+      row: shape and dtype of one row, `(dim,)` or `()`.
+      initial_value: initial value of all elements, or `None` if they differ.
+      starts_from_rows: True if it starts from the table's values.
+      is_moved_by_adding: True if the new value is at least half of the old value, plus
+        something. Adding the difference to the old value then gives the new value with
+        the rule's own precision. If a rule forgets the old value, the difference would
+        lose a small new one.
     """
 
     row: jax.ShapeDtypeStruct
@@ -98,14 +97,13 @@ class ProbedSlot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ProbedRule:
-    """What a run of a rule has shown.
+    """The probe's findings about a rule.
 
     Attributes:
-      state: the state of a rule for some rows, as shapes and dtypes.
-      leaves: the slot variable of each leaf of the state, and `None` for scalars.
-      takes_totals: True if the rule asks for totals over the rows of a table.
-      split: the rule, traced for some rows, in two halves. A rule that asks for totals
-        got ones.
+      state: the rule's state for some rows, as shapes and dtypes.
+      leaves: the slot variable for each leaf of the state, or `None` for a scalar.
+      takes_totals: True if the rule asks for totals over a table's rows.
+      split: the rule, traced for some rows, in two halves. Totals are replaced by ones.
     """
 
     state: Any
@@ -122,15 +120,11 @@ class ProbedRule:
 def probe_rule(
     rule: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> ProbedRule:
-    """Runs a rule on rows of a dim, once for each dim.
-
-    Args:
-      rule: a transformation of rows `[rows, dim]`.
-      dim: columns of the table.
+    """Probes a rule of rows `[rows, dim]`, once per dim.
 
     Raises:
-      NotRowLocalError: if the rule mixes rows, cannot be run on an array of rows, or
-        has a state that is not one entry per row.
+      NotRowLocalError: if the rule mixes rows, cannot run on an array of rows, or has a
+        state that is not one entry per row.
     """
     return _probe(row_optimizer_of(rule).transformation, dim)
 
@@ -139,17 +133,13 @@ def probe_rule(
 def split_rule(
     rule: optax.GradientTransformation, dim: int, num_rows: int
 ) -> SplitRule:
-    """Traces a rule that asks for no totals for a number of rows, and splits it.
+    """Traces a rule without totals for a number of rows, and splits it.
 
-    It has the same hyperparameters as `probe_rule(rule, dim).split`.
-
-    Args:
-      rule: a transformation of rows, which `probe_rule` accepts.
-      dim: columns of the table.
-      num_rows: rows of each array.
+    The rule must pass `probe_rule`. The result has the same hyperparameters as
+    `probe_rule(rule, dim).split`.
 
     Raises:
-      NotRowLocalError: if the rule does something else for another number of rows.
+      NotRowLocalError: if the rule's operations depend on the number of rows.
     """
     probed = _probe(rule, dim)
     if num_rows == _NUM_ROWS:
@@ -173,20 +163,16 @@ def split_rule(
 def rates_are_finite(
     rule: optax.GradientTransformation | RowOptimizer, dim: int, scalars: Sequence[Any]
 ) -> Array | None:
-    """Returns False if the next step has a learning rate that is NaN or infinite.
+    """Returns False if the next step's learning rate is NaN or infinite.
 
-    The hyperparameters of the step are applied to rows of ones: a rate that is not
-    finite makes all of their updates NaN or infinite. A hyperparameter that is not
-    finite need not: a bound may be infinite, and the value of a branch that the rule
-    does not take may be NaN, as in the first steps of `optax.radam`.
-
-    Args:
-      rule: the rule.
-      dim: columns of the table.
-      scalars: leaves of its state that are not slot variables.
+    The step's hyperparameters are applied to rows of ones. A non-finite rate makes all
+    their updates NaN or infinite. Other non-finite hyperparameters need not: a bound
+    may be infinite, and a branch that is not taken may compute NaN, as in the first
+    steps of `optax.radam`. `scalars` are the state's leaves that are not slot
+    variables.
 
     Returns:
-      A bool scalar, or `None` if rows need no value that may change: constants are
+      A bool scalar, or `None` if rows use no values that can change. Constants are
       checked when the rule is made.
 
     Example:
@@ -198,7 +184,7 @@ def rates_are_finite(
     split = probed.split
     if not (scalars and split.num_hyperparameters):
         return None
-    # Totals are one per table, and the probe knows one table.
+    # The probe has a single table, so totals have shape [1].
     known = [
         jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape, x.aval.dtype)
         for x, now in zip(split.value_program.inputs, scalars, strict=True)
@@ -219,23 +205,22 @@ def rates_are_finite(
 def slot_row_shapes(
     rule: optax.GradientTransformation, row_shape: tuple[int, ...]
 ) -> Any:
-    """Finds the slot variables of a rule, without a run of it.
+    """Finds the slot variables of a rule of float32 rows without running it.
 
-    A rule's state may hold arrays with one entry per row. They are those whose shapes
-    differ between tables of two sizes. So any transformation will do, without marks.
+    Slot variables are the state's arrays with one entry per row. Their shapes differ
+    between tables of two sizes, so the rule needs no annotations.
 
     Args:
-      rule: transformation of float32 rows `[rows, *row_shape]`.
-      row_shape: the shape of one row, `(dim,)`.
+      rule: transformation of rows `[rows, *row_shape]`.
+      row_shape: shape of one row, `(dim,)`.
 
     Returns:
-      The state's pytree with, for each leaf that is a slot variable, the
-      `jax.ShapeDtypeStruct` of one row of it (shape `(dim,)` or `()`), and None
-      for every other leaf.
+      The state's pytree, with the `jax.ShapeDtypeStruct` of one row (shape `(dim,)` or
+      `()`) for each slot variable, and `None` for every other leaf.
 
     Raises:
-      NotRowLocalError: if a part of the state grows with the table in another way than
-        one entry per row along the first axis.
+      NotRowLocalError: if part of the state depends on the number of rows but does not
+        have one entry per row along its first axis.
     """
     state, few_state = (
         jax.eval_shape(
@@ -260,7 +245,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         is_slot = [row is not None for row in slot_rows]
         traced = _TracedRule(init, split_program(update, is_slot), is_slot)
         _check_row_local(traced, cases)
-        # The first slot variables of each case, and of the few rows.
+        # The initial slot variables of each case, and of the few rows.
         first_slots = [traced.start(rows)[1] for _, rows, _ in cases]
         small_rows = cases[0][1]
         few_leaves = evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]])
@@ -271,7 +256,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         ProbedSlot(
             row=row,
             initial_value=_one_value(values),
-            # The third case has other rows than the first.
+            # The third case has different rows from the first.
             starts_from_rows=not np.array_equal(values[0], values[2]),
             is_moved_by_adding=early and late,
         )
@@ -293,11 +278,9 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
 
 
 def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
-    """Returns the row of each slot variable, and `None` for other leaves of a state.
+    """Returns each slot variable's row, and `None` for other leaves of a state.
 
-    Args:
-      state: the state for `_NUM_ROWS` rows, as shapes and dtypes.
-      few_state: the state for as many rows as `_FEW_ROWS` has.
+    The states are shapes and dtypes, for `_NUM_ROWS` and `len(_FEW_ROWS)` rows.
     """
     rows: list[jax.ShapeDtypeStruct | None] = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -314,29 +297,28 @@ def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
         )
         if not is_by_row:
             raise NotRowLocalError(
-                "An optimizer's state must have one entry per row of the table along "
-                "its first axis, or not depend on the number of rows; the part "
-                f"{name} has shape {leaf.shape} for a table of {_NUM_ROWS} rows. Use a "
-                "transformation that works row by row; for factored moments there is "
-                "te.optimizers.adafactor."
+                "The optimizer's state must have one entry per row along its first "
+                f"axis, or not depend on the number of rows, but {name} has shape "
+                f"{leaf.shape} for a table of {_NUM_ROWS} rows. Use a transformation "
+                "that works row by row; for factored moments, te.optimizers.adafactor."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.number):
             raise NotRowLocalError(
-                "A slot variable must be of a float or integer type, because it is "
-                f"updated by adding; the part {name} of the optimizer's state has "
-                f"dtype {leaf.dtype}. Keep it as int8, say."
+                f"Slot variables must have a float or integer dtype, but {name} in the "
+                f"optimizer's state has dtype {leaf.dtype}. Store it as int8, for "
+                "example."
             )
         rows.append(jax.ShapeDtypeStruct(row_shape, leaf.dtype))
     return rows
 
 
 class _TracedRule(NamedTuple):
-    """A rule that was traced for `_NUM_ROWS` rows, and is evaluated by NumPy.
+    """A rule traced for `_NUM_ROWS` rows and evaluated by NumPy.
 
     Attributes:
-      init: maps rows to the leaves of the state.
+      init: maps rows to the state's leaves.
       split: the two halves of `update`.
-      is_slot: which leaves of the state are slot variables.
+      is_slot: True for each leaf of the state that is a slot variable.
     """
 
     init: Program
@@ -346,11 +328,9 @@ class _TracedRule(NamedTuple):
     def start(
         self, rows: np.ndarray, later: int = 0
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Returns the scalars and the slot variables of a first state.
+        """Returns an initial state's scalars and slot variables.
 
-        Args:
-          rows: `[rows, dim]`.
-          later: is added to each count, an integer scalar of the state.
+        `later` steps are added to each count, an integer scalar of the state.
         """
         scalars, slots = partition(evaluate_by_numpy(self.init, [rows]), self.is_slot)
         for i, scalar in enumerate(scalars):
@@ -366,7 +346,7 @@ class _TracedRule(NamedTuple):
         Args:
           gradients: `[2, rows, dim]`.
           rows: `[rows, dim]`.
-          later: steps before these two.
+          later: number of steps before these two.
         """
         scalars, slots = self.start(rows, later)
         updates = []
@@ -379,7 +359,7 @@ class _TracedRule(NamedTuple):
     def rows(
         self, gradient: Any, rows: Any, slots: Any, hyperparameters: Any
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the updates and the new slot variables of rows, all touched."""
+        """Returns the updates and new slot variables of rows, all of them touched."""
         is_touched = np.ones(_NUM_ROWS, bool)
         return self.split.rows(
             gradient, rows, is_touched, slots, hyperparameters, evaluate_by_numpy
@@ -389,7 +369,7 @@ class _TracedRule(NamedTuple):
 def _trace_init(
     rule: optax.GradientTransformation, shape: tuple[int, int], asked: list[str]
 ) -> tuple[Program, Any]:
-    """Returns the program of a rule's first state, and its shapes and dtypes."""
+    """Returns the program of a rule's initial state, and its shapes and dtypes."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return trace_program(functools.partial(_init, rule, asked), rows)
 
@@ -407,20 +387,14 @@ def _trace_update(
 ) -> Program:
     """Returns the program of a rule's step.
 
-    It maps gradients, rows, `is_touched` and leaves of the state to updates and the new
-    leaves.
-
-    Args:
-      rule: the rule.
-      state: its state, as shapes and dtypes.
-      shape: shape of the rows.
-      asked: gets an item for each total that the rule asks for.
+    It maps gradients, rows, `is_touched` and the state's leaves to updates and the new
+    leaves. Each total that the rule asks for adds an item to `asked`.
 
     Raises:
       NotRowLocalError: if updates change after the rule asked how the table stores
         them.
-      TypeError: if updates are not one array.
-      ValueError: if the new state has another structure.
+      TypeError: if the updates are not one array.
+      ValueError: if the new state has a different structure.
     """
 
     def update(gradients: Array, rows: Array, is_touched: Array, state: Any) -> Any:
@@ -428,12 +402,12 @@ def _trace_update(
         with _as_in_layer(known, asked) as stored:
             updates, new_state = rule.update(gradients, state, rows)
         if getattr(updates, "shape", None) != shape:
-            raise TypeError(f"its update does not return one array of shape {shape}")
+            raise TypeError(f"update must return one array of shape {shape}")
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
-                "adafactor must be the last of a chain, and not be wrapped by what "
-                "changes its updates: it follows the scale of the table by them. Put "
-                "clipping before it; learning rate and weight decay are its arguments."
+                "adafactor must come last in a chain, without wrappers that change its "
+                "updates, from which it tracks the table's scale. Put clipping before "
+                "it, and pass learning_rate and weight_decay to adafactor."
             )
         return updates, jax.tree.structure(state).flatten_up_to(new_state)
 
@@ -444,14 +418,12 @@ def _trace_update(
 
 @contextlib.contextmanager
 def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
-    """Lets a rule run as within a layer, with totals that are ones.
+    """Lets a rule run as if within a layer, with ones for all totals.
 
-    Args:
-      known: facts about the rows of the rule.
-      asked: gets an item for each total that the rule asks for.
+    Each total that the rule asks for adds an item to `asked`.
 
     Yields:
-      The updates that the rule asks to see as the table stores them.
+      A list of the updates that the rule passes to `TableRows.stored`.
     """
     outside = jex.core.get_opaque_trace_state(convention="nnx")
     seen: list[Any] = []
@@ -459,11 +431,10 @@ def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
     def all_reduce(totals: Array, reduction: str) -> Array:
         if jex.core.get_opaque_trace_state(convention="nnx") != outside:
             raise NotRowLocalError(
-                "The optimizer asks for totals over the rows of a table within "
-                "lax.cond or another wrapper that traces it, such as "
-                "optax.apply_if_finite or MultiSteps. Put clipping of elements before "
-                "it, or use every_row(rule, gradient_steps=...) and "
-                "the rule's own options."
+                "The optimizer needs totals over a table's rows, so it cannot run "
+                "inside lax.cond or a wrapper that traces it, such as "
+                "optax.apply_if_finite or MultiSteps. Put clipping before it, or use "
+                "every_row(rule, gradient_steps=...) and the rule's own options."
             )
         asked.append(reduction)
         return jnp.ones_like(totals)
@@ -488,7 +459,7 @@ def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _shapes_fit_any_number_of_rows() -> Iterator[None]:
-    """Rejects a rule whose shapes fit one number of rows, but not another."""
+    """Rejects a rule whose shapes fit only one number of rows."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -497,7 +468,7 @@ def _shapes_fit_any_number_of_rows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
-    """Rejects a rule that raises an error on an array of rows of a dim."""
+    """Rejects a rule that raises an error on an array of rows."""
     try:
         yield
     except NotRowLocalError:
@@ -520,7 +491,7 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
 
 
 def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Yields gradients `[2, rows, dim]`, rows, and the steps before them."""
+    """Yields gradients `[2, rows, dim]`, rows, and the number of earlier steps."""
     random = _random((2, _NUM_ROWS, dim))
     rows = _random((_NUM_ROWS, dim), seed=1)
     rows[_BAD_ROW] *= 1e6
@@ -539,14 +510,14 @@ def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
 def _check_row_local(
     rule: _TracedRule, cases: Sequence[tuple[np.ndarray, np.ndarray, int]]
 ) -> None:
-    """Compares the updates of some rows among all, and of the same rows alone."""
-    # The number of rows stays, so each of the few rows occurs many times.
+    """Compares the updates of a few rows, run alone and among all rows."""
+    # The number of rows is fixed, so each of the few rows occurs many times.
     places = _FEW_ROWS[np.arange(_NUM_ROWS) % len(_FEW_ROWS)]
     for gradients, rows, later in cases:
         among_all = rule.updates(gradients, rows, later)[:, places]
         alone = rule.updates(gradients[:, places], rows[places], later)
-        # They may differ by the rounding of each row. A rule may subtract the old row
-        # from a new one, which rounds by 1e-7 of the row.
+        # Rounding may differ per row. A rule may subtract the old row from a new one,
+        # which rounds by 1e-7 of the row.
         largest = np.nan_to_num(np.abs(among_all), posinf=0).max(-1, keepdims=True)
         tolerance = 1e-5 * largest
         tolerance += 5e-7 * np.abs(rows[places]).max(-1, keepdims=True)
@@ -556,11 +527,10 @@ def _check_row_local(
             raise _mixes_rows()
     if rule.split.scalars_depend_on_rows:
         raise NotRowLocalError(
-            "The optimizer is not row-local: a value of its state that all rows "
-            "share depends on the rows of this step's ids, and each device has others. "
-            "Norms are such values, and the flags of optax.zero_nans: write "
-            "optax.stateless(lambda gradient, rows: jnp.nan_to_num(gradient)) instead. "
-            "Or apply this optimizer to the dense parameters only."
+            "The optimizer is not row-local: a scalar of its state, such as a norm, "
+            "depends on this step's rows, which differ between devices. Apply it to "
+            "the dense parameters only. For optax.zero_nans, write "
+            "optax.stateless(lambda gradient, rows: jnp.nan_to_num(gradient))."
         )
 
 
@@ -574,20 +544,16 @@ def _mixes_rows() -> NotRowLocalError:
 
 
 def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bool]:
-    """Returns `ProbedSlot.is_moved_by_adding` of each slot variable.
+    """Returns `ProbedSlot.is_moved_by_adding` for each slot variable.
 
-    Each of them is doubled, and the new one should grow by half to all of that.
-
-    Args:
-      rule: the rule.
-      rows: `[rows, dim]` that the slot variables start from.
-      later: steps before this one, in which no row was touched. A rule may forget the
-        more, the later a row is touched again.
+    Doubling a slot variable should increase its new value by half to all of the old
+    value. `later` earlier steps touched no row: the more there are, the more a rule may
+    forget.
     """
     scalars, slots = rule.start(rows, later)
     hyperparameters, _ = rule.split.values(scalars, evaluate_by_numpy)
     gradient = _random(rows.shape)
-    # Positive values of many sizes.
+    # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     is_float = [jnp.issubdtype(slot.dtype, jnp.floating) for slot in slots]
     for i, slot in enumerate(slots):
@@ -615,16 +581,16 @@ def _random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def _one_value(arrays: Sequence[np.ndarray]) -> float | None:
-    """Returns the value that all elements of some arrays have, or `None`."""
+    """Returns the value shared by all elements of some arrays, or `None`."""
     elements = np.concatenate([np.float64(array).ravel() for array in arrays])
     return float(elements[0]) if np.all(elements == elements[0]) else None
 
 
 @contextlib.contextmanager
 def on_its_own() -> Iterator[None]:
-    """Runs the probe apart from a trace, a mesh and checks for NaN, on a CPU."""
+    """Isolates the probe from any trace, mesh and NaN checks, and runs it on a CPU."""
     try:
-        cpu = jax.local_devices(backend="cpu")[0]  # Programs compile fast there.
+        cpu = jax.local_devices(backend="cpu")[0]  # CPU programs compile fast.
     except RuntimeError:  # JAX has no CPU.
         cpu = None
     with (

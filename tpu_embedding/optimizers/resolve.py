@@ -1,4 +1,4 @@
-"""Finds out how the layer applies an optimizer that the user gives to a table."""
+"""Determines how the layer applies the optimizer that the user passes to a table."""
 
 import dataclasses
 import difflib
@@ -23,20 +23,17 @@ from tpu_embedding.optimizers.row_optimizer import (
 )
 
 COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
-"""States of optax rules that collect gradients, and apply them in some steps only."""
+"""States of optax rules that collect gradients and apply them only in some steps."""
 
 _AVERAGING: Final = ("ScheduleFreeState",)
-"""States of optax rules whose weight of an update falls with each step, whether the row
-was there or not."""
+"""States of optax rules in which an update's weight falls with each step, even if the
+step does not look the row up."""
 
 
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
-    """Returns why a table or layer cannot take an optimizer, or `None` if it can.
+    """Returns why a table or layer cannot use an optimizer, or `None` if it can.
 
-    Args:
-      field: the argument that holds it.
-      optimizer: the value that the user gives.
-      owner: text that names the table, as `" for table 'movie'"`.
+    The text starts with `field` and `owner`, such as `" for table 'movie'"`.
     """
     try:
         if optimizer is not None:
@@ -51,11 +48,11 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
     """Returns a table's optimizer as a transformation.
 
-    A name stands for a rule of this package with its default hyperparameters, in any
-    letter case. Calls with one name return the same value.
+    A name selects a rule of this package with its default hyperparameters, in any
+    letter case. Equal names return the same object.
 
     Raises:
-      ValueError: if no rule has the name, or a Keras optimizer has no equivalent.
+      ValueError: if no rule has that name, or a Keras optimizer has no equivalent.
 
     Example:
       >>> transformation_of("adagrad") is transformation_of("Adagrad")
@@ -65,7 +62,7 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
         return from_keras_config(optimizer)
     if not isinstance(optimizer, str):
         return cast(optax.GradientTransformation, optimizer)
-    # The package has imported all rules before anybody asks.
+    # Importing the package has filled OPTIMIZERS.
     if optimizer.lower() not in OPTIMIZERS:
         similar = difflib.get_close_matches(optimizer.lower(), OPTIMIZERS)
         raise ValueError(
@@ -79,19 +76,13 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
 def resolve_optimizer(
     optimizer: TableOptimizer | None, table_name: str, dim: int
 ) -> RowOptimizer | None:
-    """Finds out how the layer applies an optimizer to a table.
+    """Returns how the layer applies an optimizer to a table with `dim` columns.
 
-    Args:
-      optimizer: an optax transformation of one array; a name; or a Keras optimizer.
-      table_name: the name of the table, for errors.
-      dim: columns of the table.
-
-    Returns:
-      The rule of this table. Tables of equal rules share a stack.
+    Tables with equal results share a stack.
 
     Raises:
       NotRowLocalError: if the rule mixes rows.
-      ValueError: if the name is not known, or modes contradict each other.
+      ValueError: if the name is unknown, or modes contradict each other.
     """
     if optimizer is None:
         return None
@@ -107,13 +98,14 @@ def resolve_optimizer(
 
 
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
-    """Rejects an optimizer that a layer cannot apply to rows; `make_plan` calls it.
+    """Rejects an optimizer that a layer cannot apply to rows.
 
-    The update of a row may depend on that row, its gradient and its slot variables, on
-    scalars of the state, and on totals that the rule asks `table_rows` for. The
-    optimizer is run on some rows, and on few of them alone: the updates must be the
-    same. It is also traced for another number of rows, and must do the same there; a
-    plan leaves that check to the first step.
+    A row's update may depend on that row, its gradient and slot variables, on scalars
+    of the state, and on totals that the rule gets from `table_rows`. The check runs the
+    optimizer on some rows, and then on a few of them alone: the updates must be equal.
+    It also traces the optimizer for a different number of rows, which must give the
+    same operations. `make_plan` does the same, but leaves the second check to the first
+    step.
 
     Args:
       optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
@@ -121,8 +113,9 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
       dim: columns of the table.
 
     Raises:
-      NotRowLocalError: saying what to use instead.
-      ValueError: if the state is not one entry per row, or modes contradict each other.
+      NotRowLocalError: if it mixes rows, or its state does not have one entry per row.
+        The message says what to use instead.
+      ValueError: if modes contradict each other.
 
     Example:
       >>> check_row_local(optax.adam(0.1), dim=8)
@@ -141,44 +134,43 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
-    """Returns a rule with the driver that runs it; rejects what a driver can't run."""
+    """Returns a rule with its driver, or raises if the driver can't run it."""
     declared = row_optimizer_of(rule)
     probed = probe_rule(declared, dim)
     optimizer = dataclasses.replace(declared, takes_totals=probed.takes_totals)
     if optimizer.takes_totals and isinstance(optimizer.driver, InSequence):
         raise ValueError(
-            "A rule that asks for totals over the rows of a table cannot run once per "
+            "A rule that needs totals over a table's rows cannot run once per "
             "occurrence of an id. Remove in_sequence or "
             "use_gradient_accumulation=False."
         )
     if optimizer.averages == "overwriting" and not optimizer.moves_every_row:
         raise ValueError(
-            "with_ema: overwrite_frequency replaces all rows of a table by their "
-            "averages, but the rule moves touched rows only. Write with_ema("
-            "te.optimizers.every_row(rule), overwrite_frequency=...), or leave it out "
-            "and call finalize_variable_values at the end."
+            "with_ema: overwrite_frequency replaces all rows of a table, but the rule "
+            "moves only touched rows. Write with_ema(te.optimizers.every_row(rule), "
+            "overwrite_frequency=...), or remove it and call finalize_variable_values "
+            "at the end."
         )
     if optimizer.averages != "none" and find_state(probed.state, ("AdafactorState",)):
         raise ValueError(
-            "with_ema: rule must not be adafactor, whose scale follows its own "
-            "averages. Write te.optimizers.adafactor(..., use_ema=True, ema_momentum="
-            "..., ema_overwrite_frequency=...)."
+            "with_ema: rule must not be adafactor, which keeps its own averages. Write "
+            "te.optimizers.adafactor(..., use_ema=True, ema_momentum=..., "
+            "ema_overwrite_frequency=...)."
         )
     steps = optimizer.gradient_steps
     if optimizer.takes_model_norm and steps > 1:
         raise ValueError(
-            "A table collects the gradients of several steps on its own, so it does "
-            "not know the norm of all that the model collects. Remove global_clipnorm "
-            "or gradient_accumulation_steps. Or add the gradients of several batches "
-            "with te.gradients.add, scale their sum, clip it with "
+            "global_clipnorm cannot be combined with gradient_accumulation_steps on a "
+            "table, which knows only its own collected gradients. Remove one, or sum "
+            "batches with te.gradients.add, clip the scaled sum with "
             "te.gradients.clip_by_global_norm, and update once."
         )
     waiting = find_state(probed.state, COLLECTING + _AVERAGING)
     if waiting and not optimizer.moves_every_row:
         raise NotRowLocalError(
             f"The optimizer is not row-local in time: {waiting} needs each row in "
-            "every step, but a row is updated in the steps that look it up. Use "
-            "tpu_embedding.optimizers.every_row."
+            "every step, but a row is updated only in steps that look it up. Wrap it "
+            "in tpu_embedding.optimizers.every_row."
         )
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
@@ -187,7 +179,7 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
 
 
 def find_state(state: Any, type_names: tuple[str, ...]) -> str | None:
-    """Returns the name of the first node of a state whose type has one of the names."""
+    """Returns the first of the given type names that a state contains, if any."""
 
     def is_wanted(node: Any) -> bool:
         return type(node).__name__ in type_names

@@ -1,8 +1,8 @@
-"""The types of optimizers: as the user gives one, and as the layer applies it.
+"""Optimizer types, as the user passes them and as the layer applies them.
 
-Keras optimizers are passed as they are, and Keras itself is not imported. A *driver*
-says which rows a rule is applied to, and how often. `every_row` and `in_sequence`
-declare one; they must be the outermost wrapper, and a plan rejects them inside optax's.
+Keras optimizers are accepted without importing Keras. A *driver* says which rows a rule
+is applied to, and how often. `every_row` and `in_sequence` set the driver. They must be
+the outermost wrapper; a plan rejects them inside optax wrappers.
 """
 
 import dataclasses
@@ -22,30 +22,30 @@ from tpu_embedding.optimizers.table_rows import is_in_layer
 
 
 class KerasOptimizer(Protocol):
-    """An optimizer of Keras 3 or `tf_keras`, as `keras.optimizers.Adagrad(0.1)`."""
+    """A Keras 3 or `tf_keras` optimizer, such as `keras.optimizers.Adagrad(0.1)`."""
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the fields of the optimizer."""
+        """Returns the optimizer's fields."""
         ...
 
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
-"""An optax transformation; or the name of a rule of this package, as `"adagrad"`; or a
+"""An optax transformation, the name of a rule of this package such as `"adagrad"`, or a
 Keras optimizer, which is read when the plan is made."""
 
 
 class NotRowLocalError(ValueError):
-    """A layer cannot apply a transformation to the rows of a table one by one."""
+    """Raised if a layer cannot apply a transformation to a table's rows one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Touched:
-    """The rule runs once on each row that the step looked up, and on no other (lazy).
+    """A driver that runs the rule once on each row that the step looked up (lazy).
 
     The gradients of all occurrences of an id are summed.
 
     Attributes:
-      occurrence_norm: whether the rule asks for the norm of the gradients of all
+      occurrence_norm: Whether the rule needs the norm of the gradients of all
         occurrences of ids, before they are summed.
     """
 
@@ -54,13 +54,13 @@ class Touched:
 
 @dataclasses.dataclass(frozen=True)
 class EveryRow:
-    """The rule runs on all rows, as dense optimizers do.
+    """A driver that runs the rule on all rows, as dense optimizers do.
 
-    The gradient of rows that were not looked up is zero.
+    Rows that were not looked up have gradient zero.
 
     Attributes:
-      gradient_steps: number of steps whose mean gradient the rule gets. A plan turns
-        the driver into `KeptGradient` if there are several.
+      gradient_steps: Number of steps whose mean gradient makes one update. If there are
+        several, a plan replaces the driver with `KeptGradient`.
     """
 
     gradient_steps: int = 1
@@ -68,13 +68,13 @@ class EveryRow:
 
 @dataclasses.dataclass(frozen=True)
 class KeptGradient:
-    """As `EveryRow`, on a dense gradient that is part of the state.
+    """A driver like `EveryRow`, with a dense gradient kept in the state.
 
-    A rule needs it that collects the gradients of several steps, or asks for totals
-    over a table. The plan finds that out.
+    The plan selects it for rules that collect the gradients of several steps, need
+    totals over a table, or set rows.
 
     Attributes:
-      gradient_steps: number of steps whose mean gradient the rule gets.
+      gradient_steps: Number of steps whose mean gradient makes one update.
     """
 
     gradient_steps: int = 1
@@ -82,7 +82,7 @@ class KeptGradient:
 
 @dataclasses.dataclass(frozen=True)
 class InSequence:
-    """The rule runs once for each occurrence of an id, in the order of the samples."""
+    """A driver that runs the rule once per occurrence of an id, in sample order."""
 
 
 Driver = Touched | EveryRow | KeptGradient | InSequence
@@ -91,18 +91,18 @@ Driver = Touched | EveryRow | KeptGradient | InSequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
-    """A rule, and the way in which the layer applies it.
+    """A rule and how the layer applies it.
 
     Attributes:
-      transformation: an optax transformation of `[rows, dim]`.
-      driver: which rows the rule runs on, and how often.
-      takes_model_norm: whether the rule asks for the norm of the model's gradients.
-      sets_rows: whether the rule sets rows without reading them, as `assign` does.
-      takes_totals: whether the rule asks for totals over the rows of a table. The plan
-        finds it out.
-      averages: whether `with_ema` keeps averages of the rows, and overwrites them.
-      named: the name that a table gives instead of a rule, and its learning rate, as
-        text; rules that differ in it alone are equal.
+      transformation: An optax transformation of `[rows, dim]`.
+      driver: Which rows the rule runs on, and how often.
+      takes_model_norm: Whether the rule needs the norm of the model's gradients.
+      sets_rows: Whether the rule sets rows without reading them, as `assign` does.
+      takes_totals: Whether the rule needs totals over a table's rows. The plan sets it.
+      averages: Whether `with_ema` keeps averages of the rows, and whether it overwrites
+        the rows with them.
+      named: Text with the name that the table passed instead of a rule, and its
+        learning rate. Ignored when rules are compared.
     """
 
     transformation: optax.GradientTransformation
@@ -115,7 +115,7 @@ class RowOptimizer:
 
     @property
     def moves_every_row(self) -> bool:
-        """True if rows move in steps that do not look them up."""
+        """True if rows may move in steps that do not look them up."""
         return isinstance(self.driver, EveryRow | KeptGradient)
 
     @property
@@ -125,7 +125,7 @@ class RowOptimizer:
 
     @property
     def gradient_steps(self) -> int:
-        """Number of steps whose mean gradient the rule gets."""
+        """Number of steps whose mean gradient makes one update."""
         if isinstance(self.driver, EveryRow | KeptGradient):
             return self.driver.gradient_steps
         return 1
@@ -142,12 +142,12 @@ class RowOptimizer:
 class DeclaredRule(optax.GradientTransformation):
     """An optax transformation that declares how a layer applies it.
 
-    `every_row` and `in_sequence` return one. On dense arrays it is used as any other
-    transformation. A wrapper of optax around it would hide the declaration, so a plan
+    `every_row` and `in_sequence` return one. On dense arrays it works like any other
+    transformation. An optax wrapper around it would hide the declaration, so a plan
     rejects that.
 
     Attributes:
-      row_optimizer: the rule of rows, and what it declares.
+      row_optimizer: The rule for rows, and what it declares.
     """
 
     row_optimizer: RowOptimizer
@@ -157,16 +157,11 @@ class DeclaredRule(optax.GradientTransformation):
         row_optimizer: RowOptimizer,
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
-        """Makes the value.
-
-        Args:
-          row_optimizer: what the layer applies.
-          on_arrays: transformation of dense arrays; by default, the one of the rows.
-        """
+        """Makes the rule. `on_arrays` transforms dense arrays, by default like rows."""
         on_arrays = on_arrays or row_optimizer.transformation
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            # A layer calls the rule of rows itself, unless a wrapper hides it.
+            # A layer calls the rows' rule directly, unless a wrapper hides it.
             if is_in_layer():
                 _check_not_wrapped(row_optimizer)
             return on_arrays.update(updates, state, params)
@@ -179,7 +174,7 @@ class DeclaredRule(optax.GradientTransformation):
 def row_optimizer_of(
     rule: optax.GradientTransformation | RowOptimizer,
 ) -> RowOptimizer:
-    """Returns what a rule declares; any other transformation is for touched rows."""
+    """Returns what a rule declares. The default driver is `Touched`."""
     if isinstance(rule, RowOptimizer):
         return rule
     if isinstance(rule, DeclaredRule):
@@ -202,14 +197,14 @@ def wrap_rule(
     rule: optax.GradientTransformation,
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Wraps a rule, and declares for the result what the rule declares."""
+    """Wraps a rule, and keeps what it declares."""
     if not isinstance(rule, DeclaredRule):
         return wrap(rule)
     inner = rule.row_optimizer
     if inner.averages != "none":
         raise ValueError(
-            "with_ema must be the outermost wrapper of an optimizer, because it "
-            "averages the rows after all updates, got a rule that has it inside. Write "
+            "with_ema must be the outermost wrapper, because it averages the rows "
+            "after all updates, got a rule with with_ema inside. Write "
             "with_ema(with_options(rule, ...))."
         )
     wrapped = dataclasses.replace(
@@ -223,10 +218,10 @@ def _check_not_wrapped(inner: RowOptimizer) -> None:
     if inner == plain:
         return
     raise NotRowLocalError(
-        "every_row, in_sequence, with_ema, and rules that ask for a norm of the step "
-        "must be the outermost of an optimizer: a wrapper of optax around them hides "
-        "the rows that they are for. Write every_row(optax.chain(...)) instead of "
-        "optax.chain(..., every_row(...)), and so for optax.inject_hyperparams."
+        "every_row, in_sequence, with_ema and rules that need a norm of the step must "
+        "be the outermost wrapper, because optax wrappers hide how they treat rows. "
+        "Write every_row(optax.chain(...)) instead of optax.chain(..., "
+        "every_row(...)); the same applies to optax.inject_hyperparams."
     )
 
 
@@ -236,24 +231,25 @@ def every_row(
 ) -> optax.GradientTransformation:
     """Applies a rule to every row of the table in each step, as dense optimizers do.
 
-    Rows that were not looked up have gradient zero: their moments decay, and move the
-    row. So the result equals the same optax transformation of the dense gradient.
-    Each step costs a pass over the table and its slot variables, in place.
+    Rows that were not looked up have gradient zero: their moments still decay and move
+    the row. So the result equals applying the same optax transformation to the dense
+    gradient. Each step costs an in-place pass over the table and its slot variables.
 
-    A rule that asks for totals over a table, as Adafactor does, and one with
-    `gradient_steps` keep a gradient of the table's size in their state. Other rules
-    need no more memory.
+    Rules that need totals over a table, such as Adafactor, and rules with
+    `gradient_steps` above 1 keep a gradient of the table's size in their state. Most
+    other rules need no extra memory.
 
     Args:
-      rule: a row-local optax transformation, or one of this package.
-      gradient_steps: number of steps between two updates, at least 1. The layer sums
-        the gradients of these steps and divides by their number; in between no row
-        moves. Keras' `gradient_accumulation_steps`. On a dense array, outside of the
-        layer, the rule is applied in each call.
+      rule: A row-local optax transformation, or an optimizer of this package.
+      gradient_steps: Number of steps per update, at least 1. The layer averages their
+        gradients, and no row moves in between. Keras' `gradient_accumulation_steps`. On
+        a dense array outside the layer, the rule is applied in each call.
 
     Raises:
-      TypeError: if `rule` is not a transformation, or `gradient_steps` not an int.
-      ValueError: if `gradient_steps` is below 1, or the rule has a different one.
+      TypeError: If `rule` is not a transformation, or `gradient_steps` is not an int.
+      ValueError: If `gradient_steps` is below 1 or differs from the rule's, if the rule
+        runs once per occurrence or needs their norm, or if it has averages and
+        `gradient_steps` is above 1.
 
     Example:
       >>> import tpu_embedding as te
@@ -268,7 +264,7 @@ def every_row(
     steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
     if steps > 1 and inner.averages != "none":
         raise ValueError(
-            "every_row: gradient_steps must be 1 around with_ema, whose averages "
+            "every_row: gradient_steps must be 1 around with_ema, because averages "
             f"advance in each step, got {steps}. Write with_ema(every_row(rule, "
             f"gradient_steps={steps}))."
         )
@@ -277,30 +273,32 @@ def every_row(
             raise _every_row_in_sequence()
         case Touched(occurrence_norm=True):
             raise ValueError(
-                "A rule for every row does not see the occurrences of ids, whose norm "
-                "it asks for; use clipnorm_of='sum'."
+                "every_row: rule must not use clipnorm_of='occurrences', because only "
+                "summed gradients are known for every row. Write clipnorm_of='sum'."
             )
         case EveryRow(gradient_steps=other) if other != steps:
             raise ValueError(
-                "every_row must have one gradient_steps within an optimizer, got "
-                f"{steps} around {other}."
+                "every_row: gradient_steps must be the same in nested every_row "
+                f"calls, got {steps} around {other}. Remove one every_row."
             )
     return declare(rule, driver=EveryRow(gradient_steps=steps))
 
 
 @equal_calls_are_one
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies a rule once per occurrence of an id, in the order of the samples.
+    """Applies a rule once per occurrence of an id, in sample order.
 
-    This is TensorFlow's `use_gradient_accumulation=False`, which promises no order.
-    Here features come in order, and so do the samples within each device. Use
-    it for comparisons: a step takes as many passes as its most frequent id occurs.
+    This is TensorFlow's `use_gradient_accumulation=False`, which does not guarantee an
+    order. Here occurrences are ordered by feature, and by sample within each device.
+    Use it for comparisons only: a step takes as many passes as its most frequent id has
+    occurrences.
 
     Args:
-      rule: a row-local optax transformation.
+      rule: A row-local optax transformation.
 
     Raises:
-      TypeError: if `rule` is not a transformation.
+      TypeError: If `rule` is not a transformation.
+      ValueError: If the rule moves every row or has averages.
 
     Example:
       >>> import tpu_embedding as te
@@ -314,8 +312,8 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
     inner = row_optimizer_of(rule)
     if inner.averages != "none":
         raise ValueError(
-            "in_sequence: rule must not have with_ema, which averages the rows once "
-            "per step. Remove in_sequence or with_ema."
+            "in_sequence: rule must not use with_ema, which averages the rows once per "
+            "step. Remove in_sequence or with_ema."
         )
     if inner.moves_every_row:
         raise _every_row_in_sequence()
@@ -324,8 +322,8 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
 
 def _every_row_in_sequence() -> ValueError:
     return ValueError(
-        "A rule cannot be applied to every row and to duplicates in sequence at once: "
-        "the rows that are not looked up would be updated as often as the most "
-        "frequent id occurs. Remove every_row, or lazy_adam=False; or remove "
-        "in_sequence, or use_gradient_accumulation=False."
+        "A rule cannot run both on every row and once per occurrence of an id: rows "
+        "that are not looked up would move as often as the most frequent id occurs. "
+        "Remove every_row or lazy_adam=False; or remove in_sequence or "
+        "use_gradient_accumulation=False."
     )

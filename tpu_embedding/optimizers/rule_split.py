@@ -1,17 +1,18 @@
-"""Splits a traced optimizer rule into values of a step and arithmetic on rows.
+"""Splits a traced optimizer rule into per-step values and arithmetic on rows.
 
-A rule maps gradient, rows and state to updates and a new state. What depends on no row,
-such as the step count and the learning rate of a schedule, is computed once per step:
+A rule maps gradient, rows and state to updates and a new state. Scalars that do not
+depend on rows, such as the step count and a schedule's learning rate, are computed once
+per step:
 
     hyperparameters, new_scalars = split.values(scalars)
     updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
 
-Both halves together compute what the rule computes, operation by operation. Arrays that
-depend on no row, such as a learning rate broadcast to all rows, are computed with the
-rows, so that only scalars cross from one half to the other.
+Together the two halves run the rule's own operations. Only scalars cross from one half
+to the other: arrays that do not depend on rows, such as a learning rate broadcast to
+all rows, are computed with the rows.
 
-A `Program` is a jaxpr without calls. It is evaluated by JAX, by NumPy, which compiles
-nothing, or element by element, by a backend.
+A `Program` is a jaxpr without calls. It can be evaluated by JAX, by NumPy (without
+compiling anything), or element by element by a backend.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ from jax.extend.core import JaxprEqn, Literal
 _CALLS: Final = dict(
     jit="jaxpr", custom_jvp_call="call_jaxpr", custom_vjp_call="call_jaxpr"
 )
-"""Operations that call a function, and the parameter that holds it."""
+"""Operations that call a function, and the parameter that holds the function."""
 
 _RESHAPING: Final = frozenset(
     "broadcast_in_dim copy expand_dims iota reshape squeeze".split()
 )
-"""Operations whose number in a rule may change with the number of rows."""
+"""Operations whose count in a rule may depend on the number of rows."""
 
 
 _NAMES: Final = (
@@ -42,7 +43,7 @@ _NAMES: Final = (
     "neg:negative not:invert or:bitwise_or pow:power sign:sign sin:sin sqrt:sqrt "
     "square:square sub:subtract tanh:tanh"
 )
-"""Operations on elements that NumPy has: JAX's name and NumPy's."""
+"""Elementwise operations: JAX's name and NumPy's."""
 
 _ELEMENTWISE: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(np, of_numpy)
@@ -63,7 +64,7 @@ _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     "select_n": lambda which, *cases: np.choose(which, cases),
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
 }
-"""Operations with parameters; their results are cast to the type of the trace."""
+"""Operations with parameters. Their results are cast to the traced dtype."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class Constant:
     """A value that is known when a rule is traced.
 
     Attributes:
-      value: an array, of NumPy or of JAX.
+      value: a NumPy or JAX array.
       aval: its shape and dtype.
     """
 
@@ -118,7 +119,7 @@ Compute = Callable[[Equation, Sequence[Any]], Sequence[Any]]
 
 
 def compute_by_jax(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation: arrays, or tracers within a trace."""
+    """Returns an equation's results as arrays, or as tracers within a trace."""
     primitive = equation.traced.primitive
     results = primitive.bind(
         *operands, **primitive.get_bind_params(equation.traced.params)
@@ -149,9 +150,9 @@ class Program:
         """Returns the results for some arguments.
 
         Args:
-          arguments: one for each input, in the form that `compute` takes.
+          arguments: one per input, in the form that `compute` expects.
           compute: computes one equation.
-          constant: returns a constant in the form that `compute` takes.
+          constant: returns a constant in the form that `compute` expects.
         """
         values: dict[Atom, Any] = dict(zip(self.inputs, arguments, strict=True))
 
@@ -166,12 +167,12 @@ class Program:
     def needed_for(
         self, outputs: Iterable[Atom], given: Set[Atom], effects: Set[Equation]
     ) -> tuple[Equation, ...]:
-        """Returns the equations that compute some values from given ones.
+        """Returns the equations that compute some outputs from given values.
 
         Args:
-          outputs: the values.
-          given: values that need not be computed.
-          effects: equations that are needed for their side effects.
+          outputs: values to compute.
+          given: values that are already known.
+          effects: equations to keep for their side effects.
         """
         equations: list[Equation] = []
         needed = {*outputs} - given
@@ -182,9 +183,10 @@ class Program:
         return tuple(reversed(equations))
 
     def operations(self) -> list[tuple[str, ...]]:
-        """Returns what programs for other numbers of rows have in common with this.
+        """Returns what should be equal in this program for any number of rows.
 
-        These are the names of the operations, and the floats among their operands.
+        For each operation except reshapes: its name, and its operands that are constant
+        floats.
         """
         return [
             (equation.name, *map(_float_text, equation.inputs))
@@ -204,13 +206,11 @@ def _float_text(atom: Atom) -> str:
 def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program, Any]:
     """Traces a function of pytrees of arrays.
 
-    Args:
-      function: the function.
-      *examples: its arguments, or their shapes and dtypes.
+    `examples` are arguments, or their shapes and dtypes.
 
     Returns:
-      A program of the leaves of the arguments that returns the leaves of the result;
-      and the shapes and dtypes of the result.
+      A program from the arguments' leaves to the result's leaves, and the result's
+      shapes and dtypes.
 
     Example:
       >>> program, shape = trace_program(lambda x: 2 * x, jnp.ones(3))
@@ -222,7 +222,7 @@ def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program
 
 
 def program_of(closed_jaxpr: Any) -> Program:
-    """Returns a closed jaxpr as a program, with the functions that it calls inlined."""
+    """Returns a closed jaxpr as a program, with called functions inlined."""
     equations: list[Equation] = []
     inputs = tuple(Variable(x.aval) for x in closed_jaxpr.jaxpr.invars)
     outputs = _inline(closed_jaxpr, inputs, equations)
@@ -232,7 +232,7 @@ def program_of(closed_jaxpr: Any) -> Program:
 def _inline(
     closed_jaxpr: Any, inputs: Sequence[Atom], equations: list[Equation]
 ) -> list[Atom]:
-    """Appends the equations of a jaxpr, and returns its results."""
+    """Appends a jaxpr's equations, and returns its results."""
     jaxpr = closed_jaxpr.jaxpr
     atoms: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     for variable, value in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
@@ -256,11 +256,7 @@ def _inline(
 
 
 def evaluate_by_numpy(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the results of a program as NumPy arrays; random keys stay JAX's.
-
-    Args:
-      program: from `trace_program`.
-      arguments: an array for each of its inputs.
+    """Returns a program's results as NumPy arrays; random keys remain JAX arrays.
 
     Example:
       >>> program, _ = trace_program(lambda x: 2 * x, np.ones(3, np.float32))
@@ -271,7 +267,7 @@ def evaluate_by_numpy(program: Program, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation, of arrays of NumPy."""
+    """Returns an equation's results, computed by NumPy where possible."""
     name, params = equation.name, equation.traced.params
     operation = _ELEMENTWISE.get(name)
     if operation is None and name in _WITH_PARAMETERS:
@@ -283,7 +279,7 @@ def _compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[A
 
 
 def _on_host(value: Any) -> Any:
-    """Returns an array of NumPy; random keys as they are."""
+    """Returns a NumPy array, or a random key unchanged."""
     return value if _is_key(value) else np.asarray(value)
 
 
@@ -292,20 +288,21 @@ def _is_key(value: Any) -> bool:
 
 
 Evaluate = Callable[[Program, Sequence[Any]], list[Any]]
-"""Returns the results of a program: `Program.evaluate`, or `evaluate_by_numpy`."""
+"""Returns a program's results: `Program.evaluate` or `evaluate_by_numpy`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRule:
-    """A rule, traced for a number of rows, in two halves.
+    """A rule traced for a number of rows, in two halves.
 
     Attributes:
-      value_program: maps the scalars of the state, shared by all rows, to the
+      value_program: maps the state's scalars, which all rows share, to the
         hyperparameters and the new scalars.
       row_program: maps gradient, rows, `is_touched`, slot variables and hyperparameters
         to updates and new slot variables.
-      num_hyperparameters: scalars that cross from the values to the rows.
-      scalars_depend_on_rows: True if a new scalar does. `values` is wrong then.
+      num_hyperparameters: number of scalars that cross from values to rows.
+      scalars_depend_on_rows: True if a new scalar depends on rows, which makes the
+        result of `values` wrong.
     """
 
     value_program: Program
@@ -316,7 +313,7 @@ class SplitRule:
     def values(
         self, scalars: Sequence[Any], evaluate: Evaluate = Program.evaluate
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the hyperparameters of a step, and the scalars after it."""
+        """Returns a step's hyperparameters, and the scalars after the step."""
         results = evaluate(self.value_program, scalars)
         return results[: self.num_hyperparameters], results[self.num_hyperparameters :]
 
@@ -329,13 +326,13 @@ class SplitRule:
         hyperparameters: Sequence[Any],
         evaluate: Evaluate = Program.evaluate,
     ) -> tuple[Any, list[Any]]:
-        """Returns the updates of rows, and their slot variables after the step."""
+        """Returns the rows' updates, and their slot variables after the step."""
         arguments = [gradient, rows, is_touched, *slots, *hyperparameters]
         updates, *new_slots = evaluate(self.row_program, arguments)
         return updates, new_slots
 
     def has_operations_of(self, other: "SplitRule") -> bool:
-        """Returns True if another split, for other rows, does the same to each row."""
+        """Returns True if a split for another row count has the same operations."""
         return all(
             first.operations() == second.operations()
             for first, second in (
@@ -346,12 +343,10 @@ class SplitRule:
 
 
 def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
-    """Splits the program of a rule.
+    """Splits a rule's program.
 
-    Args:
-      program: maps gradient, rows, `is_touched` and the leaves of the state to updates
-        and the new leaves.
-      is_slot: which leaves are slot variables.
+    The program maps gradient, rows, `is_touched` and the state's leaves to updates and
+    the new leaves. `is_slot` is True for each leaf that is a slot variable.
     """
     depends = rows_dependence(program, [True, True, True, *is_slot])
     scalars, slots = partition(program.inputs[3:], is_slot)
@@ -359,12 +354,12 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     row_inputs = (*program.inputs[:3], *slots)
     row_outputs = (program.outputs[0], *new_slots)
 
-    # A user may print values of a rule, in either half.
+    # Users may print a rule's values, in either half.
     effects = {x for x in program.equations if x.traced.effects}
     row_effects = {x for x in effects if not depends.isdisjoint(x.inputs)}
 
-    # Only scalars cross from one half to the other. Arrays that no row changes, such as
-    # a rate that is broadcast to all rows, are computed with the rows.
+    # Only scalars cross between the halves. Arrays such as a rate broadcast to all rows
+    # are computed with the rows.
     results = (x for equation in program.equations for x in equation.outputs)
     crossing = [
         x
@@ -377,13 +372,13 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     used = {*row_outputs, *(x for equation in row_equations for x in equation.inputs)}
     hyperparameters = tuple(x for x in crossing if x in used)
     values = (*hyperparameters, *new_scalars)
-    # A conditional may compute both: scalars, and arrays of rows that are dropped.
+    # A conditional may compute both scalars and arrays of rows; the latter are dropped.
     value_equations = program.needed_for(
         values, {*scalars, *depends}, effects - row_effects
     )
 
     def without_rows(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        """Returns some values, with zeros for values that depend on rows."""
+        """Returns the atoms, with zeros for values that depend on rows."""
         return tuple(
             Constant(np.zeros(x.aval.shape, x.aval.dtype), x.aval)
             if x in depends
@@ -413,18 +408,16 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
 def partition(
     leaves: Sequence[Any], is_slot: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Splits the leaves of a state into scalars and slot variables."""
+    """Splits a state's leaves into scalars and slot variables."""
     scalars = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
     slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
     return scalars, slots
 
 
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
-    """Returns the values of a program that depend on rows.
+    """Returns a program's values that depend on rows.
 
-    Args:
-      program: the program.
-      is_by_row: which of its arguments belong to rows.
+    `is_by_row` is True for each argument that belongs to rows.
     """
     arguments = zip(program.inputs, is_by_row, strict=True)
     depends: set[Atom] = {atom for atom, by_row in arguments if by_row}

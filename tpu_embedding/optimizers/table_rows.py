@@ -1,13 +1,13 @@
-"""Answers questions of a rule about its rows, such as totals over the whole table.
+"""Answers a rule's questions about its rows, such as totals over the whole table.
 
-A rule is given the rows `[rows, dim]` that it updates: the touched rows of one shard
-and round, or a block of all rows. Most rules treat each row separately. Adafactor and a
-few others need totals over the rows of a whole table. They ask `table_rows`, which
-knows the table of each row, and sums over shards and rounds. On a dense array, outside
-of the layer, all rows are present and belong to one table.
+A rule sees only the rows `[rows, dim]` that it updates: the touched rows of one shard
+and round, or a block of all rows. Most rules treat each row separately, but Adafactor
+and a few others need totals over all rows of a table. They call `table_rows`, which
+knows each row's table and sums over shards and rounds. On a dense array outside the
+layer, all rows are present and belong to one table.
 
-So a rule is written once, and composes with every optax wrapper. The rows are not
-passed through the wrappers: like an axis name of JAX, they belong to the context.
+So a rule is written once and composes with every optax wrapper. Wrappers don't pass the
+rows along; they belong to the context, like an axis name in JAX.
 """
 
 import contextlib
@@ -27,19 +27,20 @@ AllReduce = Callable[[Array, Reduction], Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """The rows of one or more tables that a rule is given: one part of all rows.
+    """The part of one or more tables' rows that a rule is given.
 
     Attributes:
-      table_sizes: float32 `[tables]`, number of rows of each whole table. Where ids
-        are not row numbers, only rows count that ids read.
-      tables: int32 `[rows]`, the table of each row. `None` if there is one table.
-      is_used: bool `[rows]`, False for padding, which isn't in a table.
-      is_touched: bool `[rows]`, whether the row was looked up in this step.
-      all_reduce: reduces the totals of this part `[tables, ...]` over all parts.
-      occurrence_squares: float32 `[tables]`, sum of the squares of the gradients of all
-        occurrences of ids. None unless the rule requested the mode `OccurrenceNorm`.
-      stored: takes the rows and their updates, and returns the rows as the table will
-        store them: a narrow table rounds.
+      table_sizes: float32 `[tables]`, number of rows in each whole table. Where ids are
+        not row numbers, only rows that ids read are counted.
+      tables: int32 `[rows]`, each row's table. `None` if there is one table.
+      is_used: bool `[rows]`, False for padding, which isn't in any table.
+      is_touched: bool `[rows]`, True for rows looked up in this step.
+      all_reduce: reduces this part's totals `[tables, ...]` over all parts.
+      occurrence_squares: float32 `[tables]`, sum of the squared gradients of all
+        occurrences of ids. `None` unless the rule's driver is
+        `Touched(occurrence_norm=True)`.
+      stored: maps rows and their updates to the new rows as the table stores them; a
+        narrow table rounds.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -58,7 +59,8 @@ class TableRows:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0, dtype="float32")
         flat = values.reshape(values.shape[0], -1)
-        # In a product, a value that is not finite would reach all tables, as 0 * inf.
+        # Non-finite values are masked, since 0 * inf in the product would spread to all
+        # tables.
         is_finite = jnp.isfinite(flat)
         sums = jnp.dot(
             members, jnp.where(is_finite, flat, 0), precision=jax.lax.Precision.HIGHEST
@@ -68,7 +70,7 @@ class TableRows:
         return self.all_reduce(sums.reshape(self._num_tables, *values.shape[1:]), "sum")
 
     def minimum(self, values: Array) -> Array:
-        """Takes the minimum over the rows of each table: `[rows]` to `[tables]`."""
+        """Returns the minimum over each table's rows: `[rows]` to `[tables]`."""
         values = jnp.where(self.is_used, values, jnp.inf)
         if self.tables is None:
             return self.all_reduce(jnp.min(values, keepdims=True), "min")
@@ -76,7 +78,7 @@ class TableRows:
         return self.all_reduce(minima, "min")
 
     def per_row(self, values: Array) -> Array:
-        """Gives each row its table's value: `[tables, ...]` to `[rows, ...]`."""
+        """Copies each table's value to its rows: `[tables, ...]` to `[rows, ...]`."""
         if self.tables is None:
             return jnp.broadcast_to(values, (self.is_used.shape[0], *values.shape[1:]))
         return values.at[self.tables].get(mode="clip")
@@ -95,11 +97,11 @@ _MODEL_SQUARES: contextvars.ContextVar[Callable[[], Array] | None] = (
 
 
 def table_rows(array: Array) -> TableRows:
-    """Returns the rows that a rule was given, for questions about them.
+    """Returns the `TableRows` of the rows that a rule was given.
 
     Args:
-      array: `[rows, ...]`, an argument of the rule. Outside of the layer it holds all
-        rows of one table.
+      array: `[rows, ...]`, an argument of the rule. Outside the layer it holds all rows
+        of one table.
 
     Example:
       >>> rows = table_rows(jnp.ones((3, 2)))
@@ -113,7 +115,7 @@ def table_rows(array: Array) -> TableRows:
 
 
 def some_rows(num_rows: int) -> TableRows:
-    """Returns rows that are all of one table, and were all looked up."""
+    """Returns rows of a single table, all of them looked up."""
     everything = jnp.ones((num_rows,), bool)
     return TableRows(
         table_sizes=jnp.full((1,), num_rows, jnp.float32),
@@ -125,7 +127,7 @@ def some_rows(num_rows: int) -> TableRows:
 
 
 def is_in_layer() -> bool:
-    """Returns True while a rule runs on rows of a layer, and not on a dense array."""
+    """Returns True while a rule runs on a layer's rows instead of a dense array."""
     return _CURRENT.get() is not None
 
 
@@ -136,9 +138,9 @@ def table_rows_context(
     """Makes `table_rows` return these rows within this context.
 
     Args:
-      rows: the rows. `None` means that a rule is given all rows of one table.
-      inlines_jit: True inlines each `jit` within a rule, which would cache the answers
-        about other rows.
+      rows: the rows. `None` means that the rule sees all rows of one table.
+      inlines_jit: True inlines each `jit` within a rule, whose cache could otherwise
+        return answers about other rows.
     """
     token = _CURRENT.set(rows)
     inlines_jit = inlines_jit and rows is not None
@@ -150,10 +152,10 @@ def table_rows_context(
 
 
 def model_gradient_squares() -> Array | None:
-    """Returns the sum of squares of all gradients of the model in this step.
+    """Returns the sum of squares of all the model's gradients in this step.
 
-    These are the loss's gradients, before other transformations. The result is `None`
-    if a rule is called without a model, and knows only its own arrays.
+    They are the loss's gradients before any transformation. Returns `None` if the rule
+    is called without a model and knows only its own arrays.
     """
     compute = _MODEL_SQUARES.get()
     return None if compute is None else compute()
@@ -164,8 +166,8 @@ def model_gradient_context(compute: Callable[[], Array] | None) -> Iterator[None
     """Makes `model_gradient_squares` return a float32 scalar within this context.
 
     Args:
-      compute: returns the sum; it is called only if a rule asks. `None` if no model
-        knows it.
+      compute: returns the sum, called only if a rule asks for it. `None` if no model
+        provides it.
     """
     token = _MODEL_SQUARES.set(compute)
     try:

@@ -1,13 +1,13 @@
-"""The seam of backends: what looks rows up and updates them on a device.
+"""The interface of backends, which look up and update rows on a device.
 
 A backend changes speed, never results. `make_plan(backend=...)` asks for one, and the
-plan has one per stack. `Backend` itself is XLA's gathers and scatters: the exchange of
-`lookup/` and the drivers of `update/`. A subclass replaces its methods. They get the
-exchange or the driver as a function, `otherwise`, to call in steps that the backend
-cannot run, as in `jax.lax.cond(fits, look_up, otherwise, table)`.
+plan has one per stack. `Backend` itself uses XLA's gathers and scatters: the exchange
+of `lookup/` and the drivers of `update/`. Subclasses override its methods. These
+receive the exchange or the driver as a function, `otherwise`, to call in steps that the
+backend can't run, as in `jax.lax.cond(fits, look_up, otherwise, table)`.
 
-The core calls these methods only, and imports no other backend. To
-add one, add its name and its options to the table of names.
+The core calls only these methods and imports no other backend. To add a backend, add
+its name and options class to `_OPTIONS`.
 """
 
 import abc
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
-"""The activations of each feature of a stack, the rounds of the exchange, and the
-reads of rows that the device owns and lacks; see `PackedRows.num_missing`."""
+"""The activations of each feature of a stack, the number of exchange rounds, and the
+number of reads of rows that the device owns but lacks (`PackedRows.num_missing`)."""
 
 ReadRows = Callable[[PackedRows], Activations]
 """Looks up the rows of a batch in a table."""
 
 UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
-"""Maps table and state of the rule to new ones."""
+"""Maps a table and the rule's state to updated ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Looks up and updates the rows of a stack; this one by gathers and scatters.
+    """A stack's lookup and update. This one uses gathers and scatters.
 
-    Backends are part of the plan, so they are hashable and printable. All methods but
-    `arrange` and `notes` are traced, per shard.
+    Backends are part of the plan, so they are hashable and printable. All methods
+    except `arrange` and `notes` are traced, per shard.
 
     Attributes:
-      lookups: name of what looks rows up, `"xla"` for the exchange.
-      updates: name of what updates rows, `"xla"` for the drivers.
+      lookups: name of the lookup's implementation, `"xla"` for the exchange.
+      updates: name of the update's implementation, `"xla"` for the drivers.
       reason: why the plan chose them.
     """
 
@@ -69,15 +69,15 @@ class Backend:
 
     @property
     def must_run_all(self) -> bool:
-        """True if programs contain nothing else for steps that it cannot run."""
+        """True if programs have no fallback for steps that the backend can't run."""
         return False
 
     def arrange(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of a shard, given the one of gathers and scatters."""
+        """Returns the layout of a shard, given the layout for gathers and scatters."""
         return layout
 
     def notes(self, hardware: HardwareInfo) -> tuple[str, ...]:
-        """Returns what `print(plan)` says about the stack, a line each."""
+        """Returns the lines that `print(plan)` adds for the stack."""
         return ()
 
     def prepare_ids(
@@ -88,13 +88,10 @@ class Backend:
         *,
         are_joined: bool = False,
     ) -> Any:
-        """Returns what lookup and update need of the ids: a pytree, without any table.
+        """Returns what lookup and update need from the ids, as a pytree.
 
-        Args:
-          keys: keys of all features; see `lookup/_forward.py`.
-          poolings: the features of the stack.
-          stack: plan of the stack.
-          are_joined: True for the ids of several lookups, whose gradients are summed.
+        `keys` are the keys of all features; see `lookup/_forward.py`. With
+        `are_joined`, they come from several lookups, whose gradients are summed.
         """
         return None
 
@@ -106,14 +103,9 @@ class Backend:
         otherwise: ReadRows,
         stack: "StackPlan",
     ) -> Activations:
-        """Returns activations, rounds, and missing rows; 0 rounds without an exchange.
+        """Returns activations, rounds (0 without an exchange) and missing rows.
 
-        Args:
-          table: this shard's rows.
-          ids: from `prepare_ids`.
-          poolings: the features of the stack.
-          otherwise: the exchange.
-          stack: plan of the stack.
+        `ids` are from `prepare_ids`, and `otherwise` runs the exchange.
         """
         return otherwise(table)
 
@@ -125,21 +117,17 @@ class Backend:
         otherwise: UpdateRows,
         stack: "TrainedStackPlan",
     ) -> tuple[PackedRows, Any]:
-        """Returns the new table and state of the rule; in place where donated.
+        """Returns the updated table and rule state, in place if they are donated.
 
-        Args:
-          table: this shard's rows.
-          state: state of the rule.
-          gradient: a `StackGradient`, see `lookup/_backward.py`. If the backend
-            replaces the update, its routing has `backend_ids`.
-          otherwise: the update by the rule's driver.
-          stack: plan of the stack.
+        `gradient` is a `StackGradient` of `lookup/_backward.py`. Its routing has
+        `backend_ids` if the backend replaces the update. `otherwise` runs the rule's
+        driver.
         """
         return otherwise(table, state)
 
 
 class BackendOptions(abc.ABC):
-    """What a user passes as `backend=`: it chooses the backend of each stack."""
+    """The value of `backend=`, which chooses the backend of each stack."""
 
     @abc.abstractmethod
     def choose(
@@ -147,11 +135,7 @@ class BackendOptions(abc.ABC):
     ) -> Backend:
         """Returns the backend of a stack, with its reason.
 
-        Args:
-          table: a table of the stack.
-          num_rows: rows of the stack.
-          mesh: devices of the plan.
-          hardware: their kind.
+        `table` is any table of the stack, which has `num_rows` rows.
         """
 
 
@@ -167,20 +151,20 @@ class Xla(BackendOptions):
 
 
 BackendName = Literal["xla", "sparse_core"]
-"""XLA's gathers and scatters; or its embedding operations for SparseCores."""
+"""XLA's gathers and scatters, or its embedding operations for SparseCores."""
 
 _OPTIONS: Final[Mapping[BackendName, tuple[str, str]]] = {
     "xla": ("tpu_embedding.plan.backend", "Xla"),
     "sparse_core": ("tpu_embedding.sparse_core.backend", "SparseCore"),
 }
-"""Module and class of the options, imported when a plan asks for them."""
+"""Module and class of each backend's options, imported on demand."""
 
 
 def backend_options(value: Any) -> BackendOptions:
-    """Returns the options that `backend=` asks for.
+    """Returns the options for the user's `backend=`.
 
     Raises:
-      ValueError: if the value names no backend.
+      ValueError: if the value is not a known name.
     """
     if isinstance(value, BackendOptions):
         return value

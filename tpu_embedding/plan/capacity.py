@@ -1,12 +1,10 @@
 """Chooses how many ids travel in a round, and the form of gathers and updates.
 
-Exchange buffers have static shapes. Their size affects speed only: ids that do not fit
-spill to a later round.
-
-Ids and rows travel in buckets of equal size, one bucket per destination.
+Ids and rows travel in buckets of equal size, one per destination. These buffers have
+static shapes. Their size affects only speed: ids that don't fit spill to a later round.
 
 Rows are pooled and gradients applied in the form that suits the hardware. All forms
-give the same numbers up to rounding. The stack's plan keeps the choices.
+give the same numbers up to rounding. The stack's plan records the choices.
 """
 
 import dataclasses
@@ -21,10 +19,10 @@ from tpu_embedding.rows.packed_rows import round_up
 _HEADROOM_STDDEVS: Final = 4
 """Headroom of a bucket above the mean number of ids, in standard deviations.
 
-Rows are dealt round-robin. The number of unique ids that a shard sends to one
-destination is therefore nearly Poisson, with a standard deviation of sqrt(mean). Over
-zipf-distributed ids, the fullest bucket of all pairs of shards stayed within this
-headroom (1.07 times the mean at 8 shards, 1.5 to 2 at 64, 3.5 to 6 at 256)."""
+Rows are dealt round-robin, so the number of unique ids that a shard sends to one
+destination is nearly Poisson, with a standard deviation of sqrt(mean). With Zipf
+ids, the fullest bucket over all pairs of shards stayed within this headroom
+(1.07 times the mean at 8 shards, 1.5 to 2 at 64, 3.5 to 6 at 256)."""
 
 _SUBLANES: Final = 8
 """Rows of a TPU tile. XLA pads buffers to a multiple of this in any case."""
@@ -32,8 +30,8 @@ _SUBLANES: Final = 8
 LANES: Final = 128
 """32-bit values in one row of a TPU vector register.
 
-A bucket whose size is a multiple of this is sent as it is in memory. Any other bucket
-is copied first, by code that takes XLA seconds to compile."""
+A bucket whose size is a multiple of this is sent straight from memory. Any other
+bucket is copied first, by code that takes XLA seconds to compile."""
 
 _LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
 """Minimum capacity at which bucket sizes are rounded up to a multiple of `LANES`.
@@ -47,10 +45,9 @@ class RoundSize:
 
     Attributes:
       capacity: maximum number of ids that a shard sends to one destination.
-      bucket_size: entries per destination. At least one of them is never used, and
-        stands for "no id".
-      buffer_size: entries of all buckets, in the buffers of ids and of rows.
-      unique_rows: upper bound on the distinct rows that a shard receives requests for.
+      bucket_size: entries per destination. At least one is unused: it means "no id".
+      buffer_size: entries of all buckets together.
+      unique_rows: upper bound on the distinct rows requested from a shard.
       holds_all: True if no batch can need a second round.
     """
 
@@ -73,11 +70,10 @@ def round_size(
     Args:
       max_unique_ids: upper bound on the unique ids of one shard in one step.
       num_shards: number of shards of the table.
-      rows_per_shard: rows of the table that one shard owns. No source device can ask
-        an owner for more unique ids than that.
-      capacity: ids per destination and round, as set by the user. The default is the
-        mean plus four standard deviations, and as many more as the padding of the
-        bucket holds.
+      rows_per_shard: rows of the table that one shard owns. A device can't request more
+        unique ids than that from one owner.
+      capacity: ids per destination and round, as set by the user. Defaults to the mean
+        plus four standard deviations, increased to fill the padding of the bucket.
 
     Example:
       >>> round_size(1000, 8, 10**6).buffer_size
@@ -102,27 +98,27 @@ def round_size(
 def _bucket_size(capacity: int) -> int:
     """Returns the entries per destination of an exchange buffer.
 
-    They exceed the capacity by at least one: the entry that no id uses stands for "no
-    id".
+    There is at least one more than the capacity, because an unused entry stands for
+    "no id".
     """
     is_small = capacity < _LANE_ALIGNMENT_MIN_IDS
     return round_up(capacity + 1, _SUBLANES if is_small else LANES)
 
 
 Gathers = Literal["whole", "fused", "by_feature"]
-"""The gathers that bring rows to samples:
+"""Form of the gathers that bring rows to samples:
 
-* `"whole"`: one gather for all ids, which writes its result to memory. XLA:TPU compiles
-  and starts one large gather faster than many small ones, and writes each of them.
+* `"whole"`: one gather for all ids, whose result is written to memory. XLA:TPU compiles
+  and starts one large gather faster than many small ones, and fuses neither.
 * `"fused"`: one gather per id of a sample, which XLA fuses with the sum. Features
   without sums share one gather.
-* `"by_feature"`: as `"fused"`, and one gather per feature without a sum. XLA:CPU would
-  write the rows of a shared gather to memory, and copy them to the features. (Gathers
-  from an exchange buffer gain nothing, as its rows are in the cache.)
+* `"by_feature"`: like `"fused"`, but with one gather per feature without a sum. XLA:CPU
+  would write the rows of a shared gather to memory and copy them to the features.
+  (Gathers from an exchange buffer gain nothing, since its rows are in the cache.)
 """
 
 Updates = Literal["whole", "blocks"]
-"""The way in which gradients are summed and applied on the device of their rows:
+"""Form in which gradients are summed and applied on the device of their rows:
 
 * `"whole"`: all at once.
 * `"blocks"`: in a loop over blocks of ids, whose rows stay in the cache of a CPU.
@@ -130,7 +126,7 @@ Updates = Literal["whole", "blocks"]
 
 
 def choose_gathers(hardware: HardwareInfo, num_shards: int) -> Gathers:
-    """Returns the form of the gathers of a stack of that many shards."""
+    """Returns the form of the gathers for a stack with this many shards."""
     if hardware.is_tpu:
         return "whole"
     reads_table = num_shards == 1
@@ -147,14 +143,8 @@ def choose_updates(
 ) -> Updates:
     """Returns how gradients are summed and applied.
 
-    A block is a round, so a rule must not pay for each round as for a whole step.
-
-    Args:
-      hardware: kind of device.
-      optimizer: rule of the tables, or None without training.
-      num_devices: devices of the mesh.
-      capacity: the user's limit of ids per round, or None.
-      backend: what looks the rows up; blocks need gathers and scatters.
+    Each block is a round, so blocks are used only for rules with little cost per round.
+    They also need one CPU device, gathers and scatters, and no user-set `capacity`.
     """
     is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
     is_one_cpu &= not backend.replaces_lookup

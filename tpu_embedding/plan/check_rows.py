@@ -1,8 +1,8 @@
 """Rejects arrays that were made for another plan.
 
-Arrays of two plans can have equal shapes. A lookup would then read the rows of another
-table without an error, so every public function checks its arrays first. The check
-reads static facts only, and costs nothing under `jit`.
+Arrays of two plans can have equal shapes, and a lookup would then silently read another
+table's rows. So every public function checks its arrays first. The check reads only
+static facts, and costs nothing under `jit`.
 """
 
 import dataclasses
@@ -17,38 +17,30 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
 def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
-    """Raises unless `tables` holds the rows of every stack.
-
-    Args:
-      tables: stack name to packed rows. It may have more stacks.
-      stacks: stacks of the plan.
+    """Raises unless `tables` holds the rows of every stack. More are allowed.
 
     Raises:
       TypeError: if `tables` is not a mapping of packed rows.
-      ValueError: if a stack is missing, or its rows have other places than in the plan;
-        or if arithmetic on packed narrow rows changed their dtype.
+      ValueError: if a stack is missing or its layout differs from the plan, or if
+        arithmetic on packed narrow rows changed their dtype.
     """
     for stack in stacks:
         rows = _entry("tables", tables, stack, "init_tables")
         if not isinstance(rows, PackedRows):
             raise TypeError(
                 f"tables[{stack.name!r}] must be PackedRows from init_tables, got "
-                f"{type(rows).__name__}. Set single tables by with_table_values."
+                f"{type(rows).__name__}. Use with_table_values for single tables."
             )
         _check_layout(f"tables[{stack.name!r}]", rows.layout, stack.layout)
         _check_words(f"tables[{stack.name!r}]", rows, stack)
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
-    """Raises unless `slots` holds the optimizer state of every stack.
-
-    Args:
-      slots: stack name to optimizer state. It may have more stacks.
-      stacks: stacks of the plan.
+    """Raises unless `slots` holds the state of every stack. More are allowed.
 
     Raises:
       TypeError: if `slots` is not a mapping.
-      ValueError: if a stack is missing, or its slot variables belong to other tables.
+      ValueError: if a stack is missing or its slot variables belong to other tables.
     """
     for stack in stacks:
         state = _entry("slots", slots, stack, "init_slots")
@@ -64,49 +56,43 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises unless the host reads or sets rows that were made for a stack.
-
-    Args:
-      rows: rows of a table, or of a slot variable.
-      stack: stack of the plan.
+    """Raises unless a table's or slot's rows have values, and belong to the stack.
 
     Raises:
-      TypeError: if `jax.jit` traces the rows, which then lack values.
-      ValueError: if they have other places than in the plan.
+      TypeError: if `jax.jit` traces the rows, so the host can't read or set them.
+      ValueError: if their layout differs from the plan.
     """
     if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
         raise TypeError(
-            "The values of tables are read and set on the host, which a function under "
-            f"jax.jit or nnx.jit cannot do, got traced values of the tables {names}. "
-            "Call the method outside of jit, such as layer.embedding_tables() after "
-            "the step. Inside of it, layer(ids) looks rows up."
+            "Table values can't be read or set inside jax.jit or nnx.jit, got traced "
+            f"values of the tables {names}. Call the method outside of jit, such as "
+            "layer.embedding_tables() after the step. Inside jit, use layer(ids)."
         )
     _check_rows_of(f"stacked[{stack.name!r}]", rows.layout, stack)
     _check_words(f"stacked[{stack.name!r}]", rows, stack)
 
 
 def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
-    """Raises if arithmetic made numbers of the words that narrow rows share."""
+    """Raises if arithmetic changed the dtype of the words that narrow rows share."""
     layout = rows.layout
     if layout.narrow_dtype is None or rows.lines.dtype == layout.stored_dtype:
         return
     names = [table.name for table in stack.tables]
     raise ValueError(
-        f"{owner} must hold the int32 words that {layout.narrow_dtype} rows are packed "
-        f"in, got {rows.lines.dtype} for the tables {names}. Arithmetic on words, such "
-        "as an average by jax.tree.map or optax.incremental_update, doesn't give rows, "
-        "even if the result is cast back to int32. Average the float32 values: "
-        "layer.embedding_tables() or unstack_tables reads them, and "
-        "layer.set_embedding_tables or with_table_values sets them."
+        f"{owner} must hold {layout.narrow_dtype} rows packed in int32 words, got "
+        f"{rows.lines.dtype} for the tables {names}. Arithmetic, such as jax.tree.map "
+        "or optax.incremental_update, doesn't work on packed words, even if the result "
+        "is cast back to int32. Average the float32 values: read them with "
+        "layer.embedding_tables() or unstack_tables, and set them with "
+        "layer.set_embedding_tables or with_table_values."
     )
 
 
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
-    """Raises if rows belong to other tables than a stack's, or differ in number.
+    """Raises unless rows belong to the stack's tables and match them in number.
 
-    Rows of a slot variable may be shorter than the table's, and are in lines of their
-    own.
+    Slot variables may have shorter rows than the table, packed in their own lines.
     """
     comparable = dataclasses.replace(
         stack.layout, contents=layout.contents, num_rows=layout.num_rows
@@ -130,7 +116,7 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
 
 
 def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
-    """Raises if the rows of an array have other places than in the plan."""
+    """Raises if an array's layout differs from the plan."""
     if layout == planned or layout.facts == planned.facts:
         return
     only_array = [fact for fact in layout.facts if fact not in planned.facts]

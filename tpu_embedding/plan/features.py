@@ -1,12 +1,12 @@
 """Features of a plan: their rows, and the part of a nest that a batch holds.
 
 A plan has one `FeaturePlan` per feature. `make_plan` finds their tables in new stacks,
-and `EmbeddingPlan.with_features` in the stacks of an existing plan. In a job of several
-processes, each process loads the samples of its own devices only.
+and `EmbeddingPlan.with_features` in the stacks of an existing plan. In a multi-process
+job, each process loads only the samples of its own devices.
 
-Loader processes need a part of the plan that can be pickled. A plan holds devices, and
-functions of the user. Neither can be sent to another process. Preparing a batch needs
-only the features, the sizes of their tables, and the number of devices.
+A plan holds devices and user functions, so it can't be pickled. Loader processes
+receive the part that preparing a batch needs: the features, the sizes of their tables,
+and the number of devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class FeaturePlan:
     """A feature, and the rows of its table.
 
     Attributes:
-      name: name of the feature, in errors and statistics.
+      name: name of the feature in errors and statistics.
       config: the user's declaration of the feature.
       stack_index: stack of the table.
       row_offset: first row of the table in its stack.
@@ -49,7 +49,7 @@ class FeaturePlan:
 
     @property
     def inputs(self) -> VocabularyInputs:
-        """Reads the ids of the feature, and finds their rows."""
+        """Reads the feature's ids and finds their rows."""
         return self.config.table.vocabulary.inputs
 
     @property
@@ -68,8 +68,8 @@ class FeatureNest:
     """The user's nest of features.
 
     Attributes:
-      features: in the order of the leaves of the nest.
-      feature_tree: the nest.
+      features: plans of the features, in the order of the nest's leaves.
+      feature_tree: structure of the nest.
     """
 
     features: tuple[FeaturePlan, ...]
@@ -93,7 +93,7 @@ class FeatureNest:
           This plan if the batch holds all features.
 
         Raises:
-          ValueError: if the nest has another structure, or no feature.
+          ValueError: if the nest has a different structure or no features.
         """
         if self._flatten_up_to(batch) is not None:
             return self
@@ -114,7 +114,7 @@ class FeatureNest:
         """Returns the leaves of a nest like `feature_config`, one per feature.
 
         Raises:
-          ValueError: if the nest has another structure.
+          ValueError: if the nest has a different structure.
         """
         leaves = self._flatten_up_to(nest)
         if leaves is None:
@@ -122,11 +122,11 @@ class FeatureNest:
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Returns the nest that has these leaves, the inverse of `flatten`."""
+        """Returns the nest with these leaves, the inverse of `flatten`."""
         return jax.tree.unflatten(self.feature_tree, leaves)
 
     def _flatten_up_to(self, nest: Any) -> list[Any] | None:
-        """Returns one leaf per feature; None if the nest has another structure."""
+        """Returns one leaf per feature, or None if the structure differs."""
         try:
             return self.feature_tree.flatten_up_to(nest)
         except (ValueError, TypeError):
@@ -143,11 +143,11 @@ class FeatureNest:
 def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     """Returns the leaves of a nest of `FeatureConfig` by name, and the nest.
 
-    The name of a feature is its own, or else its path in the nest.
+    A feature without a name is named by its path in the nest.
 
     Raises:
-      ValueError: if the nest is empty, holds another value, or two features have the
-        same name.
+      ValueError: if the nest is empty, if it holds any other value, or if two features
+        have the same name.
     """
     with_paths, tree = jax.tree_util.tree_flatten_with_path(
         feature_config, is_leaf=lambda x: isinstance(x, FeatureNest)
@@ -193,13 +193,7 @@ def plan_features(
     table_names: Sequence[str],
     stacks: Sequence["StackPlan"],
 ) -> tuple[FeaturePlan, ...]:
-    """Returns one plan per feature.
-
-    Args:
-      features: the features by name.
-      table_names: name of the table of each.
-      stacks: hold these tables.
-    """
+    """Returns one plan per feature, whose tables are `table_names` of `stacks`."""
     tables = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)
@@ -223,12 +217,12 @@ def plan_features(
 def find_tables(
     features: Mapping[str, FeatureConfig], stacks: Sequence["StackPlan"]
 ) -> list[str]:
-    """Returns the name that the table of each feature has in some stacks.
+    """Returns the name of each feature's table in the stacks.
 
-    A table is found as the same object, or else as the only equal one.
+    A table matches the same object, or else the only equal one.
 
     Raises:
-      ValueError: if the stacks lack a table, or have a different table of its name.
+      ValueError: if a table matches none of the stacks' tables, or several.
     """
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     names, problems = [], []
@@ -259,8 +253,8 @@ def _subset_of(nest: Any, batch: Any) -> Any:
       batch: nest of the same structure, whose dicts may lack keys.
 
     Raises:
-      KeyError: if a dict of the batch has a key that the nest has not.
-      ValueError: if the batch has another structure.
+      KeyError: if a dict of the batch has a key that the nest doesn't have.
+      ValueError: if the batch has a different structure.
     """
     if isinstance(nest, int):
         return nest
@@ -281,15 +275,15 @@ def _subset_of(nest: Any, batch: Any) -> Any:
 
 
 def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
-    """Returns the shards of samples that each process holds, by its number.
+    """Returns the range of shards of samples that each process holds.
 
     Args:
       processes: process of each device, in the order of the mesh. Each device looks up
         one shard.
 
     Returns:
-      Ranges of equal length. None if the devices of some process are not consecutive,
-      or differ in number.
+      Ranges of equal length by process. None if the devices of some process are not
+      consecutive, or if processes have different numbers of devices.
 
     Example:
       >>> process_shards([0, 0, 1, 1])
@@ -308,13 +302,13 @@ def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
 class InputPlan(FeatureNest):
     """The part of an `EmbeddingPlan` that `prepare_features` reads.
 
-    `EmbeddingPlan.for_loaders` makes it. It can be pickled if the nest of features can,
-    and starts no device of the process that receives it.
+    `EmbeddingPlan.for_loaders` makes it. It can be pickled if the nest of features can.
+    The process that receives it starts no devices.
 
     Attributes:
-      features: in the order of the leaves of the user's nest. Their
-        tables lack initializers and optimizers.
-      feature_tree: the nest.
+      features: plans of the features, in the order of the nest's leaves. Their tables
+        lack initializers and optimizers.
+      feature_tree: structure of the user's nest of features.
       num_shards: devices of the layer.
       num_process_parts: see `EmbeddingPlan`.
     """

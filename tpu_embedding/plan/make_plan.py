@@ -1,11 +1,11 @@
 """Makes the plan from configuration, mesh and hardware, and rejects contradictions.
 
-Tables are placed on the mesh and grouped into stacks, which are one array each. Tables
-of equal dim, dtype, quantization, optimizer and placement share one dedup, one exchange
-and one gather. The grouping depends on nothing else. Within a stack, tables are in the
-order of their names, and each begins at another shard than the one before.
+Tables are placed on the mesh and grouped into stacks, one array each. Tables with equal
+dim, dtype, quantization, optimizer, placement and kind of vocabulary share one dedup,
+one exchange and one gather. Within a stack, tables are sorted by name and begin at
+different shards.
 
-A table's own placement comes first, then what `make_plan(placement=...)` says.
+`TableConfig.placement` takes precedence over `make_plan(placement=...)`.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
 """Maximum rows of a stack.
 
 An int32 identifies each row of all shards. Dividing rows among shards rounds up, so the
-margin leaves space for one more row on each of 2**20 shards."""
+margin leaves room for one more row on each of 2**20 shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class NamedTable:
     Attributes:
       name: the user's name for the table, or a generated one.
       config: the table as the user declared it.
-      optimizer: the table's own optimizer, or else the shared one; None if the table is
+      optimizer: the table's own optimizer, or else the shared one. None if the table is
         not trained.
-      shard_axes: mesh axes that its rows are split over, in the order of the mesh; none
-        if every device has all rows.
+      shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
+        every device has all rows.
       num_shards: devices along these axes.
       placement_reason: the setting that chose the axes.
       storage: where the placement stores its rows.
-      num_rows: rows in its stack, spare ones included.
+      num_rows: rows in its stack, including spare rows.
     """
 
     name: str
@@ -96,31 +96,30 @@ def make_plan(
 
     Args:
       feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
-      mesh: devices with any axes, of type `Auto` or `Explicit`. None means the mesh of
-        `jax.set_mesh`, or else all devices along one axis, `"shard"`.
-      optimizer: an optax transformation, a name or a Keras optimizer, as
-        `TableConfig` takes, for tables without one of their own. Without it, these are
-        not trained.
-      capacity: ids per destination and round of the exchange, at most; changes speed,
-        never results. The default is the mean and some standard deviations.
-      placement: where the rows of tables live that set no `TableConfig.placement`. It
-        changes memory and traffic, never results. `te.Sharded()`, the default, splits
-        rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes,
-        and copies them along the rest. `te.Replicated()` copies them to every device. A
-        function of a table's name and number of rows chooses per table.
+      mesh: devices, with any axes of type `Auto` or `Explicit`. Defaults to the mesh
+        of `jax.set_mesh`, or else to `te.device_mesh()`.
+      optimizer: optimizer for tables that don't set `TableConfig.optimizer`: an optax
+        transformation, a name or a Keras optimizer. Without it, these tables are not
+        trained.
+      capacity: maximum number of ids per destination and round of the exchange. It
+        changes speed, never results. Defaults to the mean plus four standard
+        deviations.
+      placement: where to store the rows of tables that don't set
+        `TableConfig.placement`. It changes memory and traffic, never results.
+        `te.Sharded()`, the default, splits rows over all devices.
+        `te.Sharded(axes=...)` splits them over some mesh axes and copies them along the
+        rest. `te.Replicated()` copies them to every device. A function of a table's
+        name and number of rows chooses per table.
       hardware: hardware to plan for. Defaults to the kind of the mesh's devices.
-      backend: what looks up and updates rows; it changes speed, never results.
-        `"xla"`: gathers and scatters. `"sparse_core"` or `te.SparseCore(...)`: XLA's
-        embedding operations for SparseCores, for each stack that they can serve;
-        `print(plan)` says which, and why. `tpu-embedding doctor` compares both on the
-        devices that are there.
-
-    Returns:
-      The plan.
+      backend: how rows are looked up and updated. It changes speed, never results.
+        `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
+        XLA's embedding operations for SparseCores, for each stack that they support;
+        `print(plan)` shows which, and why. `tpu-embedding doctor` compares both on
+        your devices.
 
     Raises:
-      TypeError: if an option has a wrong type.
-      ValueError: if the configuration contradicts itself; the message says where.
+      TypeError: if an option has the wrong type.
+      ValueError: if the configuration is inconsistent. The message says where.
     """
     mesh = choose_mesh(mesh)
     hardware = choose_hardware(hardware, mesh)
@@ -154,7 +153,7 @@ def name_tables(
     tables: Sequence[TableConfig],
     optimizer: TableOptimizer | None,
 ) -> list[NamedTable]:
-    """Returns the table of each lookup; lookups in one table get equal entries.
+    """Returns the table of each lookup. Lookups in one table get equal entries.
 
     Raises:
       ValueError: if two different tables have the same name.
@@ -199,10 +198,10 @@ def _resolved_optimizer(
     if config.dtype_name == "int8" and own_or_shared is not None:
         source = "its own" if config.optimizer else "the layer's"
         raise ValueError(
-            "TableConfig.dtype must not be int8 for a table with an optimizer, got "
-            f"{source} for table {name!r}: int8 rows are for lookup only. Store a "
-            "trained table in bfloat16. To train the other tables only, set "
-            "TableConfig.optimizer of each, and pass no optimizer to the layer."
+            "TableConfig.dtype must not be int8 for a trained table, got it for "
+            f"{name!r}, which {source} optimizer trains. int8 rows are for lookup "
+            "only. Use bfloat16 to train this table. To train only other tables, set "
+            "their TableConfig.optimizer and pass no optimizer to the layer."
         )
     return resolve_optimizer(own_or_shared, name, config.dim)
 
@@ -212,17 +211,14 @@ def _place_tables(
     placement: Placement | ChoosePlacement | None,
     mesh: Mesh,
 ) -> list[NamedTable]:
-    """Returns each table once, with the mesh axes that its rows are split over.
+    """Returns each table once, with the mesh axes that split its rows.
 
-    Args:
-      tables: the table of each lookup.
-      placement: the placement of tables without one of their own. A function places
-        each by its name and rows. The default splits them over the whole mesh.
-      mesh: devices of the layer.
+    `placement` is for tables that don't set their own. A function chooses by name and
+    number of rows. By default, rows are split over the whole mesh.
 
     Raises:
       TypeError: if `placement` is not a placement or a function that returns one.
-      ValueError: if a placement names an axis that the mesh lacks.
+      ValueError: if a placement names an axis that the mesh doesn't have.
     """
     if isinstance(placement, Placement):
         placement.shard_axes(mesh.axis_names, "placement")
@@ -269,8 +265,8 @@ def _place(
 
 def _wrong_type(rule: str, value: Any) -> TypeError:
     return TypeError(
-        f"{rule} a te.Sharded or te.Replicated, got {value!r}. A function chooses per "
-        "table: placement=lambda name, num_rows: te.Replicated() if num_rows <= 10_000 "
+        f"{rule} a te.Sharded or te.Replicated, got {value!r}. Or choose per table: "
+        "placement=lambda name, num_rows: te.Replicated() if num_rows <= 10_000 "
         "else te.Sharded()."
     )
 
@@ -278,11 +274,8 @@ def _wrong_type(rule: str, value: Any) -> TypeError:
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    No stack has more rows than an int32 can identify. A larger group is split into
-    several stacks; each table goes into the first that has room.
-
-    Args:
-      tables: different tables, placed on the mesh.
+    An int32 must identify each row of a stack, so a larger group is split into several
+    stacks. Each table goes into the first one with room.
     """
     groups: dict[Any, list[list[NamedTable]]] = {}
     for table in sorted(tables, key=lambda table: table.name):
@@ -311,7 +304,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
 
 
 _MAX_OWNERS: Final = 8192
-"""Owners over which tables of a stack are spread, at most: it bounds unused rows."""
+"""Maximum owners that a stack's tables are spread over. It bounds the unused rows."""
 
 _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 
@@ -319,14 +312,12 @@ _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
     """Returns the first row of each table in its stack.
 
-    Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the
-    frequent ones. So tables begin at different owners. Multiples of the golden ratio,
-    modulo 1, are far apart for any number of tables; the stride is the next integer
-    that reaches all owners. Up to `num_owners - 1` rows before a table stay unused.
+    Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the most
+    frequent, so tables begin at different owners. Multiples of the golden ratio, modulo
+    1, are far apart for any number of tables. The stride is the next integer that
+    reaches all owners. Up to `num_owners - 1` rows before a table stay unused.
 
-    Args:
-      tables: the tables of the stack, in order.
-      num_owners: shards, or SparseCores of all shards.
+    Owners are shards, or the SparseCores of all shards.
 
     Example:
       >>> table = TableConfig(vocabulary_size=100, dim=2)
@@ -429,13 +420,13 @@ def _layout(
         raise ValueError(
             f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
             f"{num_rows}, which exceeds the limit of 2**31 rows in {num_shards} "
-            "shards; cut it in two."
+            "shards; split the table in two."
         )
     return layout
 
 
 def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns row shape and dtype of each slot variable of a table."""
+    """Returns the row shape and dtype of each slot variable of a table."""
     optimizer, dim = table.optimizer, table.config.dim
     if optimizer is None:
         return ()

@@ -34,8 +34,7 @@ def format_table(rows: list[tuple[str, ...]], num_left_aligned: int = 1) -> str:
 
     Args:
       rows: cells by row; the first row is the header. All rows have equal length.
-      num_left_aligned: number of leading columns aligned left; other columns are
-        aligned right.
+      num_left_aligned: number of leading columns to align left. The rest align right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

@@ -1,8 +1,7 @@
-"""Chooses the mesh and the hardware of a plan, and orders devices in a mesh.
+"""Chooses a plan's mesh and hardware, and orders devices in a mesh.
 
-Devices are ordered slice by slice, and process by process. Neighbours on the last axis
-are then near each other, and the samples of a process are consecutive, so that it can
-load them alone.
+Devices are ordered by slice, then by process. Neighbours on the last axis are then near
+each other, and each process's samples are consecutive, so it can load only these.
 """
 
 from collections.abc import Sequence
@@ -23,15 +22,15 @@ SHARD_AXIS: Final = "shard"
 def device_mesh(
     devices: Sequence[Any] | None = None, *, num_slices: int | None = None
 ) -> Mesh:
-    """Returns a mesh of devices: axis `shard`, or axes `slice` and `shard`.
+    """Returns a mesh of devices with axis `shard`, or axes `slice` and `shard`.
 
     Args:
-      devices: JAX devices; None takes all, also on other processes.
+      devices: JAX devices. Defaults to all devices, including other processes'.
       num_slices: number of equal slices to emulate on devices of one slice. Defaults to
-        the slices that the devices are in.
+        the number of slices that the devices are in.
 
     Raises:
-      ValueError: if the devices cannot be split into so many equal slices.
+      ValueError: if the devices can't be split into this many equal slices.
 
     Example:
       >>> device_mesh(num_slices=2).axis_names
@@ -46,7 +45,7 @@ def device_mesh(
     found = len({_slice_of(device) for device in chosen})
     if num_slices is not None and found not in (1, num_slices):
         raise ValueError(
-            f"num_slices must be {found}, the slices that the devices are in, got "
+            f"num_slices must be {found}, the number of slices of the devices, got "
             f"{num_slices}."
         )
     num_slices = num_slices or found
@@ -75,11 +74,11 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 
 
 def choose_mesh(mesh: Any) -> Mesh:
-    """Returns the user's mesh, or else the one of `jax.set_mesh`, or else all devices.
+    """Returns the user's mesh, else the mesh of `jax.set_mesh`, else all devices.
 
     Raises:
       TypeError: if it is not a mesh of devices.
-      ValueError: if it has no device, or axes of several types.
+      ValueError: if it has no devices, or if its axes differ in type.
     """
     if mesh is None:
         return _mesh_of_context()
@@ -95,8 +94,8 @@ def choose_mesh(mesh: Any) -> Mesh:
     if set(mesh.axis_types) not in ({AxisType.Auto}, {AxisType.Explicit}):
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         raise ValueError(
-            f"mesh axes must be all of type Auto or all of type Explicit, got {kinds}; "
-            "give jax.make_mesh equal axis_types for the layer's mesh."
+            f"mesh axes must all be of type Auto or all of type Explicit, got {kinds}; "
+            "pass jax.make_mesh the same axis type for each axis."
         )
     return mesh
 
@@ -124,6 +123,6 @@ def _mesh_of_context() -> Mesh:
         return choose_mesh(jax.sharding.get_mesh())
     except ValueError as error:
         raise ValueError(
-            "mesh must be given where a plan is made inside jax.jit under "
-            f"jax.set_mesh, got None; make the plan outside, or pass mesh. ({error})"
+            "mesh must be set when a plan is made inside jax.jit under jax.set_mesh, "
+            f"got None; pass mesh, or make the plan outside of jit. ({error})"
         ) from None

@@ -1,9 +1,9 @@
 """The plan: every fact that is fixed before a step.
 
-Stages of the lookup and the update receive arrays and the plan, and no other facts. A
-plan is frozen and hashable, so it can be static under `jit`. `make_plan.py` makes it.
+Stages of the lookup and the update receive only arrays and the plan, which is frozen
+and hashable, so it can be static under `jit`. `make_plan.py` makes it.
 
-The plan of a stack tells which array holds a table, and which shard a row.
+A stack's plan says which array holds a table, and which shard holds a row.
 `print(plan)` shows memory and placement of all tables.
 """
 
@@ -39,13 +39,13 @@ from tpu_embedding.vocabularies import Vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """A table in its stack: rows `row_offset` and on.
+    """A table and the range of rows it has in its stack.
 
     Attributes:
       name: name of the table.
       config: the table as the user declared it.
       row_offset: first row in the stack.
-      num_rows: rows in the stack, spare ones included.
+      num_rows: rows in the stack, including spare rows.
       placement_reason: the setting that chose the placement of its stack.
     """
 
@@ -57,7 +57,7 @@ class TablePlan:
 
     @property
     def row_initializer(self) -> RowInitializer | None:
-        """Computes its initial values row by row, or None if it needs all at once."""
+        """Computes initial values by row. None if they depend on the whole shape."""
         return row_initializer(self.config.initializer, self.config.dim)
 
 
@@ -67,28 +67,28 @@ class StackPlan:
 
     Row `q` of the stack (a table's row plus the table's `row_offset`) belongs to shard
     `q % num_shards` ("mod" placement) and is row `q // num_shards` there. So hot
-    neighbouring rows spread out, and small tables start at different shards. Neither
-    rows nor shards have to divide the other.
+    neighbouring rows spread out, and small tables start at different shards. The number
+    of shards need not divide the number of rows.
 
-    Devices that differ along the `replica_axes` only hold the same shard. Their copies
-    are equal bit by bit, before and after every update.
+    Devices that differ only along the `replica_axes` hold the same shard. Their copies
+    are bitwise equal before and after every update.
 
     Attributes:
-      name: key of its array in the tables' dict.
-      tables: in the order of their rows.
-      sample_axes: all mesh axes; samples are split over the devices in this order.
-      shard_axes: mesh axes that rows are split over; none if every device has all rows.
+      name: key of its array in the dict of tables.
+      tables: tables in the order of their rows.
+      sample_axes: all mesh axes. Samples are split over the devices in this order.
+      shard_axes: mesh axes that split rows. Empty if every device has all rows.
       num_shards: devices along the `shard_axes`.
-      num_replicas: devices along the `replica_axes`: copies of each row.
-      layout: packing of the rows of one shard.
-      quantization: applied to looked-up rows.
+      num_replicas: devices along the `replica_axes`, each with a copy of the shard.
+      layout: packing of one shard's rows.
+      quantization: quantization of looked-up rows, if any.
       capacity: the user's maximum of ids per destination and round, or None.
       gathers: form of the gathers that bring rows to samples.
       updates: form in which gradients are summed and applied.
-      backend: what looks rows up, and what updates them.
+      backend: implementation of lookup and update.
       hardware: hardware of the devices.
-      storage: where its rows are stored.
-      optimizer: None; `TrainedStackPlan` has one.
+      storage: where the rows are stored.
+      optimizer: None, except in a `TrainedStackPlan`.
       slots: row shape and dtype of each slot variable.
     """
 
@@ -111,7 +111,7 @@ class StackPlan:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which shards are copied: those that split no rows."""
+        """Mesh axes along which shards are copied: all except the `shard_axes`."""
         return tuple(axis for axis in self.sample_axes if axis not in self.shard_axes)
 
     @property
@@ -121,7 +121,7 @@ class StackPlan:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of its first table; all of them are of one kind."""
+        """The vocabulary of the first table. All tables have the same kind."""
         return self.tables[0].config.vocabulary
 
     @property
@@ -131,7 +131,7 @@ class StackPlan:
 
     @property
     def rows_per_shard(self) -> int:
-        """Logical rows that each shard holds, the last ones possibly unused."""
+        """Logical rows that each shard holds. The last ones may be unused."""
         return self.layout.num_rows
 
     @property
@@ -143,7 +143,7 @@ class StackPlan:
     @property
     def rows_spec(self) -> PartitionSpec:
         """Partition of the rows of the table and of its slot variables."""
-        # XLA names the sharding of its results so; another name compiles again.
+        # XLA names the sharding of its results like this; another would recompile.
         return (
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
         )
@@ -152,11 +152,11 @@ class StackPlan:
         """Returns the first local row of a shard's bank at or after a row of the stack.
 
         Args:
-          row: row of the stack, an int or integers.
+          row: row of the stack, an int or an array.
           shard: number of the shard.
-          bank: number of the bank, 0 unless rows are dealt to several.
+          bank: number of the bank, 0 if the shard has only one.
         """
-        # The rows of a bank leave one remainder, and are next to each other.
+        # A bank's rows are contiguous, and have the same remainder.
         num_ranges = self.num_shards * self.layout.banks
         remainder = bank * self.num_shards + shard
         first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
@@ -164,9 +164,9 @@ class StackPlan:
 
     @property
     def array_bytes(self) -> tuple[int, ...]:
-        """Memory of the rows and of each slot variable on a device, padding included.
+        """Memory of the rows and of each slot variable on a device, with padding.
 
-        A vocabulary's own arrays are not among them.
+        The arrays of a vocabulary are not included.
         """
         layout = self.storage.device_layout(self.layout)
         return (
@@ -179,10 +179,10 @@ class StackPlan:
 
     @property
     def sends_ids(self) -> bool:
-        """True if a lookup sends ids to the owners of their rows, each row once.
+        """True if a lookup sends each unique id to the owner of its row.
 
-        False if each device reads its own rows straight from its table, or the backend
-        brings rows to samples.
+        False if each device reads its rows straight from its own table, or if the
+        backend brings rows to samples.
         """
         reads_own_rows = self.num_shards == 1 and self.capacity is None
         return not (reads_own_rows or self.backend.replaces_lookup)
@@ -193,9 +193,9 @@ class StackPlan:
         return self.optimizer is not None and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
-        """Returns the buffer sizes of a round, for at most this many ids per shard."""
+        """Returns the buffer sizes of a round for at most this many ids per shard."""
         if self.keeps_duplicates:
-            # Rounds are cut between rows, so one row has to fit with all it has.
+            # Rounds end between rows, so all occurrences of a row must fit in one.
             num_ids = max(1, max_unique_ids)
             size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
             unique_rows = min(size.buffer_size, self.rows_per_shard)
@@ -224,12 +224,12 @@ class TrainedStackPlan(StackPlan):
 class EmbeddingPlan(FeatureNest):
     """Everything about an embedding layer that is fixed before the step.
 
-    As a static pytree, it can be an argument of a function under `jax.jit`.
+    It is a static pytree, and can be passed to functions under `jax.jit`.
 
     Attributes:
       stacks: the stacked tables.
-      features: one per lookup, in the order of the leaves of the user's nest.
-      feature_tree: the nest.
+      features: plans of the features, in the order of the nest's leaves.
+      feature_tree: structure of the user's nest of features.
       mesh: devices of the tables, the batches and the dense model.
       hardware: hardware of the mesh's devices.
 
@@ -247,12 +247,12 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def num_shards(self) -> int:
-        """Devices of the mesh, each of which looks up an equal share of the samples."""
+        """Devices of the mesh. Each looks up an equal share of the samples."""
         return self.mesh.size
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """All mesh axes: samples are split over the devices in this order."""
+        """All mesh axes. Samples are split over the devices in this order."""
         return tuple(self.mesh.axis_names)
 
     @property
@@ -272,10 +272,8 @@ class EmbeddingPlan(FeatureNest):
     def sharding_of_samples(self, shape: Sequence[AxisSize]) -> NamedSharding:
         """Returns the sharding of an array of samples, such as an activation.
 
-        It is split along its first axis if the devices divide it, and else whole.
-
-        Args:
-          shape: shape of the global array.
+        It is replicated if the number of devices doesn't divide its first axis. `shape`
+        is global.
         """
         divides = len(shape) > 0 and shape[0] % self.num_shards == 0
         return self.batch_sharding if divides else self.replicated
@@ -285,9 +283,9 @@ class EmbeddingPlan(FeatureNest):
     ) -> range:
         """Returns the samples of a global batch that one process has to load.
 
-        They are the samples that are on its devices. Every process loads all samples if
-        the devices of the mesh do not divide the batch, or if the samples of some
-        process are not consecutive.
+        These are the samples on its devices. Every process loads all samples if the
+        number of devices doesn't divide the batch, or if the samples of some process
+        are not consecutive.
 
         Args:
           batch_size: samples of the global batch.
@@ -311,10 +309,10 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def num_process_parts(self) -> int | None:
-        """Parts of a batch that different processes load, from `process_samples`.
+        """Number of parts of a batch that different processes load.
 
-        None if the devices of some process are not consecutive in the mesh. Each
-        process then loads the global batch.
+        None if the devices of some process are not consecutive in the mesh, so that
+        each process loads the global batch. See `process_samples`.
         """
         return None if self._process_shards is None else len(self._process_shards)
 
@@ -325,7 +323,7 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of what every device holds whole."""
+        """Sharding of arrays that every device holds in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -335,7 +333,7 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def table_bytes_per_device(self) -> int:
-        """Memory that the tables take on each device, padding and ids included."""
+        """Memory of the tables on each device, including padding and ids."""
         return sum(
             stack.array_bytes[0]
             + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
@@ -345,7 +343,7 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def slot_bytes_per_device(self) -> int:
-        """Memory that the slot variables take on each device, padding included."""
+        """Memory of the slot variables on each device, including padding."""
         return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
     @property
@@ -355,7 +353,7 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def used_stacks(self) -> tuple[StackPlan, ...]:
-        """The stacks that some feature looks up in."""
+        """The stacks that at least one feature uses."""
         used = {feature.stack_index for feature in self.features}
         return tuple(s for i, s in enumerate(self.stacks) if i in used)
 
@@ -370,16 +368,15 @@ class EmbeddingPlan(FeatureNest):
     def with_features(self, feature_config: Any) -> "EmbeddingPlan":
         """Returns a plan with other features on the same tables.
 
-        Both plans read the same arrays. Use it to look up features in evaluation that
+        Both plans read the same arrays. Use the new plan to evaluate with features that
         the model was not trained with.
 
         Args:
-          feature_config: any nest of `FeatureConfig`, whose tables are tables of this
-            plan. Stacks that no feature uses are not looked up.
+          feature_config: any nest of `FeatureConfig` whose tables belong to this plan.
+            Stacks that no feature uses are not read.
 
         Raises:
-          ValueError: if this plan lacks a table, or the features contradict
-            each other.
+          ValueError: if this plan lacks a table, or if the features are inconsistent.
 
         Example:
           >>> import tpu_embedding as te
@@ -400,7 +397,7 @@ class EmbeddingPlan(FeatureNest):
     def for_loaders(self) -> InputPlan:
         """Returns the part that `prepare_features` needs, for loader processes.
 
-        It can be pickled; a plan holds devices, and cannot.
+        It can be pickled. A plan can't, because it holds devices.
 
         Example:
           >>> import pickle
@@ -427,8 +424,8 @@ class EmbeddingPlan(FeatureNest):
 
     def __reduce__(self):
         raise TypeError(
-            "An EmbeddingPlan holds devices and cannot be pickled; send "
-            "plan.for_loaders() to loader processes, which prepare_features takes."
+            "An EmbeddingPlan holds devices and cannot be pickled. Send "
+            "plan.for_loaders() to loader processes and pass it to prepare_features."
         )
 
     def __copy__(self) -> "EmbeddingPlan":
@@ -465,7 +462,7 @@ PLAN: Final = ArgumentType(
 
 
 def summarize(plan: EmbeddingPlan) -> str:
-    """Returns one line on the tables, features and devices of a plan."""
+    """Returns a one-line summary of a plan's tables, features and devices."""
     tables = [table for stack in plan.stacks for table in stack.tables]
     rows = count_of(sum(table.config.max_rows for table in tables), "row")
     parts = [
@@ -483,13 +480,13 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _notes(stack: StackPlan) -> Iterator[str]:
-    """Yields what to know about the memory and the optimizer of a stack."""
+    """Yields notes on the memory and the optimizer of a stack."""
     if stack.optimizer is not None and stack.optimizer.named:
         yield f"{stack.name}: trained by {stack.optimizer.named}"
     for table in stack.tables:
         if table.row_initializer is None:
-            # A device holds its share of the rows twice, in whole lines: before and
-            # after they are sent to their owners.
+            # A device holds its share of the rows twice, in whole lines: before they
+            # are sent to their owners, and after.
             lanes = round_up(stack.dim, stack.layout.tile_lanes or 1)
             num_rows = -(-table.num_rows // stack.num_shards)
             num_bytes = 2 * num_rows * LANE_BYTES * lanes
@@ -504,7 +501,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
             f"warning: the largest array of {stack.name} takes "
             f"{format_bytes(largest)} per device, more than the "
             f"{format_bytes(stack.hardware.max_array_bytes)} that "
-            f"{stack.hardware.name} is said to take; more devices make it smaller"
+            f"{stack.hardware.name} is said to support; use more devices"
         )
     yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
     yield from stack.vocabulary.stacks.notes(stack, stack.hardware)

@@ -1,11 +1,11 @@
 """Runs functions on the devices of a plan, on meshes of any axis type.
 
 The layer's programs are written for `Auto` axes, whose shardings XLA propagates. On a
-mesh with `Explicit` axes, as `jax.make_mesh` makes it, the type of an array spells its
-sharding. Each public function then enters a context of `Auto` axes, and its results
-leave with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
+mesh with `Explicit` axes, the default of `jax.make_mesh`, an array's type includes its
+sharding. Each public function then enters a context of `Auto` axes, and returns arrays
+with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
 
-No other module tells the two types apart.
+No other module distinguishes the two types.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ On a mesh of one device their names lack the scope of `shard_map`."""
 
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
-    """Returns the mesh of a plan with axes of type `Auto`: itself if it has these."""
+    """Returns the plan's mesh, with axes of type `Auto`."""
     if not _is_explicit(plan):
         return plan.mesh
     return Mesh(plan.mesh.devices, plan.mesh.axis_names)
@@ -39,13 +39,14 @@ def on_shards(
     in_specs: Any,
     out_specs: Any,
 ) -> Callable[..., Any]:
-    """Returns a function of global arrays whose parts each device computes.
+    """Returns a function of global arrays that runs `function` on each device.
 
     Args:
-      function: takes and returns the part of each device.
-      plan: gives the mesh.
-      in_specs: partitions of the arguments; pytrees may be prefixes of theirs.
-      out_specs: partitions of the results. Devices must agree where one lacks an axis.
+      function: maps each device's shards of the arguments to its shards of the results.
+      plan: provides the mesh.
+      in_specs: partitions of the arguments, as pytree prefixes.
+      out_specs: partitions of the results, as pytree prefixes. Devices along an axis
+        that a partition omits must return equal values.
     """
     mapped = jax.shard_map(
         jax.named_scope(EMBEDDING_SCOPE)(function),
@@ -63,14 +64,12 @@ def on_shards(
 
 
 def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
-    """Returns a batch on the plan's mesh: arrays of another `Explicit` mesh move there.
+    """Moves a batch's arrays from another `Explicit` mesh to the plan's mesh.
 
-    Args:
-      batch: pytree; leaves other than arrays of JAX stay.
-      plan: gives the mesh.
+    Leaves other than JAX arrays are returned unchanged.
 
     Raises:
-      ValueError: under `jit`, where an array cannot change its mesh.
+      ValueError: if an array has to move under `jit`, which can't change its mesh.
     """
 
     def place(array: Any) -> Any:
@@ -82,8 +81,8 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
         if isinstance(array, Tracer):
             raise ValueError(
                 f"A batch must be on the mesh of the tables, {plan.mesh}, got an array "
-                f"on {mesh}. Make the layer with it: te.TPUEmbedding(..., mesh=mesh), "
-                "or te.make_plan(..., mesh); or under jax.set_mesh(mesh)."
+                f"on {mesh}. Make the layer with te.TPUEmbedding(..., mesh=mesh) or "
+                "te.make_plan(..., mesh), or under jax.set_mesh(mesh)."
             )
         divides = array.ndim > 0 and len(array) % plan.num_shards == 0
         spec = plan.sample_spec if divides else PartitionSpec()
@@ -93,7 +92,7 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
 
 
 def replicated_type(array: jax.Array) -> jax.Array:
-    """Returns an array whose type, on a mesh of `Explicit` axes, has no split axis."""
+    """Replicates an array in its type, if its mesh has `Explicit` axes."""
     mesh: Any = jax.typeof(array).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return array
@@ -104,9 +103,9 @@ def replicated_type(array: jax.Array) -> jax.Array:
 def unchecked_values() -> Iterator[None]:
     """Turns `jax_debug_nans` and `jax_debug_infs` off.
 
-    Outside of `jit` they check each operation of a `shard_map`, and look for the origin
-    of a NaN in an endless recursion. Buffers of a backend may hold NaN where unused.
-    The results are checked where they are used.
+    Outside of `jit`, they check each operation of a `shard_map`, and recurse endlessly
+    in search of a NaN's origin. Unused parts of a backend's buffers may hold NaN. The
+    results are checked where they are used.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
@@ -117,11 +116,9 @@ def in_auto_axes(
 ) -> Callable[..., Any]:
     """Returns a function that runs in a context of `Auto` axes.
 
-    Args:
-      function: takes and returns global arrays.
-      plan: gives the mesh.
-      out_specs: partitions of the results on a mesh with `Explicit` axes; pytrees may
-        be prefixes of the results. XLA chooses the partitions on other meshes.
+    The function takes and returns global arrays. `out_specs` are the partitions of its
+    results on a mesh with `Explicit` axes, as pytree prefixes. On other meshes, XLA
+    chooses the partitions.
     """
     context = jax.sharding.get_abstract_mesh().axis_types
     is_in_auto_axes = context and AxisType.Explicit not in context
@@ -149,7 +146,7 @@ def in_auto_axes(
 def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
     """Enters the context of a mesh of `Explicit` axes, unless the caller is in one.
 
-    JAX differentiates on such a mesh only within its context, also outside of `jit`.
+    JAX differentiates on such a mesh only in its context, even outside of `jit`.
     """
     meshes = {plan.mesh for plan in plans if _is_explicit(plan)}
     is_outside = jax.sharding.get_abstract_mesh().empty and not isinstance(
@@ -163,11 +160,9 @@ def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
 
 
 def zeros_like(shapes: Any) -> Any:
-    """Returns zeros of the types of some arrays.
+    """Returns zeros of the given types.
 
-    Args:
-      shapes: pytree of `jax.ShapeDtypeStruct`. Their shardings are part of the types
-        if the axes of the context are `Explicit`.
+    The shardings of `shapes` apply if the axes of the context are `Explicit`.
     """
     context = jax.sharding.get_abstract_mesh()
 
@@ -180,29 +175,27 @@ def zeros_like(shapes: Any) -> Any:
 
 
 def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
-    """Copies an array to all devices, under the sharding that a step would return."""
+    """Copies an array to all devices, with the sharding that a step would return."""
     sharding = plan.replicated
     if _is_explicit(plan):
-        # XLA names the partition of each axis there; another name compiles again.
+        # There XLA names the partition of each axis; another name would recompile.
         sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
     return jax.device_put(array, sharding)
 
 
 def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax.Array:
-    """Partitions an array, in a context of `Auto` axes."""
+    """Constrains an array's partition, in a context of `Auto` axes."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(auto_mesh(plan), spec))
 
 
 def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Constrains the sharding of samples, so that several programs agree on it.
 
-    A mesh with `Explicit` axes needs no constraint: there the array's type has the
+    A mesh with `Explicit` axes needs no constraint, since the array's type includes the
     sharding.
 
-    Args:
-      array: global array, in a context of the user's mesh. It is replicated if it has
-        no axis, or if the devices do not divide the first one.
-      plan: gives the mesh.
+    The array is global, in a context of the user's mesh. It is replicated if it is a
+    scalar, or if the number of devices doesn't divide its first axis.
     """
     if _is_explicit(plan):
         return array

@@ -1,11 +1,11 @@
-"""Parts of recommenders that import the layer, and that the layer never imports.
+"""Parts of recommenders. They import the layer, which never imports them.
 
-Users find their names in `te.metrics`, `te.nn`, `te.functional` and `te.inputs`.
+Public names are in `te.metrics`, `te.nn`, `te.functional` and `te.inputs`.
 
-* `metric`: what all metrics share. `click_metrics`, `ranking_metrics`: the metrics.
-* `ranking_losses`: in-batch softmax, pairwise and listwise losses.
-* `interactions`: layers that let the features of a sample act on each other.
-* `best_rows`: the rows of a table with the largest scalar products. `retrieval`: the
-  same for a Flax layer.
-* `unique_ids`: names each id of a device once, and expands rows to samples.
+* `metric`: base of all metrics, which are in `click_metrics` and `ranking_metrics`.
+* `ranking_losses`: in-batch and sampled softmax, pairwise and listwise losses.
+* `feature_interactions`: layers that combine the features of a sample.
+* `best_rows`: finds the rows of a table with the largest scalar products. `retrieval`
+  does so for a Flax layer.
+* `unique_ids`: finds the unique ids of a device, and expands rows to samples.
 """

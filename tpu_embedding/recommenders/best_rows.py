@@ -1,8 +1,8 @@
 """Retrieves the rows of a table with the largest scalar products, exactly.
 
 Every row is scored, block by block, so no device holds the scores of a whole table.
-Each device finds the best of its own rows, for all queries. One all-to-all brings them
-together, and each device merges the ones of its share of the queries.
+Each device finds the best of its own rows for all queries. After one all-to-all, each
+device merges the results for its share of the queries.
 """
 
 import functools
@@ -28,10 +28,10 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID
 
 Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
-"""Turns rows into the vectors that queries are compared with."""
+"""Maps rows to the vectors that queries are compared with."""
 
 ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
-"""Returns rows by their numbers on the device, and their ids.
+"""Returns rows, given their numbers on the device, and their ids.
 
 Ids rise with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
@@ -39,11 +39,11 @@ ROWS_PER_BLOCK: Final = 8192
 """Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
 
 LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
-"""Score of rows whose scalar product is NaN or -inf. What isn't a row has -inf."""
+"""Score of rows whose scalar product is NaN or -inf. Padding has -inf."""
 
 
 class TopK(NamedTuple):
-    """The best rows of each query, the best first.
+    """The best rows for each query, best first.
 
     Attributes:
       scores: float32 `[queries, k]`, scalar products.
@@ -66,30 +66,31 @@ def top_k(
 ) -> TopK:
     """Returns the `k` rows of a table with the largest scalar product with each query.
 
-    The result is exact, and the same on any number of devices, up to float32 rounding
-    of the scores. Of equal scores the lower id comes first. Time is proportional to
-    queries times rows. Outside `jax.jit`, each call with a `transform` compiles again.
+    The result is exact, and the same on any number of devices up to float32 rounding of
+    the scores. Of equal scores, the lower id comes first. Time is proportional to
+    queries times rows. Outside `jax.jit`, each call with a `transform` recompiles.
 
     Args:
-      tables: stack name to packed rows, from `init_tables`. Or table name to the whole
-        table in logical order, on one device, as an exported program has them.
-      queries: as wide as the rows, or as the output of `transform`; converted to
-        float32. Global.
+      tables: packed rows by stack name, from `init_tables`; or, as in exported
+        programs, whole tables by table name, in logical order on one device.
+      queries: `[queries, dim]`, as wide as the rows or the output of `transform`.
+        Converted to float32. Global.
       plan: plan of the layer.
       k: number of rows, from 1 to the vocabulary size.
-      table: name of the table; it may be left out if the plan has one table only.
-      transform: function of `[rows, dim]` that returns the vectors to compare with,
-        such as an item tower; it must treat each row alone. Defaults to the rows.
-      excluded: ids that must not be returned, such as items that a user has seen, in
-        any order; `te.inputs.PADDING_ROW_ID` fills up. The lists can be empty.
+      table: name of the table, optional if the plan has only one.
+      transform: function that maps rows `[rows, dim]` to the vectors to compare with,
+        such as an item tower. It must treat each row independently. By default, rows
+        are compared directly.
+      excluded: ids not to return for each query, such as items that a user has seen, in
+        any order, padded with `te.inputs.PADDING_ROW_ID`. It can be empty.
 
     Returns:
-      Scores and ids. A query with fewer than `k` rows left after the exclusions gets
-      `-inf` and `te.inputs.PADDING_ROW_ID` after them.
+      Scores and ids. If fewer than `k` rows are left after exclusions, the rest are
+      `-inf` and `te.inputs.PADDING_ROW_ID`.
 
     Raises:
-      ValueError: if `k`, the table's name, the width of the queries or `excluded` do
-        not fit, or the ids of the table are not row numbers.
+      ValueError: if `k`, the table's name, the width of the queries or `excluded`
+        doesn't fit, or if the table's ids are not row numbers.
 
     Example:
       >>> import tpu_embedding as te
@@ -114,8 +115,8 @@ def top_k(
         if not rows.holds_all_rows:
             raise ValueError(
                 f"top_k needs all rows of table {member.name!r} on the devices, got a "
-                f"table with {stack.storage}; search an export, whose tables are "
-                "whole: te.export.load, or pass {name: layer.embedding_tables()[name]}."
+                f"table with {stack.storage}. Search an export, which has whole tables "
+                "(te.export.load), or pass {name: layer.embedding_tables()[name]}."
             )
     arrays = (rows, queries.astype(jnp.float32), excluded)
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
@@ -137,7 +138,7 @@ def _search(
     plan: EmbeddingPlan,
     transform: Transform | None = None,
 ) -> TopK:
-    """Returns the best rows of a table, on one device or sharded; see `top_k`."""
+    """Returns the best rows of a table on one or several devices; see `top_k`."""
     num_queries = queries.shape[0]
     num_best = min(k + excluded.shape[1], member.num_rows)  # Some may be excluded.
     if isinstance(rows, jax.Array):
@@ -164,7 +165,7 @@ def _search(
         return merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        # Devices share the queries equally; queries of zeros fill up.
+        # Pad with queries of zeros, so that devices share the queries equally.
         room = ((0, -num_queries % plan.num_shards), (0, 0))
         queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
         best = on_shards(
@@ -183,15 +184,13 @@ def _search(
 _compiled_search = jax.jit(
     _search, static_argnames=("k", "stack", "member", "plan", "transform")
 )
-"""Compiles once for all calls of the same shapes, also of eager callers."""
+"""Compiles once per shape, even for eager callers."""
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns a table of a plan, whose ids must be row numbers, and its stack.
+    """Returns a table, whose ids must be row numbers, and its stack.
 
-    Args:
-      plan: plan of the layer.
-      name: name of the table, or None if the plan has one table only.
+    The name may be None if the plan has only one table.
     """
     known = {table.name: (s, table) for s in plan.stacks for table in s.tables}
     if name is None and len(known) == 1:
@@ -205,14 +204,14 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
     if not vocabulary.ids_are_rows:
         raise ValueError(
             f"top_k: the ids of table {name!r} must be row numbers, got the vocabulary "
-            f"{vocabulary!r}. {vocabulary.instead_of_row_numbers} Score the rows by "
+            f"{vocabulary!r}. {vocabulary.instead_of_row_numbers} Score the rows with "
             "jax.lax.top_k(queries @ rows.T, k)."
         )
     return stack, member
 
 
 def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
-    """Raises ValueError if `k` or the queries do not fit the table."""
+    """Raises ValueError if `k` or the queries don't fit the table."""
     if not 1 <= k <= member.num_rows:
         raise ValueError(
             f"top_k: k must be from 1 to {member.num_rows}, the rows of table "
@@ -222,8 +221,8 @@ def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) ->
     vector = row if transform is None else jax.eval_shape(transform, row)
     if queries.ndim != 2 or vector.shape != (1, queries.shape[-1]):
         raise ValueError(
-            f"top_k: queries must have the shape [queries, {vector.shape[-1]}], as the "
-            f"vectors of table {member.name!r}, got {list(queries.shape)}."
+            f"top_k: queries must have the shape [queries, {vector.shape[-1]}], like "
+            f"the vectors of table {member.name!r}, got {list(queries.shape)}."
         )
 
 
@@ -231,7 +230,7 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
     """Returns the excluded ids as int32.
 
     Raises:
-      ValueError: if they are not integers, or their shape differs.
+      ValueError: if they are not integers, or have the wrong shape.
     """
     if excluded is None:
         return jnp.zeros((num_queries, 0), jnp.int32)
@@ -240,7 +239,7 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
             excluded = np.asarray(excluded)
         except ValueError as error:
             raise ValueError(
-                "top_k: excluded must be one array; fill lists of other lengths up by "
+                "top_k: excluded must be one array; pad lists to equal lengths with "
                 f"te.inputs.PADDING_ROW_ID, {PADDING_ROW_ID}."
             ) from error
     # NumPy makes empty lists float64.
@@ -261,7 +260,7 @@ def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> R
     """Returns a function that reads the table's rows on a shard. Per shard."""
     num_shards = stack.num_shards
     shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
-    # The shard's first row that belongs to the table.
+    # The table's first row on the shard.
     first = (member.row_offset + num_shards - 1 - shard) // num_shards
 
     def read(numbers: Array) -> tuple[Array, Array]:
@@ -286,14 +285,9 @@ def best_of_device(
     num_best: int,
     transform: Transform | None,
 ) -> TopK:
-    """Returns the best rows of one device, or all if it has fewer.
+    """Returns the best rows of one device, or all its rows if it has fewer.
 
-    Args:
-      queries: the queries.
-      read: see `ReadRows`.
-      num_rows: rows to read.
-      num_best: rows to return.
-      transform: see `top_k`.
+    It reads `num_rows` rows, and returns `num_best`; see also `top_k`.
     """
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
@@ -309,7 +303,7 @@ def best_of_device(
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))
         ids = jnp.concatenate([best.ids, ids], axis=1)
-        # Of equal scores the first wins: rows of earlier blocks have lower ids.
+        # Of equal scores, the first wins: rows of earlier blocks have lower ids.
         scores, positions = jax.lax.top_k(scores, num_best)
         return TopK(scores, jnp.take_along_axis(ids, positions, axis=1))
 
@@ -320,7 +314,7 @@ def best_of_device(
 
 
 def merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
-    """Sorts the best rows of several devices; of equal scores the lower id is first."""
+    """Merges the best rows of several devices. Equal scores are ordered by id."""
     scores, ids = best
     if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on an empty comparison.
         is_excluded = jnp.any(ids[:, :, None] == excluded[:, None, :], axis=2)

@@ -120,7 +120,7 @@ class RMSE(_MeanOfErrors):
 
 
 class ClickMetric(Metric):
-    """A metric of a click model, whose logits are probabilities."""
+    """A metric of a click model, which predicts logits."""
 
     @classmethod
     def from_batch(
@@ -133,11 +133,11 @@ class ClickMetric(Metric):
         """Returns the metric of one batch.
 
         Args:
-          logits: any shape; `jax.scipy.special.logit` makes them of probabilities.
-            Infinite ones are certain: their log loss is 0 or infinite.
+          logits: any shape. Convert probabilities with `jax.scipy.special.logit`.
+            Infinite logits are certain: their log loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
           weights: weight of each sample; see `Mean.from_batch`.
-          **settings: settings of the class, if it has any.
+          **settings: settings of the class, if any.
 
         Raises:
           ValueError: if shapes differ, or a label on the host is outside `[0, 1]`.
@@ -173,7 +173,7 @@ class LogLoss(ClickMetric, Mean):
 class NormalizedEntropy(ClickMetric):
     """The mean log loss, relative to predicting the share of positives for all samples.
 
-    Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
+    Below 1, the model is better than the base rate. See He et al., "Practical Lessons
     from Predicting Clicks on Ads at Facebook" (ADKDD 2014), equation 1. It is defined
     if there are positive and negative samples.
 
@@ -236,7 +236,7 @@ class Calibration(ClickMetric, Mean):
 def log_loss(
     logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Returns the log loss of each sample, also of infinite logits."""
+    """Returns the log loss of each sample. Logits may be infinite."""
     positive_losses = weighted(jax.nn.softplus(-logits), labels)
     return positive_losses + weighted(jax.nn.softplus(logits), 1 - labels)
 
@@ -254,19 +254,17 @@ _NONE: Final[Any] = object()
 class AUC(ClickMetric):
     """The area under the ROC curve.
 
-    It is the probability that a positive sample scores above a negative one; equal
-    scores count half. The scores are counted in bins, and two samples in one bin count
-    half as well. So the error is at most `max_error()`, half the share of pairs of
-    different scores in one bin.
+    It is the probability that a positive sample scores above a negative one. Equal
+    scores count half, and so do two samples in the same bin. So the error is at most
+    `max_error()`, half the share of pairs in the same bin.
 
-    A bin has equal width in `score / (1 + |score|)`. With logits as scores and 4096
-    bins, predictions near 0.5 are distinguished at 0.0001, and those near 0.01 at
-    0.00015. Logits that differ by little far from 0 share a bin, such as those from
-    11.9 to 12.1; `max_error()` tells. It is defined if there are positive and negative
-    samples.
+    Bins have equal width in `score / (1 + |score|)`. With logits as scores and 4096
+    bins, predictions near 0.5 have a resolution of 0.0001, and predictions near 0.01 of
+    0.00015. Far from 0, similar logits share a bin, such as 11.9 to 12.1; check
+    `max_error()`. It is defined if there are positive and negative samples.
 
     Attributes:
-      positives: `[num_bins]`, weight of the positive samples, by rising score.
+      positives: `[num_bins]`, weight of the positive samples by ascending score.
       negatives: `[num_bins]`, weight of the negative samples.
       num_bins: number of bins, at least 2; an option of `from_batch`.
 
@@ -309,7 +307,7 @@ class AUC(ClickMetric):
         return (positives.value() != 0) & (negatives.value() != 0)
 
     def max_error(self) -> Float[Array, ""]:
-        """Returns a bound on the error of `compute`, beyond rounding of float32."""
+        """Returns a bound on the error of `compute`, apart from float32 rounding."""
         return _max_error(self)
 
     def _compute(self) -> Float[Array, ""]:
@@ -345,7 +343,8 @@ def _histogram(
 ) -> Sum:
     """Returns the total weight in each bin.
 
-    A float32 total of many weights is inexact, so each chunk of samples has its own.
+    A float32 total of many weights is inexact, so each chunk of samples is summed
+    separately.
     """
     num_chunks = -(-bins.size // num_bins)
     room = (0, num_chunks * num_bins - bins.size)

@@ -1,4 +1,4 @@
-"""Layers that let the features of a sample act on each other: DLRM's and DCN-v2's."""
+"""Layers of DLRM and DCN-v2 that combine the features of a sample."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"
 
 
 class DotInteraction(nnx.Module):
-    """The scalar products of all pairs of a sample's vectors, without parameters.
+    """The scalar products of all pairs of a sample's vectors. It has no parameters.
 
     For vectors `v_0, v_1, ...` of a sample, the result is
     `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`: the lower triangle of the matrix of
@@ -26,7 +26,7 @@ class DotInteraction(nnx.Module):
     Recommendation Systems", arXiv 1906.00091.
 
     Attributes:
-      self_interaction: True adds the product of each vector with itself.
+      self_interaction: whether to include the product of each vector with itself.
 
     Example:
       >>> vectors = [jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0]]), jnp.ones((1, 2))]
@@ -44,11 +44,11 @@ class DotInteraction(nnx.Module):
           vectors: `n` arrays `[batch, dim]`, or one array `[batch, n, dim]`.
 
         Returns:
-          `[batch, n * (n - 1) / 2]`; with `self_interaction`, `n * (n + 1) / 2`.
+          `[batch, n * (n - 1) / 2]`, or `n * (n + 1) / 2` with `self_interaction`.
 
         Raises:
           TypeError: if the vectors are a dict.
-          ValueError: if the arrays differ in shape, or have other axes.
+          ValueError: if the arrays differ in shape, or have the wrong axes.
         """
         if isinstance(vectors, Mapping):
             raise TypeError(
@@ -59,7 +59,7 @@ class DotInteraction(nnx.Module):
             if len(shapes := list(dict.fromkeys(map(jnp.shape, vectors)))) != 1:
                 raise ValueError(
                     "DotInteraction: vectors must be arrays of one shape [batch, dim], "
-                    f"got {shapes}; bring them to one dim by a linear layer."
+                    f"got {shapes}; project them to one dim with a linear layer."
                 )
             vectors = jnp.stack(vectors, axis=1)
         if vectors.ndim != 3:
@@ -76,14 +76,14 @@ class DotInteraction(nnx.Module):
 class FeatureCross(nnx.Module):
     """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input of the first layer of a stack, `x` of this layer, and `*`
-    multiplies element by element. Layer `n` thus makes products of up to `n + 1`
-    inputs. `W` is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2:
-    Improved Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names are as in
-    Keras Recommenders, and initial weights as in TorchRec.
+    `x_0` is the input of the first layer of a stack, `x` the input of this layer, and
+    `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs. `W`
+    is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2: Improved Deep
+    & Cross Network", arXiv 2008.13535, equations 1 and 2. Names follow Keras
+    Recommenders, and initial weights follow TorchRec.
 
     Attributes:
-      down: `V`, a linear layer without bias; None if `W` is full.
+      down: `V`, a linear layer without bias, or None if `W` is full.
       up: `U` and `b`, or `W` and `b`.
 
     Example:
@@ -101,14 +101,14 @@ class FeatureCross(nnx.Module):
         diag_scale: float = 0.0,
         rngs: nnx.Rngs,
     ):
-        """Initialises matrices by Glorot's normal distribution, and biases by 0.
+        """Initializes matrices from Glorot's normal distribution, and biases to 0.
 
         Args:
           num_inputs: width of the inputs.
-          projection_dim: rank of `W`, at least 1; a quarter of the width keeps the
-            accuracy of a full matrix, by the paper. Defaults to a full matrix.
-          diag_scale: added to the diagonal of `W`, at least 0; it keeps training
-            stable, of low ranks above all.
+          projection_dim: rank of `W`, at least 1. In the paper, a quarter of the width
+            is as accurate as a full matrix, the default.
+          diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
+            training, above all at low ranks.
           rngs: stream `params` provides the keys.
 
         Raises:
@@ -144,8 +144,8 @@ class FeatureCross(nnx.Module):
 
         Args:
           first: `x_0`.
-          crossed: `x`, the output of the layer before; None for the first layer, where
-            it equals `x_0`.
+          crossed: `x`, the output of the previous layer. Defaults to `x_0`, for the
+            first layer.
 
         Raises:
           ValueError: if the last axis is not `num_inputs` wide.

@@ -1,12 +1,12 @@
-"""What all metrics share: exact sums, and values that grow by batches and merge.
+"""The base of all metrics: exact sums, which are updated by batches and merged.
 
-A metric is a pytree of sums. So it passes through `jit` and `scan`, and `jax.lax.psum`
+A metric is a pytree of sums, so it passes through `jit` and `scan`, and `jax.lax.psum`
 merges the metrics of all devices.
 
 A float32 total of 2^24 no longer changes when 1 is added, so it loses every sample
 after the first 17 million. A `Sum` keeps the rounding error of each addition in a
-second float32. Likewise, float32 merges integers above 2^24: `float32_in_order` keeps
-the order of values of any dtype.
+second float32. Likewise, float32 can't distinguish integers above 2^24, so
+`float32_in_order` keeps the order of values of any dtype.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from tpu_embedding.argument_checks import describe_value
 class Sum:
     """An array of totals, each the unevaluated sum `high + low` of two float32 values.
 
-    Whole numbers add exactly up to 2^46, in any order. Other values of one sign add
-    with a relative error of at most 2^-44. `jax.lax.psum` over devices rounds `high` as
-    float32 does, once; additions before and after it stay exact.
+    Whole numbers add exactly up to 2^46, in any order. Other values of equal sign add
+    with a relative error of at most 2^-44. `jax.lax.psum` over devices rounds `high`
+    once, to float32. Additions before and after it stay exact.
 
     Attributes:
       high: float32, the total rounded to float32.
@@ -44,14 +44,14 @@ class Sum:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...] = ()) -> "Sum":
-        """Returns totals of nothing."""
+        """Returns totals of zero."""
         return cls.of(jnp.zeros(shape, jnp.float32))
 
     def add(self, other: "Sum") -> "Sum":
-        """Returns the totals of both, which have the same shape.
+        """Returns the sum of two arrays of totals of the same shape.
 
-        The rounding error of `high + high` is a float32, and its formula is from
-        Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+        The rounding error of `high + high` is a float32. The formula is from Knuth,
+        "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 
         Example:
           >>> big, one = Sum.of(jnp.float32(2**24)), Sum.of(jnp.float32(1))
@@ -62,7 +62,7 @@ class Sum:
         added = total - self.high
         error = (self.high - (total - added)) + (other.high - added)
         low = error + (self.low + other.low)
-        # The formula would make an infinite total NaN.
+        # The formula would turn an infinite total into NaN.
         low = jnp.where(jnp.isfinite(total), low, 0.0)
         high = total + low
         rest = jnp.where(jnp.isfinite(high), low - (high - total), 0.0)
@@ -84,7 +84,7 @@ class Sum:
             ]
             return totals.add(Sum(high=earlier[0], low=earlier[1]))
 
-        # The program of jax.lax.associative_scan takes seconds to compile.
+        # jax.lax.associative_scan takes seconds to compile.
         return jax.lax.fori_loop(0, (size - 1).bit_length(), add_earlier, self)
 
     def total(self) -> "Sum":
@@ -104,10 +104,10 @@ Nest = TypeVar("Nest")
 
 
 class Metric:
-    """Base of all metrics: frozen dataclasses of sums and static settings.
+    """Base class of all metrics, frozen dataclasses of sums and static settings.
 
-    `from_batch` makes a metric of a batch, `merge` adds two, `compute` returns the
-    value. Order and grouping of the samples do not matter, beyond rounding.
+    `from_batch` makes a metric from a batch, `merge` adds two, and `compute` returns
+    the value. Beyond rounding, the order and grouping of samples don't matter.
     """
 
     @classmethod
@@ -119,7 +119,7 @@ class Metric:
 
     @classmethod
     def from_batch(cls, *batch: Any, **settings: Any) -> Self:
-        """Returns the metric of one batch; each class says what a batch is."""
+        """Returns the metric of one batch. Each class defines its batch."""
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
@@ -127,7 +127,7 @@ class Metric:
 
         Args:
           *batch: arguments of `from_batch`.
-          **inputs: further ones, except the settings, which stay as they are.
+          **inputs: keyword arguments of `from_batch`, except settings, which are kept.
         """
         return self.merge(self.from_batch(*batch, **inputs, **self._settings()))
 
@@ -135,7 +135,7 @@ class Metric:
         """Returns the metric of the samples of both.
 
         Raises:
-          ValueError: if the other one is of another class, or has other settings.
+          ValueError: if the other metric has a different class or different settings.
         """
         return merge(self, other)
 
@@ -144,11 +144,11 @@ class Metric:
         raise NotImplementedError(f"{type(self).__name__} has no is_defined")
 
     def compute(self) -> Float[Array, ""]:
-        """Returns the value, a float32 scalar; NaN if it is not defined."""
+        """Returns the value, a float32 scalar, or NaN if it is not defined."""
         return _value_of(self)
 
     def _compute(self) -> Float[Array, ""]:
-        """Returns the value, or anything if it is not defined."""
+        """Returns the value, arbitrary if it is not defined."""
         raise NotImplementedError(f"{type(self).__name__} has no _compute")
 
     def _settings(self) -> dict[str, Any]:
@@ -165,12 +165,7 @@ def _value_of(metric: Metric) -> Float[Array, ""]:
 
 
 def merge(metrics: Nest, others: Nest) -> Nest:
-    """Merges two nests of metrics, such as dicts, entry by entry.
-
-    Args:
-      metrics: nest of metrics.
-      others: nest of the same structure.
-    """
+    """Merges two nests of metrics with equal structure, such as dicts."""
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     try:
         return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
@@ -182,7 +177,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
 
 
 def compute(metrics: Any) -> Any:
-    """Returns the values of a nest of metrics, as the same nest of float32 scalars.
+    """Returns the values of a nest of metrics, as a nest of float32 scalars.
 
     Example:
       >>> from tpu_embedding.metrics import MAE
@@ -194,12 +189,12 @@ def compute(metrics: Any) -> Any:
 
 
 def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
-    """Returns the arrays of a batch as float32; ones for `None`.
+    """Returns the arrays of a batch as float32, with ones for `None`.
 
     Args:
       owner: class of the metric, for the error.
-      **arrays: by name. The first one has the shape that all must have: JAX would
-        silently broadcast `[batch]` with `[batch, 1]`.
+      **arrays: arrays by name. All must have the shape of the first: JAX would silently
+        broadcast `[batch]` with `[batch, 1]`.
 
     Raises:
       ValueError: if a shape differs.
@@ -218,7 +213,7 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
 
 
 def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
-    """Returns values as float32; JAX alone would truncate 64-bit integers first."""
+    """Returns values as float32. JAX alone would truncate 64-bit integers first."""
     if is_on_device(values):
         return jnp.asarray(values).astype(jnp.float32)
     return jnp.asarray(np.asarray(values).astype(np.float32))
@@ -232,13 +227,13 @@ def is_on_device(values: Any) -> bool:
 def check_clicks(
     owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
 ) -> list[Float[Array, "*shape"]]:
-    """Returns logits, labels and weights of a batch as float32, checked.
+    """Checks logits, labels and weights of a batch, and returns them as float32.
 
-    Values of arrays on devices are not checked, because the host would wait for them.
+    The values of device arrays are not checked, because the host would wait for them.
 
     Raises:
-      ValueError: if a shape differs, or a label of nonzero weight is outside
-        `[0, 1]`, such as a logit that is passed as a label.
+      ValueError: if a shape differs, or if a label with nonzero weight is outside
+        `[0, 1]`, such as a logit passed as a label.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
     if is_on_device((labels, weights)):
@@ -248,8 +243,8 @@ def check_clicks(
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
         raise ValueError(
-            f"{owner}: labels must be in [0, 1], got {used[is_wrong][0]}, and "
-            f"{int(is_wrong.sum())} such labels in all; the order of arguments is "
+            f"{owner}: labels must be in [0, 1], got {used[is_wrong][0]} "
+            f"({int(is_wrong.sum())} such labels in total); the order of arguments is "
             "from_batch(logits, labels, weights)."
         )
     return batch
@@ -258,7 +253,7 @@ def check_clicks(
 def weighted(
     values: Float[Array, "*shape"], weights: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Returns `weights * values`; 0 where the weight is 0, even if the value is NaN."""
+    """Returns `weights * values`, 0 where the weight is 0 even if the value is NaN."""
     return jnp.where(weights == 0, 0.0, weights * values)
 
 
@@ -274,9 +269,8 @@ _MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
 def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     """Returns float32 values in the same order along the last axis.
 
-    Equal values stay equal, and NaN stays NaN. float32 keeps the values of most dtypes.
-    Integers and floats that it would round become their ranks among the distinct
-    values, from 0.
+    Equal values stay equal, and NaN stays NaN. Values of most dtypes are unchanged.
+    Types that float32 would round become ranks among the distinct values, from 0.
 
     Args:
       values: numbers of any shape.

@@ -1,7 +1,7 @@
 """Losses for models that rank: sampled softmax, pairwise and listwise losses.
 
-Each returns one value per list, or per sample, so weights and means stay with the
-caller. `optax.losses.ranking_softmax_loss` is a further listwise loss.
+Each returns one value per list or sample, so callers can apply weights and means.
+`optax.losses.ranking_softmax_loss` is another listwise loss.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from tpu_embedding.recommenders.ranking_metrics import Ranks
 DIFFERENCE_OF_NO_PAIR: Final = -0.5
 """Replaces `s_j - s_i` where two items are not a pair.
 
-Zero times an infinite derivative would be NaN. Losses have finite derivatives here,
-between 0 and the hinge at -1."""
+Zero times an infinite derivative would be NaN. Here, between 0 and the hinge at -1,
+losses have finite derivatives."""
 
 
 def in_batch_softmax(
@@ -50,19 +50,19 @@ def in_batch_softmax(
       queries: one query vector per sample.
       items: one item vector per sample. Items of samples with weight 0 are also
         candidates.
-      log_probabilities: natural logarithm of `q` for the item of each sample. By
-        default, all items are equally frequent.
-      item_ids: id of the item of each sample. Samples with the same item are then not
+      log_probabilities: natural logarithm of `q` for each sample's item. By default,
+        all items are equally frequent.
+      item_ids: id of each sample's item. Samples with the same item are then not
         negatives of each other. Without ids they are, as in the paper.
-      num_hard_negatives: number of negatives per query that enter the softmax, at least
-        1: the ones with the highest `s`, as in `tasks.Retrieval` of TensorFlow
-        Recommenders. Defaults to all. Ranks count all.
+      num_hard_negatives: number of negatives per query in the softmax, at least 1. The
+        negatives with the highest `s` are used, as in TensorFlow Recommenders'
+        `tasks.Retrieval`. Defaults to all. Ranks always count all.
 
     Returns:
       `log_softmax`, at most 0, and the `te.metrics.Ranks` of each sample's own item:
       the number of candidates with a higher `s`, from 0 to `batch - 1`, and the number
-      with an equal one. Pass them to `te.metrics.RecallAtK.from_ranks`. They are NaN if
-      a score of the sample is NaN.
+      with an equal one. Pass them to `te.metrics.RecallAtK.from_ranks`. Ranks are NaN
+      if a score of the sample is NaN.
 
     Raises:
       ValueError: if shapes differ, or `num_hard_negatives` is not a positive int.
@@ -119,27 +119,27 @@ def sampled_softmax(
         log_softmax_i = s_i - log(exp(s_i) + sum over j of exp(s_ij))
 
     The loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
-    Target Vocabulary for Neural Machine Translation" (ACL 2015), as
-    `tf.nn.sampled_softmax_loss`. With ids, a negative that is the query's own item, an
-    *accidental hit*, is left out, as in TensorFlow by default.
+    Target Vocabulary for Neural Machine Translation" (ACL 2015), like
+    `tf.nn.sampled_softmax_loss`. With ids, negatives that are the query's own item
+    (*accidental hits*) are excluded, as in TensorFlow by default.
 
     Args:
       queries: one query vector per sample. Global.
       items: vector of the item that each sample chose.
       negatives: vectors of the sampled items.
-      item_log_probabilities: natural logarithm of `q` for the item of each sample.
-      negative_log_probabilities: natural logarithm of `q` for each sampled item. Both
-        are given or neither, which is right if all items are sampled equally often.
-      item_ids: id of the item of each sample.
-      negative_ids: id of each sampled item. Both are given or neither.
+      item_log_probabilities: natural logarithm of `q` for each sample's item.
+      negative_log_probabilities: natural logarithm of `q` for each sampled item. Pass
+        both, or neither if all items are sampled equally often.
+      item_ids: id of each sample's item.
+      negative_ids: id of each sampled item. Pass both or neither.
       num_hard_negatives: see `in_batch_softmax`.
 
     Returns:
-      `log_softmax` and ranks, as `in_batch_softmax` returns them: the ranks are from 0
-      to the number of negatives.
+      `log_softmax` and ranks, as `in_batch_softmax` returns them. Ranks are from 0 to
+      the number of negatives.
 
     Raises:
-      ValueError: if shapes differ, one array of a pair is missing, or
+      ValueError: if shapes don't fit, only one array of a pair is passed, or
         `num_hard_negatives` is not a positive int.
 
     Example:
@@ -180,8 +180,8 @@ def sampled_softmax(
     }.items():
         if (pair[0] is None) != (pair[1] is None):
             raise ValueError(
-                f"te.nn.{owner}: item_{name} and negative_{name} must be given "
-                "together, got one of them. Pass both, or leave both out."
+                f"te.nn.{owner}: item_{name} and negative_{name} must be passed "
+                "together, got only one of them. Pass both or neither."
             )
     own, scores = jnp.sum(queries * items, axis=1), queries @ negatives.T
     if item_log_probabilities is not None:
@@ -201,7 +201,7 @@ def _softmax_of_own(
     is_negative: Bool[Array, "batch negatives"],
     num_hard_negatives: int | None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
-    """Returns the log-softmax and ranks of a score among the negatives' scores."""
+    """Returns the log-softmax and ranks of a score among the scores of negatives."""
     if num_hard_negatives is not None:
         check = int_from(1, num_hard_negatives)
         check_hyperparameters(f"te.nn.{owner}", num_hard_negatives=check)
@@ -232,24 +232,23 @@ def pairwise_loss(
 
     The default is the logistic loss `log(1 + exp(s_j - s_i))` of RankNet, and of BPR if
     one item of each pair was chosen; see Burges et al., "Learning to Rank using
-    Gradient Descent" (ICML 2005). Other losses of pairs are other functions:
+    Gradient Descent" (ICML 2005). Other pairwise losses:
 
-    * hinge: `lambda d: jax.nn.relu(1 + d)`, of Joachims, "Optimizing Search Engines
+    * hinge: `lambda d: jax.nn.relu(1 + d)`; see Joachims, "Optimizing Search Engines
       using Clickthrough Data" (KDD 2002);
     * soft zero-one: `jax.nn.sigmoid`.
 
-    TensorFlow Ranking and Keras Recommenders form the same pairs. The latter's mean
-    divides the sum by the number of items.
+    TensorFlow Ranking and Keras Recommenders form the same pairs. The mean of Keras
+    Recommenders divides the sum by the number of items.
 
     Args:
-      scores: a score `s` per item of each list; divide it by a temperature if you like.
+      scores: score `s` of each item, optionally divided by a temperature.
       labels: relevance `y` of each item, of the same shape.
-      of_difference: loss of a pair, element by element. Its derivative must be finite
-        at -0.5.
-      where: False for padding. By default, all are items.
+      of_difference: elementwise loss of a pair. Its derivative must be finite at -0.5.
+      where: False for padding. By default, nothing is padding.
 
     Returns:
-      The loss of each list; 0 if no two labels differ.
+      The loss of each list, 0 if all labels are equal.
 
     Raises:
       ValueError: if shapes differ.
@@ -278,20 +277,20 @@ def list_mle_loss(
     *,
     where: Bool[Array, "*lists items"] | None = None,
 ) -> Float[Array, "*lists"]:
-    """Returns minus the log-likelihood of the order of the labels. A listwise loss.
+    """Returns the negative log-likelihood of the labels' order, a listwise loss.
 
-    In the model of Plackett and Luce, the items are drawn one after the other, each
-    from a softmax of the scores that are left:
+    In the Plackett-Luce model, items are drawn one after the other, each from a softmax
+    of the remaining scores:
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 
-    Items are numbered by falling label; of equal labels the first comes first, as in
-    Keras Recommenders. Labels keep all their bits, except that JAX truncates 64-bit
-    arguments of a jitted function. See Xia et al., "Listwise Approach to Learning to
-    Rank" (ICML 2008). Arguments and errors are the same as for `pairwise_loss`.
+    Items are numbered by descending label, with equal labels in order, as in Keras
+    Recommenders. All bits of labels count, except that JAX truncates 64-bit arguments
+    of a jitted function. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
+    2008). Arguments and errors are the same as for `pairwise_loss`.
 
     Returns:
-      The loss of each list, at least 0; 0 for a list of a single item, or none.
+      The loss of each list, at least 0. It is 0 for lists of at most one item.
 
     Example:
       >>> loss = list_mle_loss(jnp.array([1.0, 1.0, 1.0]), jnp.array([0, 2, 1]))
@@ -313,12 +312,12 @@ def list_mle_loss(
 
 
 def _where_given(values: Any) -> Array | np.ndarray:
-    """Returns an array on the host or device of the values: JAX truncates 64 bits."""
+    """Returns an array, on the host if the values are: JAX would truncate 64 bits."""
     return values if isinstance(values, jax.Array) else np.asarray(values)
 
 
 def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
-    """Raises ValueError if shapes differ, or have other axes; None passes."""
+    """Raises ValueError unless all shapes are equal and have these axes."""
     shapes = {name: np.shape(x) for name, x in arrays.items() if x is not None}
     first, *others = shapes.values()
     num_axes = axes.count(",") + 1

@@ -1,8 +1,8 @@
-"""Defines metrics of retrieval: samples that rank candidates.
+"""Metrics of retrieval, for samples that rank candidates.
 
-Candidates of equal score can be ranked in any order. Both metrics take the mean over
-all orders, as scikit-learn's `ndcg_score` does. A model that gives all candidates one
-score therefore gets the value of a random order, not of a perfect one.
+Candidates with equal scores can be ranked in any order. Both metrics average over all
+orders, like scikit-learn's `ndcg_score`. So a model that gives all candidates the same
+score has the value of a random order, not of a perfect one.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
     Attributes:
       num_higher: number of candidates with a higher score, any shape. NaN if a score is
         NaN.
-      num_equal: number of candidates with the relevant one's score, itself included;
+      num_equal: number of candidates with the relevant one's score, including itself;
         shaped like `num_higher`.
     """
 
@@ -44,8 +44,8 @@ class Ranks(NamedTuple):
 class _TopK(Mean):
     """A weighted mean, over samples, of a value of the best `k` candidates.
 
-    A sample without a relevant candidate is undefined, and counts for nothing. The
-    metric is defined if the total weight of all other samples is not 0.
+    Samples without a relevant candidate are ignored. The metric is defined if the total
+    weight of all other samples is not 0.
 
     Attributes:
       k: number of candidates that count.
@@ -66,13 +66,12 @@ class _TopK(Mean):
         """Returns the metric of one batch.
 
         Args:
-          scores: `[batch, candidates]`; a higher score ranks before a lower one. Only
-            their order counts, also of 64-bit numbers of the host.
+          scores: `[batch, candidates]`. Higher scores rank first. Only their order
+            matters, even for 64-bit numbers on the host.
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
-          is_candidate: bool `[batch, candidates]`, False for padding. By default, all
-            are candidates.
-          k: at least 1; above the number of candidates, all count.
+          is_candidate: bool `[batch, candidates]`, False for padding. Defaults to True.
+          k: at least 1. If it exceeds the number of candidates, all count.
 
         Raises:
           ValueError: if shapes differ, or `k` is below 1.
@@ -101,11 +100,11 @@ class _TopK(Mean):
     def from_ranks(
         cls, ranks: ArrayLike | Ranks, weights: ArrayLike | None = None, *, k: int
     ) -> Self:
-        """Returns the metric of samples that have one relevant candidate each.
+        """Returns the metric of samples with one relevant candidate each.
 
         Args:
           ranks: number of candidates before the relevant one, any shape; or `Ranks`,
-            such as of `te.nn.in_batch_softmax`, where scores can be equal.
+            such as from `te.nn.in_batch_softmax`, if scores can be equal.
           weights: at least 0, or bool, shaped like `ranks`. Defaults to 1.
           k: at least 1.
 
@@ -138,22 +137,21 @@ class _TopK(Mean):
         *,
         k: int,
     ) -> Self:
-        """Returns the metric of samples that want one id each, as of `te.nn.top_k`.
+        """Returns the metric of retrieved ids, such as from `te.nn.top_k`.
 
-        A sample whose id was not found counts, with the value 0. The label
-        `te.inputs.PADDING_ROW_ID`, which fills up `ids`, is never found.
+        A sample whose label was not retrieved has the value 0. The label
+        `te.inputs.PADDING_ROW_ID`, which pads `ids`, is never found.
 
         Args:
-          ids: integers `[batch, n]`, the best candidates of each sample, the best
-            first.
-          labels: integers `[batch]`, the id that each sample wants. All 64 bits of
-            arrays on the host count.
+          ids: integers `[batch, n]`, the candidates of each sample, best first.
+          labels: integers `[batch]`, the relevant id of each sample. All 64 bits of
+            host arrays count.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           k: from 1 to `n`.
 
         Raises:
-          ValueError: if shapes do not fit, ids or labels are not integers, `k` is below
-            1, or above `n`.
+          ValueError: if shapes don't fit, ids or labels are not integers, or `k` is out
+            of range.
 
         Example:
           >>> ids = [[3, 5], [1, 4], [2, 0]]  # te.nn.top_k(layer, queries, k=2).ids
@@ -176,11 +174,9 @@ class _TopK(Mean):
 
     @classmethod
     def _gains(cls, ranks: Any, xp: Any = jnp) -> Any:
-        """Returns the gain of a relevant candidate by its rank, from 0.
+        """Returns the gain of a relevant candidate by rank, from 0.
 
-        Args:
-          ranks: an array.
-          xp: the library of the array, `numpy` or `jax.numpy`.
+        `xp` is the library of the array, `numpy` or `jax.numpy`.
         """
         raise NotImplementedError
 
@@ -192,7 +188,7 @@ class _TopK(Mean):
         is_candidate: Bool[Array, "batch candidates"],
         k: int,
     ) -> Float[Array, " batch"]:
-        """Returns the value of each sample; anything if no candidate is relevant."""
+        """Returns the value of each sample, undefined if no candidate is relevant."""
         raise NotImplementedError
 
     @classmethod
@@ -204,7 +200,7 @@ class _TopK(Mean):
         k: int,
     ) -> Float[Array, " batch"]:
         """Returns the total of label times gain of each sample's best `k`."""
-        # NaN is after all scores, and so is padding.
+        # NaN and padding sort after all scores.
         keys = jnp.where(is_candidate, -scores, jnp.nan)
         starts, ends = (
             jax.vmap(functools.partial(jnp.searchsorted, side=side))(
@@ -240,8 +236,8 @@ class _TopK(Mean):
 class RecallAtK(_TopK):
     """The share of relevant candidates among the best `k`, averaged over samples.
 
-    With one relevant candidate per sample it is the hit rate. Samples without a
-    relevant candidate do not count; of retrieved ids, take `from_top_k`.
+    With one relevant candidate per sample, it is the hit rate. Samples without a
+    relevant candidate are ignored. For retrieved ids, use `from_top_k`.
 
     Example:
       >>> recall = RecallAtK.from_batch([[3.0, 2.0, 1.0]], [[1, 0, 1]], k=2)
@@ -266,10 +262,10 @@ class NDCGAtK(_TopK):
     """The normalised discounted cumulative gain of the best `k`, averaged over samples.
 
     A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
-    the sum of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
+    the sum for the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
     Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
     the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
-    relevant candidate do not count.
+    relevant candidate are ignored.
 
     Attributes:
       gains: `"linear"` or `"exponential"`; an option of `from_batch`.
@@ -297,11 +293,11 @@ class NDCGAtK(_TopK):
         """Returns the metric of one batch.
 
         Args:
-          scores: `[batch, candidates]`; a higher score ranks before a lower one.
+          scores: `[batch, candidates]`. Higher scores rank first.
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           gains: `"linear"`, or `"exponential"` for `2**label - 1`.
-          **options: `k` and `is_candidate`, as of `RecallAtK.from_batch`.
+          **options: `k` and `is_candidate`; see `RecallAtK.from_batch`.
 
         Raises:
           ValueError: if shapes differ, `k` is below 1, or `gains` is unknown.
@@ -327,7 +323,7 @@ class NDCGAtK(_TopK):
 
 
 def _as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
-    """Returns ids as an array where they are, on the host or on a device."""
+    """Returns ids as an array, on the host or device where they are."""
     ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
     if ids.size == 0:  # NumPy makes empty lists float64.
         return ids.astype(np.int32)
@@ -346,7 +342,7 @@ def _is_wanted(
     device_dtypes = [x.dtype for x in arrays if isinstance(x, jax.Array)]
     for i, array in enumerate(arrays):
         if device_dtypes and not isinstance(array, jax.Array):
-            # JAX would truncate ids of the host that don't fit. They become padding.
+            # JAX would truncate host ids that don't fit, so they become padding.
             limits = jnp.iinfo(device_dtypes[0])
             fits = (array >= limits.min) & (array <= limits.max)
             array = np.where(fits, array, PADDING_ROW_ID).astype(device_dtypes[0])

@@ -38,31 +38,31 @@ def top_k(
 ) -> TopK:
     """Returns the `k` rows of a table with the largest scalar product with each query.
 
-    It is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders:
-    exact and sharded over all devices. Of equal scores the lower id comes first. A
-    method of a model that calls it can be exported with
+    This is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders:
+    exact, and sharded over all devices. Of equal scores, the lower id comes first. To
+    export a model's method that calls it, use
     `te.export.save(model, directory, ..., method=...)`.
     `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` is the recall of the result.
-    Outside `jax.jit`, the second call of the same shapes compiles nothing, unless
-    `transform` is a plain function.
+    Outside `jax.jit`, calls with the same shapes compile once, unless `transform` is a
+    plain function.
 
     Args:
-      layer: layer of the table. Its tables get no gradient from this call.
-      queries: `[queries, dim]`; converted to float32. Global.
+      layer: layer of the table. No gradient flows to its tables.
+      queries: `[queries, dim]`, converted to float32. Global.
       k: number of rows, from 1 to the vocabulary size.
-      table: name of the table; it may be left out if the layer has one table only.
-      **options: `transform`, such as an item tower, to compare with another vector of
-        each row, and `excluded`, ids not to return; see `te.functional.top_k`.
+      table: name of the table, optional if the layer has only one.
+      **options: `transform`, such as an item tower, which maps rows to the vectors to
+        compare with, and `excluded`, ids not to return; see `te.functional.top_k`.
 
     Returns:
-      `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. A query
-      with fewer than `k` rows left after the exclusions gets `-inf` and
-      `te.inputs.PADDING_ROW_ID` after them.
+      `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If fewer
+      than `k` rows are left after exclusions, the rest are `-inf` and
+      `te.inputs.PADDING_ROW_ID`.
 
     Raises:
-      TypeError: if `layer` is not a layer, such as the model.
-      ValueError: if `k`, the table's name or a shape does not fit, or the ids of
-        the table are not row numbers.
+      TypeError: if `layer` is not a layer but, for example, a model.
+      ValueError: if `k`, the table's name or a shape doesn't fit, or if the table's ids
+        are not row numbers.
 
     Example:
       >>> from flax import nnx
@@ -87,7 +87,7 @@ def top_k(
     if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
         options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
     # A module, or the module of a bound method, enters jit as a static graph and traced
-    # weights: new weights do not compile again.
+    # weights, so that new weights don't recompile.
     graph, state = nnx.split(module)
     method = getattr(transform, "__func__", type(module).__call__)
     options |= {"transform": state, "graph": graph, "method": method}
@@ -109,20 +109,10 @@ def _top_k_with_module(
     transform: nnx.State,
     **options: Any,
 ) -> TopK:
-    """Returns the best rows as a module transforms them; see `top_k`.
+    """Returns the best rows as transformed by a module; see `top_k`.
 
-    Parameters are arguments: a step of training compiles nothing.
-
-    Args:
-      tables: see `functional.top_k`, also for the arguments that follow.
-      queries: the queries.
-      graph: structure of the module, of `nnx.split`.
-      method: method of the module's class.
-      plan: plan of the layer.
-      k: number of rows.
-      table: name of the table.
-      transform: state of the module.
-      **options: further options of `functional.top_k`.
+    Parameters are arguments, so a training step doesn't recompile. The module is split
+    into `graph`, `method` (of its class) and `transform`, its state.
     """
     by_module = functools.partial(method, nnx.merge(graph, transform))
     return functional.top_k(
@@ -140,25 +130,25 @@ def top_k_of_tower(
 ) -> TopK:
     """Returns the `k` items whose vectors have the largest products with each query.
 
-    Unlike `top_k`, it takes items whose vectors come from rows of several tables, or
-    from other features. It is exact: the tower computes the vectors of all items, some
-    thousands at a time. Call it within `nnx.jit`, and outside of losses.
+    Unlike `top_k`, it supports items whose vectors come from several tables, or from
+    other features. It is exact: the tower computes the vectors of all items, a few
+    thousand at a time. Call it inside `nnx.jit`, and outside of losses.
 
     Args:
       tower: maps numbers of items, int32 `[n]`, to vectors `[n, dim]`, such as
         `lambda numbers: model.items({"item": numbers, "genre": genres[numbers]})`. It
-        must treat each item alone.
-      queries: converted to float32. Global.
+        must treat each item independently.
+      queries: `[queries, dim]`, converted to float32. Global.
       k: number of items, from 1 to `num_items`.
       num_items: number of items, which are numbered from 0.
-      excluded: integers `[queries, n]`, items that must not be returned for a query;
-        see `te.functional.top_k`.
+      excluded: integers `[queries, n]`, items not to return for a query; see
+        `te.functional.top_k`.
 
     Returns:
-      `scores` and `ids`, the numbers of the items, as `top_k` returns them.
+      `scores` and `ids`, the numbers of the items, as in `top_k`.
 
     Raises:
-      ValueError: if `k`, the width of the queries or `excluded` do not fit.
+      ValueError: if `k`, the width of the queries or `excluded` doesn't fit.
 
     Example:
       >>> vectors = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.7]])
@@ -193,7 +183,7 @@ def top_k_of_tower(
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
-    """Returns whole tables, and records a call, whose tables an export keeps."""
+    """Returns whole tables, and records a call so that an export keeps them."""
     _, member = find_table(layer.plan, table)
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))

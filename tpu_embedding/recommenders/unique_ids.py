@@ -1,9 +1,9 @@
-"""Names each id of a device's samples once, for models that transform rows.
+"""Finds the unique ids of each device's samples, for models that transform rows.
 
-The batches of a sequence model repeat most of their ids. Such a model looks up the
-unique ids of each device as a plain feature, transforms each row once, and then gathers
-the results into the positions of the samples with `expand`. The gradient of a value
-sums over its positions.
+The batches of a sequence model repeat most of their ids. Such a model looks up each
+device's unique ids as a plain feature, transforms each row once, and then gathers the
+results into the positions of the samples with `expand`. The gradient of a value sums
+over its positions.
 """
 
 import functools
@@ -21,18 +21,18 @@ from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray, RaggedIds, padding_of
 
 _MAX_RANGE_PER_ID: Final = 16
-"""Range of ids, per id, up to which a mark per value is faster than a sort."""
+"""Maximum range of ids, per id, at which marking each value is faster than a sort."""
 
 
 class UniqueIds(NamedTuple):
-    """The different ids of each device's samples, and the position of each use of one.
+    """The unique ids of each device's samples, and the position of each use.
 
     Attributes:
-      ids: `[num_devices * size]`; the different ids of each device, rising, then
-        padding. Look them up as a feature with `output_shape=(-1,)`.
-      index: nest of the ids, each int32 `[batch]` or `[batch, valence]`: the position
-        of each id among the ids of its device; `size` for padding.
-      size: ids per device, padding included.
+      ids: `[num_devices * size]`, each device's unique ids, ascending, then padding.
+        Look them up as a feature with `output_shape=(-1,)`.
+      index: nest like the ids, of int32 `[batch]` or `[batch, valence]`: the position
+        of each id among its device's unique ids, or `size` for padding.
+      size: ids per device, including padding.
     """
 
     ids: np.ndarray
@@ -42,13 +42,13 @@ class UniqueIds(NamedTuple):
     def attribute_ids(self, attributes: Any) -> np.ndarray:
         """Returns the attribute of each unique id, such as the artist of each item.
 
-        Look the result up as one more feature with `output_shape=(-1,)`, whose rows are
-        aligned with the rows of the ids. If many ids have one attribute, pass it to
-        `unique_ids` first, and expand the rows of the attributes to the ids.
+        Look up the result as another feature with `output_shape=(-1,)`. Its rows are
+        aligned with the rows of the ids. If many ids share an attribute, pass the
+        result to `unique_ids` first, and expand the attributes' rows to the ids.
 
         Args:
           attributes: nest like the ids, with the attribute of the id in each position.
-            All positions of an id must hold the same one, which is not checked.
+            All positions of an id must hold the same attribute, which is not checked.
 
         Returns:
           `[num_devices * size]`, padded like the ids.
@@ -74,8 +74,8 @@ class UniqueIds(NamedTuple):
         if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
             raise ValueError(
                 "UniqueIds.attribute_ids needs an attribute in each position of the "
-                f"ids, {shapes}, got {[x.shape for x in arrays]}; give both of one "
-                "batch."
+                f"ids, {shapes}, got {[x.shape for x in arrays]}; pass both from the "
+                "same batch."
             )
         attribute, padding = _joined(arrays)
         index, _ = _joined(indices)
@@ -98,7 +98,7 @@ def unique_ids(
     length: int | None = None,
     samples: Samples = "global",
 ) -> UniqueIds:
-    """Finds the different ids of the samples of each device. It runs on the host.
+    """Finds the unique ids of each device's samples. Runs on the host.
 
     Each device then reads and exchanges a row once, however many of its samples need
     it, and the model transforms it once. The gradient of `te.functional.expand` sums
@@ -106,27 +106,27 @@ def unique_ids(
     each occurrence of an id sees one per device and row.
 
     Args:
-      ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` in unused
-        positions (or `2**64 - 1` among uint64), or `RaggedIds`. Or a nest of these,
-        such as a history and a candidate, which share the rows.
-      plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`. With None, one
-        device has all samples, as in a served model.
-      feature: name of the feature that looks the unique ids up. Its `expected_valence`
-        is the mean number of different ids on a device, divided by its samples, and
-        sets the first size.
+      ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
+        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these, such as a
+        history and a candidate, which share the rows.
+      plan: plan of the layer, or `plan.for_loaders()`. None means that one device has
+        all samples, as in a served model.
+      feature: name of the feature that looks up the unique ids. Its `expected_valence`
+        is the mean number of unique ids on a device, divided by its samples, and
+        determines the first size.
       sizes: remembers the sizes of earlier batches, as in `prepare_features`. By
-        default, each batch has a size of its own. No id is left out.
-      length: positions of a sample of `RaggedIds`; longer samples are cut.
-      samples: the samples that this process passes, as in `prepare_features`.
+        default, each batch has its own size. No ids are dropped.
+      length: positions per sample of `RaggedIds`. Longer samples are truncated.
+      samples: the samples that this process passes; see `prepare_features`.
 
     Returns:
-      The unique ids and the index. Ids that do not fit in 32 bits are for tables
-      of 64-bit ids. Their padding is the reserved id, so their feature needs
+      The unique ids and the index. Ids that don't fit in 32 bits are for tables of
+      64-bit ids. Their padding is the reserved id, so their feature needs
       `out_of_range_ids="drop"`.
 
     Raises:
-      ValueError: if the nest has arrays of different batches, or ragged ids without a
-        length.
+      ValueError: if batch sizes differ, if ragged ids have no `length`, or if the plan
+        has no such feature.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -149,7 +149,7 @@ def unique_ids(
         configs = {planned.name: planned.config for planned in plan.features}
         if feature not in configs:
             raise ValueError(
-                "unique_ids needs the name of the feature that looks the ids up, got "
+                "unique_ids needs the name of the feature that looks up the ids, got "
                 f"{feature!r}; the plan has {list(configs)}."
             )
         expected_valence = configs[feature].expected_valence
@@ -157,7 +157,7 @@ def unique_ids(
     arrays = [_padded(leaf, length) for leaf in leaves]
     if len({len(x) for x in arrays}) != 1:
         raise ValueError(
-            "unique_ids needs ids of one batch, got arrays of shapes "
+            "unique_ids needs ids of equal batch size, got arrays of shapes "
             f"{[x.shape for x in arrays]}."
         )
     joined, padding = _joined(arrays)
@@ -170,8 +170,8 @@ def unique_ids(
         unique_of_device, index[own_samples] = _rank(joined[own_samples], padding)
         unique.append(unique_of_device)
     counts = list(map(len, unique))
-    # Unique ids are not a sum over samples. Their squares are estimated for ids that
-    # come one by one at random.
+    # Unique ids are not a sum over samples. Their squares are estimated as if ids
+    # arrived independently at random.
     mean = sum(counts) / batch_size
     demand = RaggedDemand(
         feature_name=feature,
@@ -199,24 +199,24 @@ def _is_ragged(leaf: Any) -> bool:
 
 
 def _padded(ids: Any, length: int | None) -> np.ndarray:
-    """Returns integers `[batch, ...]`. Ragged ids are cut or padded to `length`."""
+    """Returns integers `[batch, ...]`. Truncates or pads ragged ids to `length`."""
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
                 "unique_ids needs integers [batch] or [batch, valence], or RaggedIds, "
-                f"got {array.dtype} of shape {array.shape}; make RaggedIds of lists by "
+                f"got {array.dtype} of shape {array.shape}; convert lists with "
                 "te.RaggedIds.from_lists."
             )
         return array
     if length is None:
         raise ValueError(
             "unique_ids needs the length of a sample for RaggedIds, got length=None; "
-            "give the length of the longest sequence."
+            "pass the length of the longest sequence."
         )
     values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
     if values.dtype != np.uint64:
-        values = values.astype(np.int64)  # Fewer bits cannot mark padding.
+        values = values.astype(np.int64)  # Narrower types can't hold the padding.
     row_splits = row_splits.astype(np.int64, copy=False)
     is_used = np.arange(length) < np.diff(row_splits)[:, None]
     positions = row_splits[:-1, None] + np.arange(length)
@@ -228,7 +228,7 @@ def _padded(ids: Any, length: int | None) -> np.ndarray:
 def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
     """Returns the ids of all arrays, `[batch, positions]`, and their padding.
 
-    Their type is int32 if it holds all of them, else uint64.
+    The dtype is int32 if all ids fit, else uint64.
     """
     columns = [x.reshape(len(x), x[:1].size) for x in arrays]
     masks = [x != padding_of(x.dtype) for x in columns]
@@ -245,7 +245,7 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
 
 
 def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the different ids, rising, and the rank of each id; -1 for padding."""
+    """Returns the unique ids, ascending, and the rank of each id, -1 for padding."""
     is_id = ids != padding
     used = ids[is_id]
     ranks = np.full(ids.shape, -1, np.int32)
@@ -254,7 +254,7 @@ def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
     if num_values > _MAX_RANGE_PER_ID * used.size:
         unique, ranks[is_id] = np.unique(used, return_inverse=True)
         return unique, ranks
-    # Marks each value of the range that occurs, which is faster than a sort.
+    # Mark each value in the range that occurs, which is faster than a sort.
     offsets = used - lowest
     is_used = np.zeros(num_values, bool)
     is_used[offsets] = True
@@ -272,22 +272,22 @@ def expand(
 ) -> Any:
     """Gathers the values of unique ids into the positions of the samples.
 
-    Each device has the values of its samples, so nothing crosses the network. JAX
-    differentiates it in reverse mode. The gradients of a value are summed in float32,
-    and rounded once.
+    Each device has the values of its samples, so nothing crosses the network. It
+    supports reverse-mode differentiation. The gradients of a value are summed in
+    float32 and rounded once.
 
     Args:
-      values: `[num_devices * size, ...]`, global, of any float type; one per unique id,
-        such as the output of an MLP of its row.
+      values: `[num_devices * size, ...]`, global, of any float type: one per unique id,
+        such as an MLP's output for its row.
       index: from `tpu_embedding.inputs.unique_ids`, or a nest of such arrays.
       plan: plan of the lookup. None means that all values are on one device.
 
     Returns:
-      Values of each position, of the same type: `[batch, ...]` or `[batch, positions,
-      ...]`, like the index. Zeros for padding.
+      The value of each position, in the same type: `[batch, ...]` or `[batch,
+      positions, ...]`, like the index. Padding gives zeros.
 
     Raises:
-      ValueError: if the devices do not divide the values.
+      ValueError: if the number of devices doesn't divide the number of values.
 
     Example:
       >>> values = jnp.array([[1.0, 2.0], [3.0, 4.0]])
@@ -297,7 +297,7 @@ def expand(
     num_devices = 1 if plan is None else plan.num_shards
     if values.shape[0] % num_devices:
         raise ValueError(
-            "expand needs one value per unique id, with as many ids on each of "
+            "expand needs one value per unique id, with equally many on each of "
             f"{num_devices} devices, got values of shape {values.shape}; transform all "
             "rows of the activation."
         )
@@ -308,7 +308,7 @@ def expand(
         batch_size, spec = index.shape[0], plan.batch_sharding.spec
 
         def run(values: Array, index: Array) -> Array:
-            # Samples without ids fill up the batch, so that the devices divide it.
+            # Pad with samples without ids, so that the devices divide the batch.
             room = ((0, -batch_size % num_devices), *((0, 0),) * (index.ndim - 1))
             no_id = values.shape[0] // num_devices
             index = jnp.pad(index, room, constant_values=no_id)
@@ -328,7 +328,7 @@ def expand(
 
 @jax.named_scope("expand")
 def _expand(values: Array, index: Array) -> Array:
-    """Gathers values; zeros for an index past the last. Per device."""
+    """Gathers values, and zeros for an index past the end. Per device."""
     return _gather(values.shape[0], values, index)
 
 
@@ -345,8 +345,8 @@ def _gather_forward(num_values, values, index):
 def _gather_backward(num_values, index, cotangents):
     """Sums the cotangents of each value in float32.
 
-    Narrow cotangents are converted some positions at a time: a float32 copy of all
-    would take more memory than anything else in the step of a sequence model.
+    Narrow cotangents are converted in slices, because a float32 copy of all would take
+    more memory than anything else in a sequence model's step.
     """
     width, dtype = cotangents.shape[-1], cotangents.dtype
     index, cotangents = index.reshape(-1), cotangents.reshape(-1, width)

@@ -1,8 +1,8 @@
 """Reads and changes rows of packed arrays: gather, add, replace, set. Per shard.
 
-Each function works on the rows of one shard and communicates nothing. All other code
-reaches rows by their ids through this file only, so another implementation of gathers
-and scatters would go here. Blocks of consecutive rows serve passes over a whole table.
+Functions work on the rows of one shard, without communication. All other code accesses
+rows by id only through this file, so another implementation of gathers and scatters
+would go here. Blocks of consecutive rows serve passes over a whole table.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ from tpu_embedding.rows.packed_rows import (
 from tpu_embedding.xla import copied_in_vectors, run_if
 
 _MAX_LOST_ROUNDINGS: Final = 8
-"""Rounding steps of a new value that `replace_rows` may lose; a moving average loses
-one."""
+"""Maximum rounding steps of a new value that `replace_rows` may lose. A moving average
+loses one."""
 
 
 _RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
 
 
 def _at_places(function: _RowFunction) -> _RowFunction:
-    """Lets a function of row ids work on rows that the device holds in part.
+    """Makes a function of row ids work where the device holds only some rows.
 
-    Rows that it lacks read any values. Changes to them are dropped.
+    Reads of missing rows return arbitrary values. Changes to them are dropped.
     """
 
     @functools.wraps(function)
@@ -62,10 +62,8 @@ def _at_places(function: _RowFunction) -> _RowFunction:
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """Reads rows.
 
-    Args:
-      packed: the rows of this shard.
-      row_ids: rows to read. Ids beyond the last row, padding among them, read the
-        last row; their result must not be used.
+    Ids past the last row, including padding, read the last row. Their result must not
+    be used.
 
     Returns:
       `[ids, *row_shape]`: narrow rows as float32, others in the array's dtype.
@@ -81,9 +79,7 @@ def gather_lines(
 ) -> Shaped[Array, "n *lane"]:
     """Returns `lines[positions]`, the rows of a buffer or the lines of a table.
 
-    Args:
-      lines: the lines; for a buffer, one row per line.
-      positions: numbers of lines; all must be in bounds.
+    All positions must be in bounds.
     """
     return copied_in_vectors(gather_in_bounds(lines, positions))
 
@@ -92,16 +88,16 @@ def gather_lines(
 def add_to_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Adds to rows, in place where the caller donated them.
+    """Adds to rows, in place if the caller donated them.
 
-    All other rows keep their bits. XLA adds -0.0 to rows that share a line with a
-    named row: the only float that changes nothing. (A device that flushes denormals
-    to zero flushes the denormals of such neighbours.)
+    All other rows keep their bits. Rows that share a line with a named row get -0.0
+    added, the only float that changes nothing. (A device that flushes denormals to zero
+    also flushes the denormals of such neighbours.)
 
     Args:
       packed: the rows of this shard.
-      row_ids: rows to change, each at most once; ids beyond the last row are dropped.
-      values: `[ids, *row_shape]`.
+      row_ids: rows to change, each at most once. Ids past the last row are dropped.
+      values: `[ids, *row_shape]`, numbers to add.
     """
     assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
@@ -112,15 +108,15 @@ def add_to_rows(
 def replace_stored_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
-    """Replaces narrow rows in place; other rows keep their bits.
+    """Replaces narrow rows in place. Other rows keep their bits.
 
-    The difference between new and old bits is added, shifted to the bits of the row.
+    The difference between new and old bits is added, shifted to the row's bits.
     Additions of int32 wrap around, so the result is exact, and rows in the same lanes
-    keep theirs: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
+    are unchanged: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
 
     Args:
       packed: the rows of this shard.
-      row_ids: rows to change, each at most once; ids beyond the last row are dropped.
+      row_ids: rows to change, each at most once. Ids past the last row are dropped.
       stored: the new rows, from `encode_rows`.
     """
     layout = packed.layout
@@ -132,7 +128,7 @@ def replace_stored_rows(
 def _add_to_stored(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Adds to the lanes of rows by XLA's scatter."""
+    """Adds to the lanes of rows with XLA's scatter."""
     layout = packed.layout
     line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
     lines = packed.lines.at[line_ids].add(
@@ -152,13 +148,13 @@ def replace_rows(
 
     A TPU offloads additions from its TensorCore, and packed rows can only be added to.
     `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
-    magnitude, such as a slot after an outlier. In that case the remainder is added too.
-    A value that no difference moves, such as NaN, is cleared first.
+    magnitude, such as a slot after an outlier. Then the remainder is also added. Values
+    that no difference can change, such as NaN, are cleared first.
 
     Args:
       packed: the rows of this shard.
       row_ids: see `add_to_rows`.
-      old: the present values, `[ids, *row_shape]`.
+      old: the current values, `[ids, *row_shape]`.
       new: the new values, of the same shape.
     """
     if not jnp.issubdtype(new.dtype, jnp.floating):
@@ -176,14 +172,14 @@ def replace_rows(
 
 
 def row_differences(old: Array, new: Array) -> Array:
-    """Returns `new - old`, and 0 for equal infinities, whose difference is NaN."""
+    """Returns `new - old`, or 0 for equal infinities, whose difference is NaN."""
     return jnp.where(new == old, jnp.zeros((), new.dtype), new - old)
 
 
 def _if_used(
     values: Bool[Array, "ids *row"], row_ids: Int[Array, " ids"], layout: RowLayout
 ) -> Bool[Array, "ids *row"]:
-    """Returns the values of named rows, and False for ids beyond the last row."""
+    """Returns the values, with False for ids past the last row."""
     is_used = row_ids < layout.num_rows
     return values & is_used.reshape(-1, *[1] * (values.ndim - 1))
 
@@ -191,20 +187,16 @@ def _if_used(
 def _clear_stuck_values(
     packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
 ) -> tuple[PackedRows, Array]:
-    """Sets values to zero that adding a difference cannot replace, in place.
+    """Zeroes values that adding a difference cannot replace, in place.
 
-    These are NaN and infinite values, and those whose difference overflows. No line may
-    be set twice at once. So the first rows of all lines are cleared together, then the
-    second ones, and so on. If nothing is stuck, no line is read.
+    These are NaN, infinities, and values whose difference overflows. No line may be set
+    twice at once, so the first rows of all lines are cleared together, then the second
+    rows, and so on. If nothing is stuck, no line is read.
 
-    Args:
-      packed: the rows of this shard.
-      row_ids: see `add_to_rows`.
-      old: the present values, see `replace_rows`.
-      new: the new values.
+    See `replace_rows` for the arguments.
 
     Returns:
-      The rows, and their present values.
+      The rows, and their current values.
     """
     layout = packed.layout
     is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)
@@ -227,7 +219,7 @@ def _clear_stuck_values(
 def _gather_stored(
     packed: PackedRows, row_ids: Int[Array, " ids"]
 ) -> Shaped[Array, "ids _"]:
-    """Reads rows as they are stored, by XLA; all ids must be in bounds."""
+    """Reads rows as they are stored, with XLA. All ids must be in bounds."""
     layout = packed.layout
     if layout.lines_per_row > 1:
         lines = gather_lines(packed.lines, _lines_of_rows(row_ids, layout))
@@ -246,10 +238,10 @@ def _gather_stored(
 def _line_ids(
     row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Returns the lines of rows; numbers beyond the last line for rows not named.
+    """Returns the lines of named rows, and numbers past the last line for other rows.
 
-    Each of these gets its own number, so that ids stay unique, and is dropped. In a
-    table of 2**31 lines the numbers wrap to negative ones: dropped as well.
+    These numbers are distinct, so that ids stay unique, and are dropped. In a table of
+    2**31 lines they wrap to negative numbers, which are also dropped.
     """
     line_ids = _lines_of_rows(row_ids, layout)
     dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)
@@ -271,15 +263,15 @@ def _lines_of_rows(
 def set_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Sets rows to given values, in place where the caller donated them.
+    """Sets rows to given values, in place if the caller donated them.
 
-    Rows that share a line are set by two additions: of the negated old value, which
-    leaves exactly 0, and of the new value. NaN and infinite values are cleared first.
+    Rows that share a line are set with two additions: first the negated old value,
+    which leaves exactly 0, then the new value. NaN and infinities are cleared first.
 
     Args:
       packed: the rows of this shard.
-      row_ids: rows to set, each at most once; ids beyond the last row are dropped.
-      values: `[ids, *row_shape]`; narrow rows are rounded to nearest.
+      row_ids: rows to set, each at most once. Ids past the last row are dropped.
+      values: `[ids, *row_shape]`. Narrow rows are rounded to nearest.
     """
     layout = packed.layout
     if layout.narrow_dtype is not None:
@@ -297,7 +289,7 @@ def set_rows(
 
 
 def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
-    """Sets lines, each at most once; those beyond the last are dropped."""
+    """Sets lines, each at most once. Lines past the last are dropped."""
     lines = packed.lines.at[line_ids].set(
         lines, mode="drop", wrap_negative_indices=False
     )
@@ -311,13 +303,12 @@ _ROWS_PER_BLOCK: Final = 8192
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows: one alone, and all others for a loop.
+    """The blocks that cover all rows: a single one, and the rest in a loop.
 
     Attributes:
-      size: rows of a block of the loop.
+      size: rows of a block in the loop.
       first: first row and number of rows of the block outside of the loop.
-      others: range of the numbers of the other blocks; block `i` starts at row
-        `i * size`.
+      others: range of block numbers in the loop. Block `i` starts at row `i * size`.
     """
 
     size: int
@@ -325,7 +316,7 @@ class Blocks(NamedTuple):
     others: tuple[int, int]
 
     def loop(self, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-        """Calls `carry = body(start, carry)` for the other blocks."""
+        """Calls `carry = body(start, carry)` for each block in the loop."""
         begin, end = self.others
         if begin == end:  # Its body is not traced.
             return carry
@@ -335,7 +326,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
-    """Returns blocks at whose starts lines of all layouts begin."""
+    """Returns blocks that start at a line boundary in all layouts."""
     alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
     size = round_up(_ROWS_PER_BLOCK, alignment)
     num_full, rest = divmod(layouts[0].num_rows, size)
@@ -345,7 +336,7 @@ def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
 
 
 def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
-    """Returns rows `start` to `start + num_rows`; a line must begin at `start`.
+    """Returns rows `start` to `start + num_rows`. A line must begin at `start`.
 
     Returns:
       `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
@@ -356,12 +347,9 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
 def write_block(
     packed: PackedRows, start: Any, rows: Shaped[Array, "rows *row"]
 ) -> PackedRows:
-    """Writes rows from `start` on; a line must begin there.
+    """Writes rows from `start` on. A line must begin there.
 
-    Args:
-      packed: all rows of the shard.
-      start: first row of the block.
-      rows: the new rows, as they are stored; unused lanes may be missing.
+    The new rows are as they are stored. Unused lanes may be missing.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
@@ -378,13 +366,9 @@ def merge_block(
     stored: Shaped[Array, "rows lanes"],
     is_new: Bool[Array, " rows"],
 ) -> PackedRows:
-    """Replaces some rows from `start` on; a line must begin there.
+    """Replaces the rows where `is_new`, from `start` on. A line must begin there.
 
-    Args:
-      packed: all rows of the shard.
-      start: first row of the block.
-      stored: rows of whole lines, as they are stored.
-      is_new: False for rows that keep their values.
+    `stored` has whole lines of rows, as they are stored.
     """
     old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)

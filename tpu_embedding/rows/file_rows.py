@@ -1,4 +1,4 @@
-"""Converts lines to rows as files hold them, and back, bit for bit. Runs on the host.
+"""Converts lines to rows of files and back, bit for bit. Runs on the host.
 
 A file holds the rows of a table in the table's own type, whatever the packing:
 
@@ -7,7 +7,7 @@ A file holds the rows of a table in the table's own type, whatever the packing:
     int8                              FBGEMM's row of `dim + 8` bytes: `dim` codes, then
                                       scale and bias, both float32, lowest byte first
 
-No number is rounded on the way, so a row that is written and read keeps its bits.
+Nothing is rounded, so a row that is written and read keeps its bits.
 """
 
 from typing import Final
@@ -31,7 +31,7 @@ SCALE_AND_BIAS_BYTES: Final = 8
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of one row in a file.
+    """Returns the shape and dtype of a row in a file.
 
     Args:
       packed: rows of a table or slot variable, or their shapes.
@@ -57,10 +57,11 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       lines: `[lines]` or `[lines, lanes]`, as the layout stores them.
-      layout: packing of these rows; it may have another number of rows.
+      layout: packing of these rows. Its number of rows may differ.
 
     Returns:
-      `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
+      `[lines * rows_per_line, *shape]` of `file_row`, as a view of the lines if
+      possible.
     """
     stored = rows_of_lines(lines.reshape(-1, layout.lanes_per_line), layout)
     match layout.narrow_dtype:
@@ -72,7 +73,7 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Puts rows of a file into whole lines; the inverse of `file_rows_of_lines`.
+    """Puts rows of a file into whole lines, the inverse of `file_rows_of_lines`.
 
     Args:
       rows: `[lines * rows_per_line, *shape]` of `file_row`.
@@ -93,14 +94,14 @@ def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
-    """Returns numbers as rows of a file, rounded to the nearest of its type.
+    """Returns numbers as rows of a file, rounded to its type.
 
     Args:
       values: `[rows, *row_shape]`, real numbers.
       packed: rows of the table or slot variable, or their shapes.
 
     Returns:
-      `[rows, *shape]` of `file_row`; the values themselves if they have its type.
+      `[rows, *shape]` of `file_row`. Values of that type are returned uncopied.
 
     Example:
       >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
@@ -118,14 +119,9 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
 
 
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns rows of a file as numbers: narrow ones as float32, others as they are.
+    """Returns rows of a file as numbers, narrow rows as float32.
 
-    Args:
-      rows: `[rows, *shape]` of `file_row`.
-      layout: see `file_rows_of_lines`.
-
-    Returns:
-      `[rows, *row_shape]`.
+    Maps `[rows, *shape]` of `file_row` to `[rows, *row_shape]`.
     """
     match layout.narrow_dtype:
         case None:
@@ -147,7 +143,7 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
-    """Returns the bytes of int8 rows; a word holds every `words`-th element."""
+    """Returns the bytes of int8 rows. A word holds every `words`-th element."""
     ends = np.ascontiguousarray(words[:, -2:]).view(np.uint8)
     codes = np.ascontiguousarray(words[:, :-2]).view(np.uint8)
     codes = codes.reshape(len(words), -1, 4).transpose(0, 2, 1)
@@ -156,7 +152,7 @@ def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _int8_words(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns the words of int8 rows; the inverse of `_int8_bytes`."""
+    """Returns the words of int8 rows, the inverse of `_int8_bytes`."""
     num_words = layout.lanes_per_row - 2
     codes = np.zeros((len(rows), 4 * num_words), np.uint8)
     codes[:, : layout.dim] = rows[:, : layout.dim]

@@ -1,20 +1,20 @@
 """Rows of fewer than 32 bits per element, stored in 32-bit words.
 
-A TPU's gathers and scatters move and add 32-bit words, and XLA stores arrays of 16-bit
-elements in tiles that a gather of rows would copy. So narrow rows are in int32 arrays:
+A TPU's gathers and scatters move and add 32-bit words, and XLA stores 16-bit arrays in
+tiles that a gather of rows would copy. So narrow rows are stored in int32 arrays:
 
     bfloat16    two rows share each lane: the lower bits belong to one row, the upper
                 bits to another
     int8        four elements of a row share a lane; two more lanes hold the row's
                 scale and bias, both float32
 
-Rows that share lanes are read by a shift, without moving lanes of a TPU's vector
-registers. An int8 row is better off in lanes of its own, because of scale and bias.
+Rows that share lanes are read with a shift, without moving lanes of a TPU's vector
+registers. An int8 row has its own lanes because of its scale and bias.
 
 A new row replaces the old one exactly: the int32 difference of their bits is added,
-shifted to the row's bits. Such additions carry nothing into other rows.
+shifted to the row's bits. Such additions never carry into other rows.
 
-The functions also take NumPy arrays, and then compute on the host.
+The functions also accept NumPy arrays, and then compute on the host.
 """
 
 from types import ModuleType
@@ -26,9 +26,8 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 NarrowDtype = Literal["bfloat16", "int8"]
-"""Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255.
-
-As in FBGEMM, whose int8 rows also hold unsigned bytes, a scale and a bias."""
+"""Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255,
+as in FBGEMM."""
 
 NARROW_DTYPES: Final[tuple[NarrowDtype, ...]] = get_args(NarrowDtype)
 
@@ -57,16 +56,16 @@ def rows_per_lane(dtype: NarrowDtype) -> int:
 
 
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
-    """Encodes float32 rows as they are stored, each in lanes of its own.
+    """Encodes float32 rows as they are stored, each in its own lanes.
 
-    Finite numbers beyond the range of bfloat16 become its largest number. Zeros,
-    infinities, NaN and all other numbers of bfloat16 stay what they are.
+    Finite numbers out of bfloat16's range become its largest number. NaN and all
+    numbers that bfloat16 can represent, including infinities, are unchanged.
 
     Args:
       rows: float32 `[rows, dim]`, NumPy or JAX.
       dtype: storage type.
-      bits: uint32 `[rows, dim]`, random: bfloat16 then rounds up or down with the
-        probabilities that make the mean exact. The default rounds to nearest.
+      bits: random uint32 `[rows, dim]`. bfloat16 then rounds up or down at random,
+        such that the mean is exact. By default, it rounds to nearest.
 
     Returns:
       int32 `[rows, lanes]`: the bit patterns of bfloat16, or the words of int8.
@@ -78,12 +77,9 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
 
 
 def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
-    """Decodes stored rows to float32; the inverse of `encode_rows`.
+    """Decodes stored rows to float32, the inverse of `encode_rows`.
 
-    Args:
-      stored: int32 `[rows, lanes]`, NumPy or JAX.
-      dtype: storage type.
-      dim: elements of a row.
+    `stored` is int32 `[rows, lanes]`, NumPy or JAX.
     """
     xp = _module_of(stored)
     if dtype == "int8":
@@ -94,14 +90,9 @@ def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
 
 
 def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
-    """Puts rows that share lanes into these lanes.
+    """Joins rows that share lanes, from `encode_rows`.
 
-    Args:
-      stored: int32 `[lines, rows_per_lane, lanes]`, from `encode_rows`.
-      dtype: storage type.
-
-    Returns:
-      int32 `[lines, lanes]`.
+    Maps int32 `[lines, rows_per_lane, lanes]` to `[lines, lanes]`.
     """
     if dtype == "int8":
         return stored[:, 0]
@@ -109,7 +100,7 @@ def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
 
 
 def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
-    """Returns the rows that share lanes; the inverse of `join_rows`."""
+    """Splits lines into the rows that share lanes, the inverse of `join_rows`."""
     if dtype == "int8":
         return lines[:, None]
     parts = [lines & 0xFFFF, (lines >> 16) & 0xFFFF]
@@ -117,14 +108,11 @@ def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
 
 
 def mix_bits(words: Any) -> Any:
-    """Returns a pseudo-random word for each word; unequal ones for unequal words.
+    """Maps each word to a pseudo-random word, one to one.
 
-    Each bit of the input changes each bit of the result with probability near 1/2. A
-    hash of counters, instead of a random stream, makes the result independent of the
-    order and number of the devices. Source: Wellons' "lowbias32".
-
-    Args:
-      words: uint32, NumPy or JAX.
+    Each input bit changes each output bit with probability near 1/2. A hash of
+    counters, unlike a random stream, is independent of the order and number of devices.
+    Words are uint32, NumPy or JAX. Source: Wellons' "lowbias32".
     """
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -132,11 +120,9 @@ def mix_bits(words: Any) -> Any:
 
 
 def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
-    """Returns random bits for each element of some rows.
+    """Returns random bits for each element of each row.
 
-    Args:
-      keys: a random number per row, from `mix_bits`.
-      dim: elements of a row.
+    `keys` has a random number per row, from `mix_bits`.
     """
     elements = jnp.arange(dim, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return mix_bits(keys[:, None] + elements[None, :])
@@ -145,8 +131,8 @@ def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows d
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
     """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32.
 
-    It keeps the upper half of the magnitude, after a carry into it from the lower half:
-    random, or to round to nearest. Finite numbers stay finite.
+    The upper half of the magnitude is kept, after a carry from the lower half: a random
+    one, or one that rounds to nearest. Finite numbers stay finite.
     """
     magnitude = patterns & _MAGNITUDE
     if bits is None:
@@ -160,7 +146,7 @@ def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
 
 
 def _encode_int8(rows: Any) -> Any:
-    """Encodes each row with its own scale and bias, which spread it over all codes."""
+    """Encodes each row with its own scale and bias, using the full range of codes."""
     xp = _module_of(rows)
     bias = rows.min(axis=1)
     scale = (rows.max(axis=1) - bias) / np.float32(_MAX_CODE)
@@ -172,7 +158,7 @@ def _encode_int8(rows: Any) -> Any:
 
 
 def _join(codes: Any, xp: ModuleType) -> Any:
-    """Puts four elements of an int8 row, as uint32, into each word.
+    """Packs four elements of an int8 row, as uint32, into each word.
 
     Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
     bits first.

@@ -3,25 +3,25 @@
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column, and
 then copies the whole table before each gather or scatter. Packing prevents the copy:
 `128 // dim` rows share one *line* of 128 lanes, and a longer row takes a multiple of
-128 lanes. On CPU and GPU a line is one row. Rows of a single value are in a flat array
-on every device, because a TPU reads and adds to single elements of one.
+128 lanes. On CPU and GPU, a line is one row. Rows of a single value are in a flat array
+on every device, because a TPU can read and add to its single elements.
 
 A line consists of *lane groups*: neighbouring lanes that hold a row, or two rows of 16
-bits per element. With a `dim` of 32, a table of float32 has four rows per line:
+bits per element. With a `dim` of 32, a float32 table has four rows per line:
 
     lanes    0       32       64       96      127
     line 0   | row 0  | row 1  | row 2  | row 3  |     groups_per_line = 4
     line 1   | row 4  | row 5  | row 6  | row 7  |     rows_per_line = 4
 
-In bfloat16 it has eight. Each lane has an element of one row in its lower bits, and of
-another row in its upper bits:
+In bfloat16, it has eight. Each lane holds an element of one row in its lower bits, and
+an element of another row in its upper bits:
 
     line 0   | 0 and 4 | 1 and 5 | 2 and 6 | 3 and 7 |     rows_per_lane = 2
 
 The functions convert between three forms of rows: the values, `[rows, dim]`; the
-*stored* rows, `[rows, lanes_per_row]`, narrow ones as words; and the lines. Code above
-this folder names logical rows. Only rules that treat each element on its own handle
-lines as they are. `access.py` reads and changes rows.
+*stored* rows, `[rows, lanes_per_row]`, with narrow rows as words; and the lines. Code
+above this folder uses logical rows. Only rules that treat each element independently
+work on lines directly. `access.py` reads and changes rows.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ def round_up(value: int, multiple: int) -> int:
 def bank_lanes(dim: int) -> int:
     """Returns the lanes of a row in a table whose rows are dealt to banks.
 
-    The next of 8, 16, 32 and 64, or the next multiple of 128: lines of 128 lanes hold
-    rows of these widths as an array `[rows, lanes]` of a TPU does.
+    They are the next of 8, 16, 32 and 64, or the next multiple of 128. At these widths,
+    lines of 128 lanes hold rows like a TPU's `[rows, lanes]` array does.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -69,7 +69,7 @@ def bank_lanes(dim: int) -> int:
 
 
 def gather_in_bounds(values: Array, positions: Int[Array, " n"]) -> Array:
-    """Returns `values[positions]` along the first axis; all must be in bounds."""
+    """Returns `values[positions]` along the first axis. All must be in bounds."""
     return values.at[positions].get(
         mode="promise_in_bounds", wrap_negative_indices=False
     )
@@ -87,11 +87,11 @@ class TableRange(NamedTuple):
 class StackContents:
     """The tables that an array of rows holds, and how their rows are dealt to shards.
 
-    Two arrays of one shape can hold other tables, or the same tables in another order.
-    The contents tell them apart, so the rows of one plan are never read by another.
+    Arrays of equal shape can hold different tables, or the same tables in a different
+    order. The contents distinguish them, so no plan reads the rows of another plan.
 
     Attributes:
-      tables: in the order of their rows.
+      tables: tables in the order of their rows.
       num_shards: shards over which the rows are dealt round-robin.
     """
 
@@ -106,14 +106,14 @@ class RowLayout:
     Attributes:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
-      tile_lanes: lanes of a tile of the hardware; lines are whole tiles. Without it, a
-        line is one row.
-      contents: tables that the rows belong to, if they are all rows of these.
-      narrow_dtype: storage type of rows whose elements share 32-bit lanes. Without it,
-        a lane holds one element, of the array's dtype.
-      banks: ranges that the rows of the shard are dealt to, round-robin; see `dealt`.
-        If there are several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
-      bank_name: what the banks are, for messages.
+      tile_lanes: lanes of a hardware tile. Lines are whole tiles. If None, a line is
+        one row.
+      contents: tables that the rows belong to, if all of their rows are included.
+      narrow_dtype: storage type of rows whose elements share 32-bit lanes. If None, a
+        lane holds one element of the array's dtype.
+      banks: number of ranges that the shard's rows are dealt to, round-robin; see
+        `dealt`. With several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
+      bank_name: name of the banks in messages.
     """
 
     num_rows: int
@@ -131,7 +131,7 @@ class RowLayout:
 
     @property
     def lanes_per_row(self) -> int:
-        """Lanes that a row takes, alone or together with other rows."""
+        """Lanes that a row takes, alone or shared with other rows."""
         if self.narrow_dtype is not None:
             return lanes_per_row(self.narrow_dtype, self.dim)
         if self.banks > 1 and self.row_shape:
@@ -155,12 +155,12 @@ class RowLayout:
 
     @property
     def is_flat(self) -> bool:
-        """True if rows take a single lane; a line is then one lane."""
+        """True if rows take a single lane. A line is then one lane."""
         return self.lanes_per_row == 1
 
     @property
     def groups_per_line(self) -> int:
-        """Lane groups of a line: each holds a row, or rows that share their lanes."""
+        """Lane groups of a line. Each holds a row, or rows that share its lanes."""
         if self.tile_lanes is None or self.is_flat:
             return 1
         return max(1, self.tile_lanes // self.lanes_per_row)
@@ -172,10 +172,10 @@ class RowLayout:
 
     @property
     def lines_per_row(self) -> int:
-        """Lines that a row takes, one after the other; 1 unless rows are dealt.
+        """Consecutive lines that a row takes, 1 unless rows are dealt to banks.
 
         A TPU stores a line of several times 128 lanes in pieces, with pieces of other
-        lines between them. Rows of banks are in one piece.
+        lines in between. Rows of banks are contiguous.
         """
         if self.banks == 1 or self.tile_lanes is None:
             return 1
@@ -194,11 +194,11 @@ class RowLayout:
         return -(-self.num_rows // self.rows_per_line) * self.lines_per_row
 
     def line_of(self, row: Any) -> Any:
-        """Returns the line of a row, the first one if it takes several."""
+        """Returns the first line of a row."""
         return row // self.rows_per_line * self.lines_per_row
 
     def row_of(self, line: Any) -> Any:
-        """Returns the first row of a line; the row of the line if it takes several."""
+        """Returns the first row of a line, or the row that the line is part of."""
         return line // self.lines_per_row * self.rows_per_line
 
     @property
@@ -210,40 +210,36 @@ class RowLayout:
 
     @property
     def rows_per_bank(self) -> int:
-        """Rows in the range of each bank, the last ones possibly unused."""
+        """Rows in the range of each bank. The last ones may be unused."""
         return self.num_rows // self.banks
 
     def dealt(self, rows: Any) -> Any:
-        """Returns the places of the shard's rows after they are dealt to banks.
+        """Returns the places of the shard's rows after dealing them to banks.
 
-        Row `r` belongs to bank `r % banks`. So hot neighbouring rows spread out.
+        Row `r` belongs to bank `r % banks`, so hot neighbouring rows spread out.
 
         Args:
-          rows: integers, NumPy or JAX, or an int; numbers of rows before dealing.
+          rows: row numbers before dealing, an int or an array (NumPy or JAX).
         """
         if self.banks == 1:
             return rows
         return rows % self.banks * self.rows_per_bank + rows // self.banks
 
     def undealt(self, rows: Any) -> Any:
-        """Returns the rows before dealing; the inverse of `dealt`."""
+        """Returns the rows before dealing, the inverse of `dealt`."""
         if self.banks == 1:
             return rows
         return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
-        """Returns the layout of a slot variable of the same rows.
-
-        Args:
-          row: shape and dtype of one row of the slot variable.
-        """
+        """Returns the layout of a slot variable with this shape and dtype of a row."""
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     @functools.cached_property
     def facts(self) -> tuple[str, ...]:
-        """All that decides the place of a row, as one text per fact.
+        """Everything that determines the place of a row, one text per fact.
 
-        Rows of two layouts are in the same lanes if all facts are equal.
+        Two layouts have rows in the same lanes if all facts are equal.
         """
         contents = self.contents or StackContents((), 1)
         dealt = f"rows dealt to {self.banks} {self.bank_name}"
@@ -263,9 +259,9 @@ class RowLayout:
     def leaf_name(self) -> str:
         """Name of the array in pytree paths, and so in checkpoints.
 
-        The name of a table's array spells shards, lines and lanes. It ends with a
-        digest of all that decides the place of a row. A checkpointer that matches
-        arrays by name therefore rejects an array whose rows have other places.
+        The name of a table's array lists shards, lines and lanes, and ends with a
+        digest of `facts`. A checkpointer that matches arrays by name therefore rejects
+        an array with a different layout.
         """
         if self.contents is None:
             return "lines"
@@ -281,8 +277,8 @@ class PackedRows:
     """The rows of a table or a slot variable, in lines.
 
     Attributes:
-      lines: `layout.lines_shape` per shard; the shards' lines one after the other in
-        the global view.
+      lines: `layout.lines_shape` per shard. Globally, the shards' lines are one after
+        the other.
       layout: packing of the rows of one shard.
     """
 
@@ -290,45 +286,45 @@ class PackedRows:
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
 
-    # A seam: a subclass may hold a part of the rows, and know where the rest is.
+    # A subclass may hold only some of the rows, and know where the rest is.
     holds_all_rows: ClassVar[bool] = True
 
     def places(self, row_ids):
-        """Returns where the lines have rows; `PADDING_ROW_ID` for those they lack.
+        """Returns the places of rows in the lines, or `PADDING_ROW_ID` if missing.
 
         The rows of a table and of its slot variables have equal places.
         """
         return row_ids
 
     def held_rows(self):
-        """Returns the rows that the lines have, in the order of their places."""
+        """Returns the rows that the lines hold, in the order of their places."""
         return self
 
     def with_held_rows(self, held, row_ids):
-        """Returns these rows after the named ones of `held_rows()` were changed."""
+        """Returns these rows after a change to the named rows of `held_rows()`."""
         return held
 
     def where_held(self, rows, row_ids):
-        """Returns rows that were read, with NaN for those that the lines lack."""
+        """Returns the rows read, with NaN for rows that the lines lack."""
         return rows
 
     def num_missing(self, row_ids):
-        """Returns how many rows the lines lack, without padding; None if never any."""
+        """Counts missing rows, except padding. Returns None if none can be missing."""
         return None
 
     def read_windows(self, windows, exchange):
-        """Yields the blocks of windows, as `row_stream.read_blocks` does."""
+        """Yields the blocks of windows, like `row_stream.read_blocks`."""
         raise NotImplementedError
 
     def write_windows(self, windows, exchange, read):
-        """Replaces the rows of windows, as `row_stream.write_blocks` does."""
+        """Replaces the rows of windows, like `row_stream.write_blocks`."""
         raise NotImplementedError
 
     def check_current(self):
         """Raises ValueError if the host has newer rows than these."""
 
     def zeros(self, sharding):
-        """Returns rows of zeros on devices, if the lines are a shape."""
+        """Returns rows of zeros on devices, given only the shape of the lines."""
         lines = jnp.zeros(self.lines.shape, self.lines.dtype, device=sharding)
         return dataclasses.replace(self, lines=lines)
 
@@ -350,11 +346,7 @@ class PackedRows:
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
 
-    Narrow rows are rounded to the nearest numbers of their type.
-
-    Args:
-      rows: the rows.
-      layout: packing of the rows.
+    Narrow rows are rounded to nearest.
     """
     rows = rows.reshape(layout.num_rows, layout.dim)
     return pack_stored(store_rows(rows, layout), layout)
@@ -363,12 +355,8 @@ def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
 def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     """Returns rows with one value in all elements, per shard. Unused lanes are zero.
 
-    XLA writes them as they are stored. It would compute rows first, and then pack them.
-
-    Args:
-      value: a number.
-      layout: packing of the rows, which are not narrow.
-      dtype: type of the elements.
+    XLA writes the packed lines directly, instead of computing rows and packing them.
+    Rows must not be narrow.
     """
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)
@@ -388,17 +376,17 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
 
 
 def unpack_rows(packed: PackedRows) -> Array:
-    """Returns `[num_rows, *row_shape]`, per shard; the inverse of `pack_rows`."""
+    """Unpacks rows to `[num_rows, *row_shape]`, per shard."""
     layout = packed.layout
     rows = load_rows(unpack_stored(packed), layout)
     return rows.reshape(layout.num_rows, *layout.row_shape)
 
 
 def store_rows(rows: Any, layout: RowLayout) -> Any:
-    """Returns rows as the layout stores them; narrow ones are rounded to nearest.
+    """Returns rows as the layout stores them. Narrow rows are rounded to nearest.
 
     Args:
-      rows: `[rows, dim]`, NumPy or JAX; float32 if narrow.
+      rows: `[rows, dim]`, NumPy or JAX; float32 if the layout is narrow.
       layout: packing of a table or slot variable, with any number of rows.
 
     Returns:
@@ -410,26 +398,21 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
 
 
 def load_rows(stored: Any, layout: RowLayout) -> Any:
-    """Returns stored rows as `[rows, dim]`, narrow ones as float32.
-
-    Args:
-      stored: `[rows, lanes_per_row]`, NumPy or JAX.
-      layout: see `store_rows`.
-    """
+    """Returns stored rows as `[rows, dim]`, narrow rows as float32."""
     if layout.narrow_dtype is None:
         return stored[:, : layout.dim]
     return decode_rows(stored, layout.narrow_dtype, layout.dim)
 
 
 def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRows:
-    """Packs rows as they are stored, `[num_rows, lanes_per_row]`, per shard."""
+    """Packs stored rows `[num_rows, lanes_per_row]`, per shard."""
     missing = layout.row_of(layout.num_lines) - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
     return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
-    """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
+    """Unpacks lines to stored rows, per shard."""
     layout = packed.layout
     lines = packed.lines.reshape(layout.num_lines, layout.lanes_per_line)
     return rows_of_lines(lines, layout)[: layout.num_rows]
@@ -440,7 +423,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
 
     Args:
       stored: `[lines * rows_per_line, lanes_per_row]`, NumPy or JAX.
-      layout: packing of these rows; it may have another number of rows.
+      layout: packing of these rows. Its number of rows may differ.
 
     Returns:
       `[lines, lanes_per_line]`.
@@ -457,7 +440,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
 
 
 def padded(values: Any, lanes: int) -> Any:
-    """Fills `[n, _]` up to a width with zeros; NumPy or JAX."""
+    """Pads `[n, _]` (NumPy or JAX) with zeros to a width."""
     missing = lanes - values.shape[1]
     if not missing:
         return values
@@ -466,7 +449,7 @@ def padded(values: Any, lanes: int) -> Any:
 
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
-    """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
+    """Returns the stored rows of whole lines, the inverse of `lines_of_rows`."""
     if layout.lines_per_row > 1:
         return lines.reshape(-1, layout.lanes_per_row)
     lines = lines[:, : layout.groups_per_line * layout.lanes_per_row]
@@ -495,10 +478,9 @@ def select_lanes(
     groups_per_line: int,
     dim: int,
 ) -> Array:
-    """Selects from each line the row of a lane group, by halving the line.
+    """Selects a lane group from each line, by halving the line.
 
-    A selection, not a masked sum: the bits of the row stay the same, whatever its
-    neighbours hold.
+    Unlike a masked sum, a selection keeps the row's bits, whatever its neighbours hold.
     """
     if groups_per_line == 1:
         return lines[:, :dim]
@@ -518,8 +500,8 @@ def lines_to_add(
 ) -> Array:
     """Returns lines, or single values, that hold each value in the lanes of its row.
 
-    A row of several lines has them one after the other. All other lanes that belong to
-    rows hold the number that changes nothing when it is added.
+    The lines of a row are consecutive. The lanes of other rows hold a number that
+    changes nothing when added.
     """
     if layout.is_flat:
         return values.reshape(row_ids.shape)

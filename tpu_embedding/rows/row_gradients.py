@@ -1,13 +1,13 @@
-"""The gradient of a stacked table, as `lookup/` hands it to `update/`.
+"""The gradient of a stacked table, as `lookup/` passes it to `update/`.
 
-A gradient arrives at the owners of its rows in rounds: always a first one, and more
-only under skew. `GradientRounds` is the value that both sides share. The backward pass
-fills it, an update applies it round by round, and neither runs the other's code.
+A gradient arrives at the owners of its rows in rounds: always one, and more only under
+skew. `GradientRounds` is the interface: the backward pass fills it, an update applies
+it round by round, and neither runs the other's code.
 
 Row ids must not be added or scaled. A generic `jax.tree.map` over a sparse gradient
-would do that without an error, and change the wrong rows. `seal` therefore hides
-integers in an opaque dtype, as JAX does with random keys: JAX passes such an array
-through `jit`, and rejects arithmetic on it. Compiled programs stay the same.
+would do so silently, and change the wrong rows. `seal` therefore hides integers in an
+opaque dtype, like JAX's random keys. JAX passes such arrays through `jit` but rejects
+arithmetic on them. Compiled programs don't change.
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ _ROW_IDS: Final = define_prng_impl(
 
 
 class _Guard(np.ndarray):
-    """A leaf in front of sealed ones, whose arithmetic raises outside of `jax.jit`.
+    """A leaf before the sealed ones, whose arithmetic raises outside of `jax.jit`.
 
-    JAX itself raises there without a word about gradients: its random keys have
-    neither `real` nor `conj`, with which Optax starts a norm.
+    JAX's own error there doesn't mention gradients: random keys lack `real` and `conj`,
+    with which Optax starts a norm.
     """
 
     def _reject_arithmetic(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            "Gradients of tables take no arithmetic leaf by leaf, because row ids are "
-            "among their leaves. Call te.gradients.global_norm(gradients), or "
-            "te.gradients.clip_by_global_norm, te.gradients.scale, te.gradients.add."
+            "Table gradients do not support arithmetic on their leaves, because some "
+            "leaves are row ids. Use te.gradients.global_norm(gradients), "
+            "te.gradients.clip_by_global_norm, te.gradients.scale or te.gradients.add."
         )
 
     real = imag = property(_reject_arithmetic)  # pyright: ignore
@@ -63,14 +63,14 @@ GUARD: Final = np.zeros((), bool).view(_Guard)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """A pytree whose row ids and weights arithmetic cannot reach.
+    """A pytree whose row ids and weights are protected from arithmetic.
 
     `jnp.zeros_like` of every leaf gives a tree without rows.
 
     Attributes:
       leaves: leaves of the tree, most of them in an opaque dtype.
       structure: structure of the tree.
-      dtypes: dtype of each sealed leaf, and None for a leaf that is not sealed.
+      dtypes: dtype of each sealed leaf, or None for a leaf that is not sealed.
     """
 
     leaves: list[Any]
@@ -94,9 +94,9 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
 
     Args:
       tree: pytree of int32, float32 and bool arrays.
-      linear_fields: names of the fields whose float32 arrays stay as they are: those
-        that are multiplied when the gradient is. A map over floats alone, such as the
-        division by a loss scale, is then right.
+      linear_fields: names of the fields that scale with the gradient. Their float32
+        arrays are not sealed, so that a map over floats only, such as division by a
+        loss scale, is correct.
     """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves, dtypes = [], []
@@ -121,8 +121,8 @@ class RowGradients:
     Attributes:
       row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
         for optimizers that see occurrences); `PADDING_ROW_ID` where unused.
-      values: `[rows, dim]`, their gradients; unused ones hold anything.
-      occurrences: the gradient of each occurrence of an id, for optimizers that ask for
+      values: `[rows, dim]`, their gradients, undefined where unused.
+      occurrences: the gradient of each occurrence of an id, for optimizers that need
         the norm of all occurrences; else None.
     """
 
@@ -147,7 +147,7 @@ class RowGradients:
         )
 
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
-        """Returns these gradients; no rows if a condition does not hold."""
+        """Returns these gradients, or no rows if a condition doesn't hold."""
 
         def kept(row_ids: Array) -> Array:
             return jnp.where(condition, row_ids, PADDING_ROW_ID)
@@ -162,19 +162,19 @@ class RowGradients:
 
 
 FoldRounds = Callable[[Callable[[Any, RowGradients, RowRange], Any], Any], Any]
-"""Calls `carry = body(carry, gradients, rows)` for each round after the first, given
-`body` and `carry`."""
+"""Given `body` and `carry`, calls `carry = body(carry, gradients, rows)` for each round
+after the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
-    The rows of different rounds are different, so an update may apply rounds one by
-    one. It exists while a step is traced; it is not a pytree.
+    Different rounds have different rows, so an update may apply rounds one by one. It
+    exists only while a step is traced, and is not a pytree.
 
     Attributes:
-      first: gradients of the first round: of all rows, unless there is skew.
+      first: gradients of the first round, which has all rows unless there is skew.
       first_rows: rows that the first round covers. Defaults to all rows.
       fold_later: folds over all later rounds, if a batch of this shape can have any.
     """
@@ -193,7 +193,7 @@ class GradientRounds:
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
     def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
-        """Returns this gradient; no rows if a condition does not hold."""
+        """Returns this gradient, or no rows if a condition doesn't hold."""
         later = self.fold_later
 
         def kept(rows: RowRange | None) -> RowRange:
@@ -221,11 +221,7 @@ class GradientRounds:
 
 
 def empty_gradient(dim: int) -> GradientRounds:
-    """Returns the gradient of a step that touched no rows of a stack. Per shard.
-
-    Args:
-      dim: columns of the stack's tables.
-    """
+    """Returns the gradient of a step that touched no rows of a stack. Per shard."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))
     return GradientRounds(first=gradients)

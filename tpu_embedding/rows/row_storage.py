@@ -1,8 +1,8 @@
-"""Where the rows of a stack are stored: a seam of the core.
+"""The interface of storages, which say where the rows of a stack are stored.
 
-A placement gives each of its tables a storage, and the core calls it without asking for
-its class. `RowStorage` is the core's own: devices hold all rows. Another storage gives
-a stack rows of another class, see `PackedRows.holds_all_rows`.
+A placement gives each of its tables a storage, whose class the core doesn't know.
+`RowStorage` is the core's own: devices hold all rows. Another storage gives a stack a
+different class of rows; see `PackedRows.holds_all_rows`.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RowStorage:
-    """Devices hold all rows of a stack.
+    """A storage in which devices hold all rows of a stack.
 
-    It is a value: frozen and hashable, since plans are static under `jit`.
+    It is frozen and hashable, since plans are static under `jit`.
     """
 
     holds_all_rows: ClassVar[bool] = True
 
     @property
     def stacking_key(self) -> Any:
-        """Tables share a stack only if their keys, hashable, are equal."""
+        """A hashable key. Tables share a stack only if their keys are equal."""
         return None
 
     def joined(self, other: "RowStorage") -> "RowStorage":
@@ -38,15 +38,15 @@ class RowStorage:
         return self
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns which setting a table must not have, and what to do; or None."""
+        """Returns why a table can't use this storage and the fix, or None."""
         return None
 
     def device_layout(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of the rows that a device has in memory at once."""
+        """Returns the layout of the rows that a device holds at once."""
         return layout
 
     def bytes_per_device(self, stack: "StackPlan") -> int:
-        """Returns the memory that each device needs in addition to these rows."""
+        """Returns the memory that each device needs in addition to its rows."""
         return 0
 
     def notes(self, stack: "StackPlan") -> Iterator[str]:
@@ -64,9 +64,9 @@ class RowStorage:
     def init_state(
         self, table: PackedRows, stack: "TrainedStackPlan", plan: "EmbeddingPlan"
     ) -> Any:
-        """Returns the optimizer's state of a stack before the first step. Global."""
+        """Returns a stack's optimizer state before the first step. Global."""
         raise NotImplementedError
 
     def measured_state(self, table: PackedRows, state: Any) -> Any:
-        """Returns a state like the first one of the present rows; its slots stay."""
+        """Returns the initial state for the current rows, with the same slots."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Ids of strings: hashes, fingerprints and vocabularies, as in TensorFlow and Keras.
 
-The layer itself takes integers and imports nothing of this package. Users find its
-names in `tpu_embedding.inputs`, which imports them when they are used.
+The layer itself takes integers, and never imports this package. Public names are in
+`tpu_embedding.inputs`, which imports them on first use.
 """
 
 from tpu_embedding.strings.string_ids import Vocabulary as Vocabulary

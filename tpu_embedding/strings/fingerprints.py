@@ -1,12 +1,12 @@
 """Stable 64-bit hashes of many strings at once.
 
 `farmhash64` is FarmHash's `Fingerprint64`, which TensorFlow's `to_hash_bucket_fast` and
-Keras' `Hashing` use. `siphash64` is SipHash-2-4, which they use with a salt. Tables
-that were trained there thus keep their meaning here.
+Keras's `Hashing` use. `siphash64` is SipHash-2-4, which they use with a salt. So tables
+trained there work here.
 
 Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
-"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, which NumPy's
-unsigned integers do by themselves.
+"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in
+NumPy's unsigned integers.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ _LONG_BLOCK: Final = 64
 _STRINGS_PER_PART: Final = 8192
 
 MAX_BYTES: Final = 2**16
-"""Length of the longest string that is hashed, in 60 ms by FarmHash if it is alone.
+"""Maximum length of a string. FarmHash takes 60 ms for one of this length.
 
-The hashes work on all strings at once, one block of bytes after the other. Clients of a
-served model choose its strings, and one of 10 MB would take 9 s.
+The hashes process all strings at once, block by block. Clients of a served model choose
+its strings, and a string of 10 MB would take 9 s.
 """
 
 
@@ -39,7 +39,7 @@ class ByteStrings:
     """Strings of bytes in one buffer.
 
     Attributes:
-      buffer: uint8; at least 8 further bytes follow the last string.
+      buffer: uint8, with at least 8 more bytes after the last string.
       starts: int64 `[num_strings]`, position of each string in the buffer.
       lengths: int64 `[num_strings]`.
     """
@@ -49,11 +49,11 @@ class ByteStrings:
     lengths: np.ndarray
 
     def __getitem__(self, chosen: np.ndarray | slice) -> "ByteStrings":
-        """Returns some of the strings, by a mask, indices or a slice."""
+        """Returns the strings chosen by a mask, indices or a slice."""
         return ByteStrings(self.buffer, self.starts[chosen], self.lengths[chosen])
 
     def equal_to(self, string: bytes) -> np.ndarray:
-        """Returns a mask of the strings that are equal to one."""
+        """Returns a mask of the strings that equal a given string."""
         is_equal = self.lengths == len(string)
         for i, byte in enumerate(string):
             candidates = np.flatnonzero(is_equal)
@@ -61,17 +61,17 @@ class ByteStrings:
         return is_equal
 
     def words(self, offset: Any, num_bytes: int = _WORD) -> Words:
-        """Returns the little-endian number in the bytes of each string at an offset."""
+        """Returns the little-endian number at an offset in each string."""
         size = self.buffer.shape[0] - num_bytes + 1
         overlapping = np.ndarray((size,), f"<u{num_bytes}", self.buffer, 0, (1,))
         return overlapping[self.starts + offset].astype(np.uint64)
 
 
 def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
-    """Encodes strings as UTF-8; bytes stay as they are.
+    """Encodes strings as UTF-8. Bytes are not changed.
 
     Args:
-      strings: `[num_strings]`: an array of type `U` or `S`, or any sequence of str and
+      strings: `[num_strings]`, an array of type `U` or `S`, or a sequence of str and
         bytes.
 
     Raises:
@@ -85,7 +85,7 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
         elif strings.dtype.kind == "U" and width:
             codes = np.ascontiguousarray(strings).view(np.uint32)
             codes = codes.astype(np.uint8) if codes.max(initial=0) < 128 else None
-        if codes is not None:  # Strings of a fixed width, all in one byte per letter.
+        if codes is not None:  # Fixed-width strings, one byte per character.
             lengths = np.strings.str_len(strings).astype(np.int64)
             buffer = np.concatenate([codes, np.zeros(_WORD, np.uint8)])
             starts = np.arange(len(strings)) * (len(codes) // max(1, len(strings)))
@@ -113,7 +113,7 @@ def _encode_one(string: Any, index: int) -> bytes:
         return string
     raise TypeError(
         f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
-        "values by a string of your choice."
+        "values with a string."
     )
 
 
@@ -128,12 +128,12 @@ def siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
 
 
 def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) -> Words:
-    """Hashes some thousand strings at a time, whose numbers fit the cache."""
+    """Hashes a few thousand strings at a time, to stay in the cache."""
     num_strings = strings.lengths.shape[0]
     longest = int(strings.lengths.max(initial=0))
     if longest > MAX_BYTES:
         raise ValueError(
-            f"Strings to hash must have at most {MAX_BYTES:,} bytes, got one of "
+            f"Strings to hash must have at most {MAX_BYTES:,} bytes, got a string of "
             f"{longest:,}; shorten it, or hash a digest of it."
         )
     parts = [
@@ -171,12 +171,12 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     state = np.empty((4, num_strings), np.uint64)
     for i, constant in enumerate(constants):
         state[i] = constant ^ key[i % 2]
-    # Longest strings first: those that have a k-th word are then the first ones.
+    # Longest strings first, so that the strings with a k-th word come first.
     order = np.argsort(-strings.lengths, kind="stable")
     ordered = strings[order]
     num_words = ordered.lengths // _WORD
     for k in range(int(num_words.max(initial=0))):
-        # The first `end` strings have more than k words: the numbers of words fall.
+        # The first `end` strings have more than k words.
         end = int(np.searchsorted(-num_words, -k, side="left"))
         longer = state[:, :end]  # A view, which changes in place.
         _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))
@@ -250,7 +250,7 @@ def _farm_33_to_64(strings: ByteStrings) -> Words:
 
 
 def _mix_of_ends(strings: ByteStrings, factor: Any) -> tuple[Words, Words]:
-    """Returns the sum and the mix of the first and last 16 bytes of each string."""
+    """Returns the sum and mix of each string's first and last 16 bytes."""
     multiplier, lengths = _multiplier(strings), strings.lengths
     a, b = strings.words(0) * factor, strings.words(8)
     c = strings.words(lengths - 8) * multiplier
@@ -301,7 +301,7 @@ def _farm_block(
 ) -> np.ndarray:
     """Mixes 64 bytes into the state `(x, y, z, v, v, w, w)`.
 
-    The last block differs by its multiplier and by the factor of two words.
+    The last block has a different multiplier and a different factor for two words.
     """
     x, y, z, v0, v1, w0, w1 = state
     x = _rotate(x + y + v0 + strings.words(offset + 8), 37) * multiplier
@@ -315,7 +315,7 @@ def _farm_block(
 
 
 def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
-    """Returns the bytes after the whole words, and the length in the highest byte."""
+    """Returns the bytes after the whole words, with the length in the highest byte."""
     num_bytes = (strings.lengths % _WORD).astype(np.uint64)
     mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
     rest = strings.words(num_words * _WORD) & mask

@@ -1,11 +1,11 @@
-"""Turns strings into ids, by hashing, by fingerprints or by a vocabulary.
+"""Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
-All work on any container of strings, and leave weights and structure as they are. They
-number strings as TensorFlow and Keras do, so tables that were trained there fit.
+All of them accept any container of strings, and keep its weights and structure. Strings
+have the same ids as in TensorFlow and Keras, so tables trained there can be used.
 
-Runs and exports keep the vocabularies of their features in numbered files, and the
-names in a file of their own: file systems limit the length of names, and may ignore
-case. The files may come from anyone, so they are JSON without nested values.
+Runs and exports save the vocabularies of features in numbered files, and the names in
+another file, since file systems limit the length of names and may ignore case. The
+files may come from untrusted sources, so they are JSON without nested values.
 """
 
 import codecs
@@ -32,8 +32,8 @@ from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
 
-# Possessive quantifiers (`*+`) keep no state to backtrack, so a match takes linear time
-# and no memory.
+# Possessive quantifiers (`*+`) never backtrack, so a match takes linear time and no
+# memory.
 _STRING: Final = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LIST: Final = rf"\[\s*+(?:{_STRING}\s*+,?+\s*+)*+\]"
 _FIELD: Final = rf"{_STRING}\s*+:\s*+(?:{_STRING}|{_LIST}|[-+.\w]++)"
@@ -43,9 +43,9 @@ _FLAT: Final = re.compile(
 
 
 def read_flat_json(path: pathlib.Path) -> Any:
-    """Returns the list of strings, or the dict of scalars and such lists, of a file.
+    """Reads a list of strings, or a dict of scalars and such lists, from a JSON file.
 
-    Nested lists take 40 times their text in memory, so the text is matched first.
+    Nested lists take 40 times the memory of their text, so the text is matched first.
 
     Raises:
       ValueError: if the file holds anything else.
@@ -57,11 +57,11 @@ def read_flat_json(path: pathlib.Path) -> Any:
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text in UTF-8, whole or not at all.
+    """Writes a text in UTF-8, completely or not at all.
 
     Raises:
-      OSError: if it cannot be written, for example because the disk is full; the error
-        names the file. An existing file then stays as it was.
+      OSError: if the text can't be written, for example because the disk is full. The
+        error names the file. An existing file is then unchanged.
     """
     path = pathlib.Path(os.path.realpath(path))
     unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
@@ -78,14 +78,14 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
-"""Largest number of ids: the limit of `TableConfig.vocabulary_size`."""
+"""Maximum number of ids, the limit of `TableConfig.vocabulary_size`."""
 
 _UNKNOWN: Final = -1
 
 _FILE_FORMAT: Final = "tpu_embedding.vocabulary 1"
 
 Unknown = Literal["bucket", "error"]
-"""What becomes of unknown strings: an id of the buckets for them, or an error."""
+"""How to handle strings missing from a vocabulary: with a bucket's id or an error."""
 
 
 def hash_ids(
@@ -103,32 +103,32 @@ def hash_ids(
     id is the hash modulo `num_buckets`. It is the same on every machine and in every
     version of this package.
 
-    Two hashes of one feature, with different salts, into two tables, tell strings apart
-    that share a bucket of one.
+    To distinguish strings that share a bucket, hash the feature into two tables with
+    different salts.
 
-    `keras.layers.Hashing(num_bins, mask_value=mask)` keeps bin 0 for the mask, and adds
-    1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` gives its bins less
-    1: use it with the rows of a Keras table from row 1 on. Masked strings look up
-    nothing here, where Keras reads row 0.
+    `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the mask, and
+    adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns those
+    bins minus 1: use it with the Keras table's rows from row 1 on. Masked strings look
+    up nothing here, whereas Keras reads row 0.
 
     Args:
       strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         an object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
-        integers as their decimal digits. NumPy arrays of a fixed width (dtype `S` or
-        `U`) have lost the NUL characters at the end of their strings; dtype `object`
-        keeps them.
-      num_buckets: 1 to 2**31 - 2; the `vocabulary_size` of the table.
-      salt: number from 0 to 2**64 - 1, or a pair; one number stands for a pair of it.
-      padding: string that marks unused places. They become `PADDING_ROW_ID`.
+        integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
+        drop trailing NUL characters; dtype `object` keeps them.
+      num_buckets: `vocabulary_size` of the table, 1 to 2**31 - 2.
+      salt: number from 0 to 2**64 - 1, or a pair of them. A single number `n` means
+        `(n, n)`.
+      padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
       int32 ids in the container of the strings. Lists become an array, or `RaggedIds`
       if their lengths differ.
 
     Raises:
-      TypeError: if an element is neither string nor integer.
-      ValueError: if `num_buckets` or `salt` is out of its range, or a string is longer
-        than 65,536 bytes.
+      TypeError: if an element is neither a string nor an integer.
+      ValueError: if `num_buckets` or `salt` is out of range, or a string is longer than
+        65,536 bytes.
 
     Example:
       >>> hash_ids(["A", "B", "C"], 3).tolist()
@@ -141,7 +141,7 @@ def hash_ids(
     if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
         raise ValueError(
             f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
-            f"{num_buckets!r}; give the vocabulary_size of the table."
+            f"{num_buckets!r}; pass the vocabulary_size of the table."
         )
     key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
     is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
@@ -169,13 +169,13 @@ def hash_ids(
 def fingerprint_ids(strings: Any) -> Any:
     """Returns FarmHash's 64-bit fingerprint of each string, for tables of any ids.
 
-    Two strings of 2**32 have equal ones with a probability near 1/2.
+    Among 2**32 strings, two have the same fingerprint with a probability of 0.4.
 
     Args:
-      strings: as in `hash_ids`.
+      strings: see `hash_ids`.
 
     Returns:
-      uint64 ids in the container of the strings; none is the reserved `2**64 - 1`.
+      uint64 ids in the container of the strings, never the reserved `2**64 - 1`.
 
     Raises:
       TypeError: if an element is neither str nor bytes.
@@ -194,16 +194,16 @@ def fingerprint_ids(strings: Any) -> Any:
 
 
 class Vocabulary:
-    """Numbers the strings of a list, as `keras.layers.StringLookup` does.
+    """A numbered list of strings, like `keras.layers.StringLookup`.
 
-    The ids are, in this order: 0 for the mask token, if there is one; the buckets of
-    unknown strings; the tokens. Several buckets share unknown strings by FarmHash.
+    Ids are assigned in this order: 0 to the mask token, if there is one; then the
+    buckets of unknown strings; then the tokens. FarmHash picks among several buckets.
 
     Attributes:
       tokens: the strings, in the order of their ids.
-      num_oov_buckets: ids for unknown strings.
+      num_oov_buckets: number of ids for unknown strings.
       mask_token: string that marks unused places, or None.
-      strip_whitespace: True if `ids` strips white space around strings.
+      strip_whitespace: whether `ids` strips white space around strings.
 
     Example:
       >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
@@ -225,18 +225,19 @@ class Vocabulary:
         """Numbers the tokens.
 
         Args:
-          tokens: distinct strings. They may begin with the mask token, if there is one,
-            and `num_oov_buckets` times `oov_token`, as lists written by Keras do.
-          num_oov_buckets: ids for unknown strings; with 0, they raise an error.
-          mask_token: string whose places become `PADDING_ROW_ID`, so they look up
-            nothing. Id 0 stays unused, as in Keras.
-          oov_token: stands for unknown strings in lists written by Keras.
-          strip_whitespace: True makes `ids` strip white space around strings, as
-            `str.strip` does. The tokens must not have any.
+          tokens: distinct strings. Like lists written by Keras, they may begin with the
+            mask token, if there is one, and `num_oov_buckets` times `oov_token`.
+          num_oov_buckets: number of ids for unknown strings. With 0, unknown strings
+            raise an error.
+          mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
+            and id 0 stays unused, as in Keras.
+          oov_token: token for unknown strings in lists written by Keras.
+          strip_whitespace: whether `ids` strips white space around strings, like
+            `str.strip`. The tokens must not have any.
 
         Raises:
-          TypeError: if a token is not a str, or the tokens are one string.
-          ValueError: if tokens are missing, exceed the limit, or are duplicates.
+          TypeError: if a token is not a str, or `tokens` is a single string.
+          ValueError: if there are no tokens, more than the limit, or duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
@@ -246,8 +247,8 @@ class Vocabulary:
         if isinstance(tokens, str | bytes):
             raise TypeError(
                 "Vocabulary: tokens must be a list of strings, got the string "
-                f"{tokens!r}; write [{tokens!r}] for one token, or "
-                "te.inputs.Vocabulary.from_file(path) for a file of tokens."
+                f"{tokens!r}; write [{tokens!r}] for a single token, or "
+                "te.inputs.Vocabulary.from_file(path) to read a file of tokens."
             )
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
@@ -256,7 +257,7 @@ class Vocabulary:
         self._first_oov_id = 0 if mask_token is None else 1
         listed = tuple(tokens)
         first_id = self._first_oov_id + num_oov_buckets
-        # A file may name any number of buckets, so the list's length comes first.
+        # A file may state any number of buckets, so compare lengths first.
         if len(listed) >= first_id and listed[:first_id] == self._special():
             listed = listed[first_id:]
         self.tokens = listed
@@ -267,8 +268,8 @@ class Vocabulary:
             for i, token in enumerate(listed):
                 if first.setdefault(token, i) != i:
                     raise ValueError(
-                        f"Vocabulary: tokens must be unique, got {token!r} as token "
-                        f"{first[token]} and as token {i}."
+                        f"Vocabulary: tokens must be unique, got {token!r} as tokens "
+                        f"{first[token]} and {i}."
                     )
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
@@ -285,14 +286,14 @@ class Vocabulary:
         """Reads a UTF-8 text file with one token per line.
 
         Args:
-          path: path of the file; blanks belong to their token, ends of lines and a byte
-            order mark do not.
+          path: path of the file. Spaces are part of a token. Line endings and a byte
+            order mark are not.
           num_oov_buckets: see `Vocabulary`.
           mask_token: see `Vocabulary`.
           oov_token: see `Vocabulary`.
 
         Raises:
-          ValueError: if the file is not UTF-8, or a token is there twice.
+          ValueError: if the file is not UTF-8, or a token occurs twice.
         """
         content = local_path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         try:
@@ -317,21 +318,21 @@ class Vocabulary:
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of ids, for `TableConfig`: tokens, unknown buckets, mask."""
+        """Number of ids, for `TableConfig`: tokens, buckets and mask."""
         return self._first_oov_id + self.num_oov_buckets + len(self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, which `load` reads.
+        """Writes a JSON file for `load`.
 
-        Its list `tokens` has the string of each id, as Keras' `get_vocabulary` has:
-        first the mask token and `oov_token` for each bucket, then the tokens.
+        Like Keras's `get_vocabulary`, its list `tokens` has the string of each id: the
+        mask token, `oov_token` for each bucket, then the tokens.
 
         Args:
-          path: path of the file; an existing one is replaced, once the new one is
-            whole.
+          path: path of the file. An existing file is replaced once the new one is
+            complete.
 
         Raises:
-          OSError: if the file cannot be written; an existing one is left as it was.
+          OSError: if the file can't be written. An existing file is then unchanged.
 
         Example:
           >>> import pathlib, tempfile
@@ -352,10 +353,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
-        """Reads a file of `save`, which may come from anyone.
+        """Reads a file written by `save`. The file may be untrusted.
 
         Raises:
-          ValueError: if `save` did not write the file; the message names it.
+          ValueError: if the file was not written by `save`. The message names it.
         """
         try:
             document = read_flat_json(local_path(path))
@@ -364,7 +365,7 @@ class Vocabulary:
             tokens, mask_token = document["tokens"], document["mask_token"]
             strips = document.get("strip_whitespace", False)
             if not isinstance(strips, bool) or not isinstance(mask_token, str | None):
-                raise ValueError("a field has a wrong type")
+                raise ValueError("a field has the wrong type")
             vocabulary = cls(
                 tokens,
                 num_oov_buckets=document["num_oov_buckets"],
@@ -377,19 +378,18 @@ class Vocabulary:
             return vocabulary
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{os.fspath(path)} must be a file of Vocabulary.save: {error}; write "
-                "it again, or read a text of one token per line by from_file."
+                f"{os.fspath(path)} must be a file of Vocabulary.save: {error}; save "
+                "it again, or use from_file for a text file with one token per line."
             ) from None
 
     def ids(self, strings: Any, *, unknown: Unknown = "bucket") -> Any:
         """Returns the id of each string.
 
         Args:
-          strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`,
-            or an object with the fields of a ragged or sparse tensor. Integers stand
-            for their decimal digits, if some token is a number.
-          unknown: `"bucket"` gives unknown strings an id of the buckets; `"error"`
-            raises an error.
+          strings: containers as in `hash_ids`. If some token is a number, integers are
+            looked up by their decimal digits.
+          unknown: how to handle unknown strings: `"bucket"` returns a bucket's id,
+            `"error"` raises an error.
 
         Returns:
           int32 ids in the container of the strings. Lists become an array, or
@@ -397,8 +397,8 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if a string is unknown, and has no bucket, or
-            `unknown="error"`; if several buckets share it and it is longer than 65,536
+          ValueError: if a string is unknown and there are no buckets, or
+            `unknown="error"`; if there are several buckets and it is longer than 65,536
             bytes; or if `unknown` is neither choice.
         """
         check_unknown(unknown, "Vocabulary.ids: unknown")
@@ -409,7 +409,7 @@ class Vocabulary:
         flat = _check_strings(values, "Vocabulary.ids").tolist()
         kinds = set(map(type, flat))
         if not all(issubclass(kind, str | bytes) for kind in kinds):
-            encode(flat)  # It raises an error that shows the value.
+            encode(flat)  # Raises an error that shows the value.
         has_bytes = any(issubclass(kind, bytes) for kind in kinds)
         known = self._ids_of_bytes if has_bytes else self._ids
         known_ids = map(known.get, flat, itertools.repeat(_UNKNOWN))
@@ -427,7 +427,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_of_bytes(self) -> dict[str | bytes, int]:
-        """Ids of strings and of their bytes, which are made once some are looked up."""
+        """Ids by string and by bytes, made when bytes are first looked up."""
         return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
@@ -438,8 +438,8 @@ class Vocabulary:
         if not self.num_oov_buckets or unknown == "error":
             raise ValueError(
                 f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
-                f"tokens, and {len(strings)} such strings in all; set num_oov_buckets, "
-                "and unknown='bucket', to give unknown strings ids."
+                f"tokens ({len(strings)} unknown strings in total). To give unknown "
+                "strings ids, set num_oov_buckets and unknown='bucket'."
             )
         if self.num_oov_buckets == 1:
             return np.full(len(strings), self._first_oov_id, np.int32)
@@ -447,7 +447,7 @@ class Vocabulary:
         return buckets.astype(np.int32) + self._first_oov_id
 
     def _special(self) -> tuple[str, ...]:
-        """Returns the strings that come before the tokens in lists of Keras."""
+        """Returns the strings before the tokens in lists written by Keras."""
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
 
@@ -461,19 +461,19 @@ class Vocabulary:
             if not token or token == self.mask_token:
                 raise ValueError(
                     f"Vocabulary: token {i} must be neither empty nor the mask token, "
-                    f"got {token!r}; leave it out."
+                    f"got {token!r}; remove it."
                 )
             if self.strip_whitespace and token != token.strip():
                 raise ValueError(
-                    f"Vocabulary: token {i} must have no white space around it, as "
+                    f"Vocabulary: token {i} must have no white space around it if "
                     f"strip_whitespace is set, got {token!r}; strip it."
                 )
             if not token.isascii():
                 token.encode()  # A lone surrogate raises an error.
         if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
             raise ValueError(
-                "Vocabulary: tokens and buckets must be at least 1 and at most "
-                f"{MAX_IDS}, got {len(self.tokens)} tokens."
+                f"Vocabulary: there must be 1 to {MAX_IDS} tokens and buckets, with at "
+                f"least one token, got {len(self.tokens)} tokens."
             )
 
     def __len__(self) -> int:
@@ -495,7 +495,7 @@ def check_unknown(unknown: Any, owner: str) -> None:
 
 
 def _strip(string: str | bytes) -> str | bytes:
-    """Strips white space, by the rules of text for bytes also."""
+    """Strips white space. Bytes follow the rules of text."""
     if isinstance(string, str):
         return string.strip()
     text = string.decode(errors="surrogateescape")
@@ -508,7 +508,7 @@ def _is_int(value: Any) -> bool:
 
 def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
     if not values.size:
-        return values.astype(object)  # NumPy takes empty lists for numbers.
+        return values.astype(object)  # NumPy makes empty lists float64.
     if values.dtype.kind not in "SUTO":
         raise TypeError(
             f"Strings of {owner} must be strings, got dtype {values.dtype}; convert "
@@ -531,7 +531,7 @@ _NAMES_FILE: Final = "names.json"
 def save_vocabularies(
     directory: pathlib.Path, vocabularies: Mapping[str, Vocabulary]
 ) -> None:
-    """Writes vocabularies below a directory; nothing if there are none."""
+    """Writes vocabularies, if there are any, below a directory."""
     path = directory / VOCABULARIES_DIR
     if vocabularies:
         path.mkdir(exist_ok=True)
@@ -543,10 +543,10 @@ def save_vocabularies(
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Returns the vocabularies below a directory, by the names of their features.
 
-    The directory may come from anyone, so links, which may point elsewhere, are errors.
+    The directory may be untrusted, so links, which may point elsewhere, are errors.
 
     Raises:
-      ValueError: if a file is missing, or was not written by `save_vocabularies`; the
+      ValueError: if a file is missing or was not written by `save_vocabularies`. The
         message names it.
     """
     path = directory / VOCABULARIES_DIR

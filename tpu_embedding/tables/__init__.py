@@ -1,6 +1,6 @@
 """Creates the stacked tables of a plan, and reads or replaces them by table name.
 
-`te.functional` has the public names.
+Public names are in `te.functional`.
 
 * `initial_values`: initial values, equal on any number of devices.
 * `table_values`: tables as NumPy arrays, and back.

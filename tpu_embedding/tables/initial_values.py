@@ -1,19 +1,18 @@
 """Creates the initial values of tables, equal on any number of devices.
 
-A table's values depend on the seed, the table's name and the row. They never depend on
-the stack, the shards or the packing. So tables larger than a device's memory, and
-restarts on other devices, get the same values.
+A table's values depend on the seed, the table's name and the row, but never on the
+stack, the shards or the packing. So tables larger than a device's memory, and restarts
+on other devices, have the same values.
 
-Each owner of rows computes their values slab by slab, and writes each slab in place.
-Memory beyond the tables is a few slabs. The tables of a stack share one loop: their
-keys, sizes and parameters are its data. That needs a `RowInitializer`.
+With a `RowInitializer`, each owner of rows computes their values slab by slab, and
+writes each slab in place. Memory beyond the tables is a few slabs. The tables of a
+stack share one loop, whose data is their keys, sizes and parameters.
 
 Any other initializer is called once for the whole table, with the logical shape, and
 XLA computes one contiguous block per shard. One all-to-all then sends each row to its
 owner.
 
-Initializers see float32, whatever the tables are stored in. Values of narrow tables are
-rounded to the nearest numbers of their type.
+Initializers always return float32. Values of narrow tables are rounded to nearest.
 """
 
 import functools
@@ -55,11 +54,11 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
     Args:
       plan: plan of the embedding layer.
-      key: typed JAX random key; the only source of randomness.
+      key: typed JAX random key, the only source of randomness.
 
     Returns:
-      Stack name to packed rows, sharded over the plan's mesh. A stack whose ids are
-      not row numbers also has arrays under other names, which say what its rows are.
+      Packed rows by stack name, sharded over the plan's mesh. A stack whose ids are not
+      row numbers also has arrays, under other names, that say which ids its rows have.
 
     Example:
       >>> import tpu_embedding as te
@@ -100,7 +99,7 @@ def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 
 class _Tables(NamedTuple):
-    """Tables of a stack whose rows one function computes. Arrays have one entry each.
+    """Tables of a stack whose rows one function computes, with one entry per table.
 
     Attributes:
       offsets: first row in the stack.
@@ -118,7 +117,7 @@ class _Tables(NamedTuple):
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
     by_function: dict[RowFunction, list[TablePlan]] = {}
     others = []
-    # Other rows start when an id gets them.
+    # Other vocabularies initialize a row when they assign it to an id.
     for table in stack.tables if stack.vocabulary.ids_are_rows else ():
         initializer = table.row_initializer
         if initializer is None:
@@ -139,7 +138,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
         groups
     )
     for table in others:
-        # One whole table in memory at a time.
+        # Keep one whole table in memory at a time.
         rows, key = read_before_write((rows, key))
         rows = on_shards(
             functools.partial(_deal_rows, table=table, stack=stack),
@@ -153,13 +152,13 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
 def keys_of_tables(
     tables: Sequence[TablePlan], key: jax.Array
 ) -> UInt32[Array, "tables 2"]:
-    """Returns the words of a Threefry key for each table, which depend on its name."""
+    """Returns the words of a Threefry key for each table, derived from its name."""
     words = np.asarray([_words_of_name(table.name) for table in tables], np.uint32)
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
 def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
-    """Returns the facts of tables whose initializers have one function."""
+    """Returns the facts of tables whose initializers share a function."""
     keys = keys_of_tables(tables, key)
     initializers = [table.row_initializer for table in tables]
     scalars = [initializer.scalars for initializer in initializers if initializer]
@@ -170,7 +169,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # The parameters of a single table round as the parameters of several tables do.
+    # Round the parameters of a single table as with several tables.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -181,7 +180,7 @@ def _fill_tables(
     stack: StackPlan,
     tables: Sequence[TablePlan],
 ) -> PackedRows:
-    """Writes the rows of this shard of some tables. Per shard."""
+    """Writes this shard's rows of some tables. Per shard."""
 
     def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
         key = threefry_key(facts.keys[i])
@@ -200,25 +199,17 @@ def _fill_slabs(
     sizes: Int[Array, " tables"],
     stack: StackPlan,
 ) -> PackedRows:
-    """Writes the rows of this shard of some tables, slab by slab. Per shard.
+    """Writes this shard's rows of some tables, slab by slab. Per shard.
 
-    All slabs of all tables are turns of one loop: XLA:TPU copies the rows between two
+    One loop covers all slabs of all tables, because XLA:TPU copies the rows between
     nested loops.
 
-    Args:
-      rows: rows of this shard.
-      values_of: returns the values of some rows of table `i`.
-      offsets: first row of each table in the stack.
-      sizes: rows of each table.
-      stack: the stack of the tables.
-
-    Returns:
-      The rows, with the tables' rows replaced.
+    `values_of` returns the values of some rows of table `i`.
     """
     layout = stack.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
-    # The rows of a table on a shard are one range in each bank.
+    # A table's rows on a shard are one range in each bank.
     banks = layout.banks
     bank = jnp.arange(offsets.size * banks, dtype=jnp.int32) % banks
     begins, ends = (
@@ -237,7 +228,7 @@ def _fill_slabs(
         i = part // layout.banks
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
-        # The last slab of the shard overlaps the one before, with equal values.
+        # The last slab of the shard overlaps the previous one, with equal values.
         start = jnp.minimum(begins[part] + slab_of_part * slab, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
@@ -252,14 +243,10 @@ def _fill_slabs(
 def _rows_per_slab(layout: RowLayout) -> int:
     """Returns the rows per block of a pass over all rows of a shard.
 
-    A pass reads or writes some blocks at a time, and nothing larger. Rows take whole
-    lines there, as XLA:TPU may tile an array of short rows.
+    A pass reads or writes a few blocks at a time. Each row counts as whole lines there,
+    since XLA:TPU may tile an array of short rows.
 
-    Args:
-      layout: packing of the rows of one shard.
-
-    Returns:
-      A number of rows that fill whole lines; at most all lines of the shard.
+    The rows fill whole lines, at most all of the shard's.
     """
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
@@ -287,16 +274,16 @@ def logical_values(
 def check_values(
     values: Any, shape: tuple[int, int], tables: Sequence[TablePlan]
 ) -> None:
-    """Rejects what an initializer returned unless it is float32 of the shape."""
+    """Raises unless an initializer returned float32 values of the given shape."""
     shape_of = getattr(values, "shape", None)
     dtype_of = getattr(values, "dtype", None)
     if shape_of != shape or dtype_of != jnp.float32:
         got = f"{shape_of} and {dtype_of}" if shape_of else describe_value(values)
         names = ", ".join(repr(table.name) for table in tables)
         raise ValueError(
-            "TableConfig.initializer must return an array of the shape and dtype it is "
-            f"given, {shape} and float32, got {got} for table {names}. A function that "
-            "makes initializers must be called: jax.nn.initializers.glorot_uniform()."
+            f"TableConfig.initializer must return an array of shape {shape} and dtype "
+            f"float32, got {got} for table {names}. A function that makes initializers "
+            "must be called: jax.nn.initializers.glorot_uniform()."
         )
 
 
@@ -322,17 +309,11 @@ def _deal_rows(
     """Sends the rows of a contiguous block to their owners. Per shard.
 
     Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
-    stores them next to each other. The block size is a multiple of the number of
-    shards. Row `i * num_shards + j` of every block therefore has the same owner.
-
-    Args:
-      rows: this shard's rows of the stack.
-      values: this shard's block of the table's rows.
-      table: the table that is written.
-      stack: the stack of the table.
+    stores them contiguously. The block size is a multiple of the number of shards, so
+    row `i * num_shards + j` of every block has the same owner.
 
     Returns:
-      `rows`, with the table's rows replaced.
+      `rows` with the table's rows replaced.
     """
     num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)

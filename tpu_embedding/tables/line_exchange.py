@@ -1,9 +1,9 @@
 """Cuts tables into blocks of rows, and moves their lines between devices.
 
-A block is a range of consecutive rows of one table; files hold one block per chunk. A
-window is what one device reads or writes in a turn of `row_stream.py`: one block, or
-neighbouring blocks of several small tables. Two programs move the lines of windows
-between their owners and the devices that serve them; they get ranges as arguments.
+A block is a range of consecutive rows of one table, and a chunk of a file. A window is
+what one device reads or writes in a turn of `row_stream.py`: one block, or neighbouring
+blocks of several small tables. Two programs move the lines of windows between their
+owners and the devices that serve them. Ranges are arguments of the programs.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
-"""A reader of a file needs no smaller part: a request takes as long as 10 MB."""
+"""Smaller blocks don't speed up reads: a request takes as long as 10 MB."""
 
 RowRanges = Mapping[str, tuple[int, int]]
-"""Table name to the first row and the end of a range of its rows."""
+"""First row and end of a range of rows, by table name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Window:
 
     Attributes:
       start: first row in the stack.
-      pieces: table, first row and number of rows of the blocks in the range. Rows
-        between two tables, which hold nothing, are a piece of the table `UNUSED`.
+      pieces: table, first row and number of rows of the blocks in the range. Unused
+        rows between two tables are a piece of the table `UNUSED`.
     """
 
     start: int
@@ -55,10 +55,7 @@ UNUSED: Final = ""
 
 
 def rows_per_block(row_bytes: int) -> int:
-    """Returns the rows of a block: a power of two that takes 10 to 20 MB.
-
-    Args:
-      row_bytes: bytes of a row in a file.
+    """Returns the rows of a block: a power of two that takes 10 to 20 MB in a file.
 
     Example:
       >>> rows_per_block(row_bytes=128)
@@ -80,12 +77,12 @@ def windows_of(
     """Returns windows that cover the rows. Blocks of small tables share a window.
 
     Args:
-      packed: rows of the stack, whose bytes decide the size of a window.
+      packed: rows of the stack, whose size in bytes determines the window size.
       stack: the stack of the rows.
       ranges: rows to cover, by table. Defaults to all rows.
 
     Raises:
-      ValueError: if the ranges name tables or rows that the stack lacks.
+      ValueError: if the ranges include tables or rows that the stack doesn't have.
     """
     sizes = {table.name: table.num_rows for table in stack.tables}
     if ranges is None:
@@ -94,7 +91,7 @@ def windows_of(
     if unknown:
         raise ValueError(
             f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
-            f"{unknown}; pass the stack of these tables."
+            f"{unknown}; pass the stack that has these tables."
         )
     for name, (begin, end) in ranges.items():
         if not 0 <= begin <= end <= sizes[name]:
@@ -126,22 +123,22 @@ def windows_of(
 
 
 _TILE_ELEMENTS: Final = 1024
-"""Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""
+"""Elements of a TPU tile. Parts of whole tiles are sent without a copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineExchange:
     """Facts of the exchange of lines between owners and the devices that serve ranges.
 
-    Stacks of equally packed rows have equal facts, and share their programs.
+    Stacks whose rows are packed equally have equal facts, and share programs.
 
     Attributes:
       sharding: devices of the rows.
-      layout: packing of the rows, without the tables that they belong to.
+      layout: packing of the rows, without their tables.
       row: shape and dtype of a row in a file.
       window_rows: maximum rows of a range.
-      plan: gives the mesh.
-      stack: any stack with these facts; gives the axes of shards and copies.
+      plan: provides the mesh.
+      stack: any stack with these facts. It provides the axes of shards and copies.
     """
 
     sharding: NamedSharding
@@ -158,7 +155,7 @@ class LineExchange:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a window: one per bank that rows are dealt to, or per shard.
+        """Parts of a window: one per bank of each shard.
 
         Part `p` comes from range `p % banks` of shard `p // banks`.
         """
@@ -166,13 +163,13 @@ class LineExchange:
 
     @property
     def received_sharding(self) -> NamedSharding:
-        """Sharding of the received lines: each device has the lines of one window."""
+        """Sharding of received lines, with the lines of one window on each device."""
         axes = (*self.stack.replica_axes, *self.stack.shard_axes)
         return NamedSharding(self.plan.mesh, PartitionSpec(axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Shape of the lines that are sent to be written: per shard, all its parts."""
+        """Shape of the lines to write, with all parts of each shard's window."""
         num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
@@ -191,23 +188,23 @@ class LineExchange:
         return self.stack.first_local_row(start, part // banks, part % banks)
 
     def first_line(self, part: Any, start: Any) -> Any:
-        """Returns the first line of a part of the range from `start` on."""
+        """Returns the first line of a part, for a range that begins at `start`."""
         line = self.layout.line_of(self.first_row(part, start))
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
     @property
     def dealt_shape(self) -> tuple[int, ...]:
-        """Shape of the rows of a window, in the whole lines of each part."""
+        """Shape of a window's rows, in whole lines of each part."""
         part_rows = self.layout.row_of(self.part_lines)
         return (self.num_parts, part_rows, *self.row.shape)
 
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
-        """Returns the rows of a part: their range in its lines, and in the window."""
+        """Returns slices of a part's rows: in the part's lines, and in the window."""
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
-        # The rows of the stack in a part leave one remainder.
+        # The stack's rows in a part have the same remainder.
         banks = self.layout.banks
         remainder = part % banks * self.num_shards + part // banks
         first = (remainder - window.start) % self.num_parts
@@ -237,13 +234,10 @@ def read_lines(
 ) -> Shaped[Array, "parts *lane"]:
     """Sends the lines of one window to each device. Global.
 
-    Args:
-      lines: lines of all shards.
-      starts: first row of the window of each device.
-      exchange: static facts.
+    `starts` has the first row of each device's window.
 
     Returns:
-      For each window, its parts of `part_lines` lines each.
+      The parts of each window, `part_lines` lines per part.
     """
     banks = exchange.layout.banks
     size = banks * exchange.part_lines
@@ -259,7 +253,7 @@ def read_lines(
         return jnp.concatenate(parts)
 
     def read(lines: Array, starts: Array) -> Array:
-        # All copies of the rows serve windows of their own.
+        # Each copy of the rows serves its own windows.
         group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
         def add_part(i: Any, parts: Array) -> Array:
@@ -288,15 +282,11 @@ def write_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "lines *lane"]:
-    """Writes the rows of one window per shard, or of a single one, in place. Global.
+    """Writes the rows of one window per shard, or of a single window, in place. Global.
 
-    Args:
-      lines: lines of all shards.
-      parts: new lines of the parts of the window of each shard. The parts of a single
-        window are on their shards already.
-      starts: first row of each window.
-      sizes: number of rows of each window.
-      exchange: static facts.
+    `parts` has new lines for the parts of each shard's window. The parts of a single
+    window must already be on their shards. `starts` and `sizes` have the first row and
+    number of rows of each window.
     """
     size = exchange.part_lines
 
@@ -335,7 +325,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _exchanged(parts: Array, exchange: LineExchange) -> Array:
-    """Sends part `i` to shard `i`, and returns the parts from all shards. Per shard."""
+    """Sends part `i` to shard `i`, and returns the received parts. Per shard."""
     if exchange.num_shards == 1:
         return parts
     return jax.lax.all_to_all(
@@ -344,7 +334,7 @@ def _exchanged(parts: Array, exchange: LineExchange) -> Array:
 
 
 def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> Array:
-    """Takes rows `begin` to `end` from the new lines, the rest from the old ones."""
+    """Replaces rows `begin` to `end` of the old lines with rows of the new lines."""
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     first_row = layout.row_of(line)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)

@@ -1,22 +1,21 @@
 """Streams the rows of a stack to and from hosts, in natural order, block by block.
 
-Rows of a table are dealt round-robin to devices, so no device holds a range of rows.
-Checkpoints and exports want ranges. In each turn, every device serves one range
-of at most `rows_per_block` rows. To read, all owners send it their lines of the range
-in one all-to-all, and the host puts the rows into their order while it copies them. To
-write, the host deals the rows into lines, one all-to-all brings the lines to their
-owners, and these write them in place.
+A table's rows are dealt round-robin to devices, so no device holds a range of rows, as
+checkpoints and exports need. In each turn, every device serves one range of at most
+`rows_per_block` rows. To read, all owners send it their lines of the range in one
+all-to-all, and the host reorders the rows while copying them. To write, the host deals
+the rows into lines, and one all-to-all sends them to their owners, which write them in
+place.
 
-No step holds a whole table. Besides its tables, a device needs at most
-`MAX_DEVICE_BYTES` in a turn, and the host six blocks of 10 to 20 MB per device of its
-own.
+No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` in
+addition to its tables, and the host six blocks of 10 to 20 MB per local device.
 
-If the process has all devices and these are CPUs, their lines are in its memory. It
-then reads rows in place, and deals new rows to their owners, without an exchange. On
-eight CPU devices that is ten times as fast, and takes 30 MB instead of 900.
+If one process has all devices and they are CPUs, the lines are in its memory. It then
+reads rows in place, and deals new rows to their owners, without an exchange. On eight
+CPU devices that is ten times as fast, and takes 30 MB instead of 900.
 
-The programs get their ranges as arguments. One compilation serves all tables of a
-stack, and all stacks of equal `LineExchange` facts.
+Ranges are arguments of the programs, so one compilation serves all tables of a stack,
+and all stacks with equal `LineExchange` facts.
 """
 
 import collections
@@ -51,13 +50,13 @@ MAX_DEVICE_BYTES: Final = 256 * 2**20
 """Bound on the temporaries of a turn on each device."""
 
 _ALIGNMENT: Final = 64
-"""Bytes; JAX copies arrays to CPU devices unless they start at a multiple."""
+"""Bytes. JAX copies arrays to CPU devices unless they start at a multiple of this."""
 
 ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 Receivers = Literal["one", "all"]
-"""Processes that get a block: the one whose device reads it, or all of them."""
+"""Processes that receive a block: the one whose device reads it, or all."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -69,7 +68,7 @@ class RowBlock(NamedTuple):
     Attributes:
       table: name of the table.
       start: first row.
-      rows: `[num_rows, *shape]`, as `file_row` says.
+      rows: `[num_rows, *shape]` of `file_row`.
     """
 
     table: str
@@ -90,18 +89,19 @@ def read_blocks(
     same turns.
 
     Args:
-      packed: global rows. They must stay as they are until the last turn.
+      packed: global rows. They must not change until the last turn.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
       ranges: rows to read, by table. Defaults to all rows.
-      receivers: `"one"` gives each block to one process only. `"all"` gives it to all
-        of them; in a job of several processes it takes more turns.
+      receivers: `"one"` returns each block to one process only. `"all"` returns it to
+        all processes, which takes more turns if there are several.
 
     Returns:
       An iterator of turns, each with the blocks of this process, possibly none.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `ranges` names others.
+      ValueError: if the rows were made for another plan, or `ranges` doesn't match the
+        stack.
 
     Example:
       >>> import jax
@@ -135,17 +135,18 @@ def write_blocks(
     All processes must call it together.
 
     Args:
-      packed: global rows; donated, so that only the result can be used.
+      packed: global rows, which are donated: use only the result.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      read: returns rows as `file_row` says. It is called in another thread, for the
-        blocks of this process only. A block never crosses a multiple of
+      read: returns rows in the form of `file_row`. It is called in another thread, only
+        for the blocks of this process. A block never crosses a multiple of
         `rows_per_block` rows.
       ranges: rows to write, by table. Defaults to all rows.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `ranges` names others; or
-        if `read` returns rows of another shape or dtype. The rows are lost then.
+      ValueError: if the rows were made for another plan, if `ranges` doesn't match the
+        stack, or if `read` returns the wrong shape or dtype. In the last case, the
+        rows are lost.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
@@ -188,7 +189,7 @@ def _read_by_exchange(
                 exchange,
             )
         ]
-        # Else three turns are in memory while the next one is read.
+        # Otherwise three turns are in memory while the next one is read.
         del received, lines_of_window
 
 
@@ -225,14 +226,14 @@ def _write_by_exchange(
             shape, exchange.sharding, lambda index, dealt=dealt: dealt[shard_of(index)]
         )
         lines = write_lines(lines, sent, *_bounds(turn), exchange=exchange)
-        # At most one turn waits in the queue of a device.
+        # Queue at most one turn per device.
         jax.block_until_ready(lines)
         del sent, dealt
     return dataclasses.replace(packed, lines=lines)
 
 
 def _is_on_host(packed: PackedRows) -> bool:
-    """Returns True if the memory of this process holds all lines."""
+    """Returns True if this process's memory holds all lines."""
     lines = packed.lines
     platforms = {device.platform for device in lines.sharding.device_set}
     return lines.is_fully_addressable and platforms == {"cpu"}
@@ -241,7 +242,7 @@ def _is_on_host(packed: PackedRows) -> bool:
 def _read_on_host(
     packed: PackedRows, exchange: LineExchange, windows: Sequence[Window]
 ) -> Iterator[list[RowBlock]]:
-    """Yields the blocks of each window, from lines in the memory of this process."""
+    """Yields the blocks of each window from lines in this process's memory."""
     by_shard = _shards_by_number(packed.lines, exchange.layout.num_lines)
     by_shard = {shard: np.asarray(lines) for shard, lines in by_shard.items()}
     for window in windows:
@@ -251,7 +252,7 @@ def _read_on_host(
             lines = by_shard[part // exchange.layout.banks]
             parts.append(lines[line : line + exchange.part_lines])
         if len(parts) == 1:
-            # The block would be a view of lines that the caller may donate later.
+            # A block must not be a view of lines that the caller may donate later.
             parts = [np.array(parts[0])]
         yield list(_blocks_of_window(parts, window, exchange))
 
@@ -262,10 +263,10 @@ def _write_on_host(
     windows: Sequence[Window],
     read: ReadTableRows,
 ) -> PackedRows:
-    """Replaces the rows of windows in the memory of this process."""
+    """Replaces the rows of windows in this process's memory."""
     lines, sharding = packed.lines, packed.lines.sharding
-    # All windows share this memory: new memory costs as much as a copy. CPU devices
-    # take it without a copy, because it is aligned.
+    # All windows share this memory, since allocating costs as much as a copy. CPU
+    # devices use it without a copy because it is aligned.
     dtype = np.dtype(exchange.row.dtype)
     num_bytes = math.prod(exchange.dealt_shape) * dtype.itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -282,7 +283,7 @@ def _write_on_host(
 def _windows_of_devices(
     sharding: jax.sharding.Sharding, receivers: Receivers
 ) -> list[int]:
-    """Returns the number of the window that each device reads in a turn."""
+    """Returns the number of each device's window in a turn."""
     num_devices = len(sharding.device_set)
     if receivers == "one":
         return list(range(num_devices))
@@ -292,10 +293,9 @@ def _windows_of_devices(
 
 
 def windows_for_all(processes: Sequence[int]) -> list[int]:
-    """Returns the window of each device, so that each process gets all of a turn.
+    """Returns each device's window, such that each process has all windows of a turn.
 
-    Args:
-      processes: process of each device.
+    `processes` has the process of each device.
 
     Example:
       >>> windows_for_all([0, 0, 1, 1])
@@ -307,7 +307,7 @@ def windows_for_all(processes: Sequence[int]) -> list[int]:
 
 
 def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Yields each item after the next one is made, such as a transfer that goes on."""
+    """Yields each item once the next is made, so that a transfer can run meanwhile."""
     made = collections.deque(itertools.islice(items, 1))
     while made:
         made.extend(itertools.islice(items, 1))
@@ -317,7 +317,7 @@ def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
 def _read_ahead(
     function: Callable[[_Item], _Result], items: Sequence[_Item]
 ) -> Iterator[_Result]:
-    """Yields the result for each item, while a thread makes the next result."""
+    """Yields the result for each item while a thread computes the next one."""
     with ThreadPoolExecutor(1) as reader:
         for future in _one_ahead(reader.submit(function, item) for item in items):
             yield future.result()
@@ -329,13 +329,13 @@ def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
 
 
 def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and number of rows of each window."""
+    """Returns the start and number of rows of each window."""
     starts = np.asarray([window.start for window in windows], np.int32)
     return starts, np.asarray([window.num_rows for window in windows], np.int32)
 
 
 def _shards_by_number(array: jax.Array, size: int) -> dict[int, jax.Array]:
-    """Returns this process's shards of `size` lines by number; equal ones once."""
+    """Returns this process's shards of `size` lines by number, without copies."""
     return {
         _number_of_part(shard.index, size): shard.data
         for shard in array.addressable_shards
@@ -343,14 +343,14 @@ def _shards_by_number(array: jax.Array, size: int) -> dict[int, jax.Array]:
 
 
 def _number_of_part(index: Any, size: int) -> int:
-    """Returns the number of a part of `size` lines, by its index in an array."""
+    """Returns the number of a part of `size` lines from its index in an array."""
     return (index[0].start or 0) // size
 
 
 def _blocks_of_window(
     parts: Sequence[np.ndarray], window: Window, exchange: LineExchange
 ) -> Iterator[RowBlock]:
-    """Yields the blocks of a window, from the lines of its parts."""
+    """Yields the blocks of a window from the lines of its parts."""
     if len(parts) == 1:
         in_part, _ = exchange.rows_of_part(0, window)
         rows = file_rows_of_lines(parts[0], exchange.layout)[in_part]
@@ -364,7 +364,7 @@ def _blocks_of_window(
 
 
 def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
-    """Yields the blocks of a window, from all its rows."""
+    """Yields the blocks of a window from all its rows."""
     begin = 0
     for table, start, num_rows in window.pieces:
         if table != UNUSED:
@@ -373,7 +373,7 @@ def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
 
 
 def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.ndarray:
-    """Returns the new rows of a window; rejects another shape or dtype."""
+    """Returns the new rows of a window, checking their shape and dtype."""
     row, blocks = exchange.row, []
     for table, start, num_rows in window.pieces:
         expected = (num_rows, *row.shape)
@@ -397,13 +397,9 @@ def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.
 def _dealt(
     rows: np.ndarray, window: Window, exchange: LineExchange, parts: np.ndarray
 ) -> np.ndarray:
-    """Deals the rows of a window to their owners; returns the lines of all of them.
+    """Deals the rows of a window to their owners, and returns the lines of all owners.
 
-    Args:
-      rows: `[num_rows, *shape]`.
-      window: range of the rows.
-      exchange: facts of the lines.
-      parts: gets the rows of each part, `[num_parts, part_rows, *shape]`.
+    `parts` is a buffer for the rows of each part, `[num_parts, part_rows, *shape]`.
     """
     for part, rows_of_part in enumerate(parts):
         in_part, in_window = exchange.rows_of_part(part, window)

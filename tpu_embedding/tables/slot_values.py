@@ -1,8 +1,8 @@
 """Reads and sets slot variables by table and name, as NumPy arrays.
 
-The state of an optimizer is a pytree of its own, per stack. The functions here show it
-per table, under the names that users of the optimizer know: `accumulators`, `momenta`,
-`mu`. `table_values.py` does the same for the tables themselves.
+Each optimizer has its own pytree of state per stack. The functions here present it per
+table, under the names that users know: `accumulators`, `momenta`, `mu`.
+`table_values.py` does the same for the tables themselves.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from tpu_embedding.tables.table_values import (
 )
 
 StateParts = Literal["rows", "all"]
-"""`"rows"`: slot variables; `"all"`: also totals of tables, and counts of steps."""
+"""`"rows"` means slot variables. `"all"` adds totals of tables and counts of steps."""
 
 _HYPERPARAMETERS = {"hyperparams", "hyperparams_states"}
 """Fields of `optax.inject_hyperparams`, which `with_hyperparameters` sets."""
 
 _PARTS_OF_A_SUM = {"value", "rest"}
-"""Fields of a compensated sum, which say little without the field that holds it."""
+"""Fields of a compensated sum, which mean little without the field that holds it."""
 
 
 def slot_values(
@@ -38,25 +38,25 @@ def slot_values(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Returns the slot variables of each trained table, by table and name.
 
-    A name is the field of the optimizer's state, such as `accumulators`, `momenta` and
-    `linears` of this package's optimizers, or `mu`, `nu`, `trace` and `sum_of_squares`
-    of optax. Where two fields have one name, the fields and positions around them come
-    first: `0/trace` and `1/trace` in a chain of two `optax.trace`.
+    Names are fields of the optimizer's state, such as `accumulators`, `momenta` and
+    `linears` in this package's optimizers, or `mu`, `nu`, `trace` and `sum_of_squares`
+    in optax. If two fields have the same name, the fields and positions around them are
+    prepended: `0/trace` and `1/trace` in a chain of two `optax.trace`.
 
     Args:
-      slots: stack name to optimizer state, from `init_slots`. Stacks may be missing.
+      slots: optimizer state by stack name, from `init_slots`. Stacks may be missing.
       plan: plan of the embedding layer.
       parts: `"rows"` returns the slot variables, which have one entry per row. `"all"`
-        also returns the rest of the state: totals of a table, such as the
-        `column_accumulators` of `adafactor`, and counts of steps, which all tables of
-        a stack share. Hyper-parameters are never among them.
+        also returns totals of a table, such as the `column_accumulators` of
+        `adafactor`, and counts of steps, which all tables of a stack share.
+        Hyperparameters are never included.
 
     Returns:
-      Table name to slot name to array. Slot variables are `[vocabulary_size, dim]` or
+      Arrays by table and slot name. Slot variables are `[vocabulary_size, dim]` or
       `[vocabulary_size]`, in logical row order. Other values lack the first axis.
 
     Raises:
-      ValueError: if `parts` is another value, or the slots were made for another plan.
+      ValueError: if `parts` is unknown, or the slots were made for another plan.
 
     Example:
       >>> import jax
@@ -95,19 +95,19 @@ def with_slot_values(
     """Returns the optimizer's state with some slot variables replaced.
 
     Args:
-      slots: stack name to optimizer state, from `init_slots`.
-      values: table name to slot name to array, as `slot_values` returns them. Tables
-        and slots may be missing; these keep their values. A count of steps belongs to
-        all tables of a stack, so all tables that give one must give the same.
+      slots: optimizer state by stack name, from `init_slots`.
+      values: arrays by table and slot name, as `slot_values` returns them. Missing
+        tables and slots keep their values. Tables of a stack share their count of
+        steps, so they must not pass different counts.
       plan: plan of the embedding layer.
 
     Returns:
-      The new state. Shapes, dtypes and shardings stay.
+      The new state, with unchanged shapes, dtypes and shardings.
 
     Raises:
       TypeError: if `values`, or the values of a table, are not a dict.
-      ValueError: if a table or slot is unknown, a value is not an array of real numbers
-        of its shape, or the slots were made for another plan.
+      ValueError: if a table or slot is unknown, if a value is not real or has the wrong
+        shape, or if the slots were made for another plan.
 
     Example:
       >>> import jax
@@ -133,8 +133,8 @@ def with_slot_values(
     for table_name in values:
         if table_name not in known_tables:
             raise ValueError(
-                "values must name tables that have an optimizer and slots, "
-                f"{known_tables}, got {table_name!r}."
+                f"values must name trained tables that have slots, {known_tables}, "
+                f"got {table_name!r}."
             )
     result = dict(slots)
     for stack in stacks:
@@ -148,8 +148,8 @@ def with_slot_values(
             for name in values_by_slot:
                 if name not in known:
                     raise ValueError(
-                        f"values of table {table_name!r} must name parts of the state "
-                        f"of its optimizer, {known}, got {name!r}."
+                        f"values of table {table_name!r} must name parts of its "
+                        f"optimizer's state, {known}, got {name!r}."
                     )
         leaves = []
         for slot in named:
@@ -162,11 +162,9 @@ def with_slot_values(
 
 
 def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
-    """Returns the slot variables of one stack by name, see `slot_values`.
+    """Returns the slot variables of one stack by name; see `slot_values`.
 
-    Args:
-      state: optimizer state of the stack, arrays or their shapes.
-      stack: the stack.
+    `state` may hold arrays or their shapes.
     """
     slots = named_slots(state, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
@@ -175,13 +173,7 @@ def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
 def with_slot_rows(
     state: Any, rows: Mapping[str, PackedRows], stack: TrainedStackPlan
 ) -> Any:
-    """Returns the state of one stack with some slot variables replaced.
-
-    Args:
-      state: optimizer state of the stack.
-      rows: new slot variables by name, as `slot_rows` returns them.
-      stack: the stack.
-    """
+    """Returns the state of one stack with some of its `slot_rows` replaced."""
     leaves = [rows.get(slot.name, slot.leaf) for slot in named_slots(state, stack)]
     return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
 
@@ -192,8 +184,9 @@ class NamedSlot:
 
     Attributes:
       name: see `slot_values`.
-      kind: one entry per row; one per table of the stack; or shared by its tables, as
-        counts and the hyper-parameters of `optax.inject_hyperparams` are.
+      kind: whether the leaf has one entry per row, one per table of the stack, or is
+        shared by its tables, like counts and the hyperparameters of
+        `optax.inject_hyperparams`.
       leaf: packed rows, or an array.
     """
 
@@ -219,8 +212,8 @@ class NamedSlot:
         """Returns the leaf with the values of some tables replaced.
 
         Raises:
-          ValueError: if a value has another shape, is not real, or loses a fraction; or
-            if the tables differ in a value that they share.
+          ValueError: if a value has the wrong shape, is not real, or would lose a
+            fraction; or if tables differ in a value that they share.
         """
         if not values:
             return self.leaf
@@ -241,7 +234,7 @@ class NamedSlot:
             if any(not np.array_equal(array, other) for other in others):
                 raise ValueError(
                     f"values of {self.name!r} must be equal for the tables "
-                    f"{sorted(new)}, because they share an optimizer state, got "
+                    f"{sorted(new)}, which share them, got "
                     f"{ {name: value.tolist() for name, value in new.items()} }."
                 )
         else:
@@ -249,7 +242,7 @@ class NamedSlot:
         return jax.device_put(array, self.leaf.sharding)
 
     def _checked(self, value: Any, table: TablePlan) -> np.ndarray:
-        """Returns a new value of a table, in the dtype of the old one."""
+        """Returns a table's new value in the dtype of the old one."""
         if self.kind == "rows":
             shape = (table.num_rows, *self.leaf.layout.row_shape)
             dtype = self.leaf.lines.dtype
@@ -267,10 +260,10 @@ class NamedSlot:
 
 
 def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
-    """Yields the named leaves of the state of one stack, in their order."""
+    """Yields the named leaves of a stack's state, in order."""
     with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
     keystr = functools.partial(jax.tree_util.keystr, simple=True)
-    # A state may be one array, without a field.
+    # A state may be a single array, without a field.
     paths = [[keystr((key,)) for key in path] or ["state"] for path, _ in with_paths]
     num_tables = len(stack.tables)
     for name, path, (_, leaf) in zip(_names(paths), paths, with_paths, strict=True):
@@ -285,13 +278,12 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
 
 
 def _names(paths: list[list[str]]) -> list[str]:
-    """Returns the shortest end of each path that is unique and says something.
+    """Returns the shortest end of each path that is unique and meaningful.
 
-    Args:
-      paths: the fields, keys and positions around each leaf of a state.
+    A path has the fields, keys and positions around a leaf of a state.
     """
-    # A part of a compensated sum has the name of the sum before it, and the name of a
-    # hyper-parameter begins where the state says that it is one.
+    # A part of a compensated sum is prefixed with the name of the sum, and the name of
+    # a hyperparameter begins at the field that holds hyperparameters.
     lengths = []
     for path in paths:
         first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)

@@ -1,10 +1,10 @@
-"""Converts between stacks and tables: stacks on devices, one NumPy array per table.
+"""Converts between stacks on devices and one NumPy array per table.
 
-The layout of a stack changes with the devices, the stacking and the packing. The arrays
+The layout of a stack depends on the devices, the stacking and the packing. The arrays
 per table do not: they hold the logical rows as the user declared them.
 
-Rows travel block by block, see `row_stream.py`. Besides the tables that the user gets
-or passes, the host holds a few blocks.
+Rows travel block by block; see `row_stream.py`. In addition to the user's arrays, the
+host holds a few blocks.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 
 
 class NotFinite:
-    """Counts the numbers of new rows that are NaN or infinite, and warns of them."""
+    """Counter of NaN and infinite numbers in new rows, which warns about them."""
 
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
 
     def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
-        """Counts numbers of rows `[rows, ...]`, whose first one is row `start`."""
+        """Counts NaN and infinities in rows `[rows, ...]`, from row `start` on."""
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             return
         is_bad = ~np.isfinite(rows)
@@ -42,15 +42,15 @@ class NotFinite:
             self._counts[owner] = count + int(is_bad.sum()), row
 
     def warn(self) -> None:
-        """Warns once of all rows that were counted."""
+        """Warns once about all numbers that were counted."""
         if self._counts:
             counts = "; ".join(
                 f"{owner} hold {count}, the first in row {row}"
                 for owner, (count, row) in self._counts.items()
             )
             warnings.warn(
-                f"Numbers that are NaN or infinite were written to tables: {counts}. "
-                "Lookups of these rows return them. Replace them in the source, as by "
+                f"NaN or infinite numbers were written to tables: {counts}. Lookups of "
+                "these rows return them. Replace them in the source, for example with "
                 "np.nan_to_num.",
                 stacklevel=3,
             )
@@ -62,13 +62,13 @@ def unstack_tables(
     """Returns each table's values, or one slot variable's values, by table name.
 
     Args:
-      stacked: stack name to packed rows, global. They hold either the tables or one
-        slot variable of each stack. Stacks may be missing.
+      stacked: packed rows by stack name, global: either the tables or one slot variable
+        of each stack. Stacks may be missing.
       plan: plan of the embedding layer.
 
     Returns:
-      Table name to array `[vocabulary_size, *row_shape]`, in logical row order. Tables
-      are float32, whatever they are stored in.
+      Arrays `[vocabulary_size, *row_shape]` by table name, in logical row order. Tables
+      are float32, whatever their storage type.
 
     Raises:
       ValueError: if the arrays were made for another plan.
@@ -98,17 +98,17 @@ def replace_values(
     """Returns the stacks with the values of the given tables replaced.
 
     Args:
-      stacked: stack name to packed rows, as in `unstack_tables`.
-      values: table name to real numbers, `[vocabulary_size, *row_shape]`. Values of
-        narrow tables are rounded to the nearest numbers of their type.
+      stacked: packed rows by stack name, as in `unstack_tables`.
+      values: real numbers `[vocabulary_size, *row_shape]` by table name. Values of
+        narrow tables are rounded to nearest.
       plan: plan of the embedding layer.
 
-    Numbers that are NaN or infinite are written, with a warning that counts them.
+    NaN and infinite numbers are written, with a warning that counts them.
 
     Raises:
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
-        for another plan; if an array has the wrong shape, is complex or not numeric,
-        or is beyond the range of its type.
+        for another plan; or if an array has the wrong shape, is complex or not numeric,
+        or exceeds the range of its type.
     """
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
@@ -127,9 +127,9 @@ def replace_values(
             continue
         if stack.name not in stacked:
             raise ValueError(
-                f"stacked must contain stack {stack.name!r}, because values name its "
-                f"table {tables[0].name!r}; got stacks {sorted(stacked)}. Pass that "
-                "stack also, or leave the table out of values."
+                f"stacked must contain stack {stack.name!r}, because values set its "
+                f"table {tables[0].name!r}, got stacks {sorted(stacked)}. Add that "
+                "stack, or remove the table from values."
             )
         packed = stacked[stack.name]
         checked = {
@@ -142,7 +142,7 @@ def replace_values(
 
 
 def check_values(values: Any, plan: EmbeddingPlan) -> None:
-    """Raises TypeError unless values are a mapping, and a plan is one."""
+    """Raises TypeError unless `values` is a mapping and `plan` is a plan."""
     line = "te.functional.with_table_values(stacked, values, plan)"
     check_type("te.functional.with_table_values: plan", PLAN, plan, line)
     name = plan.stacks[0].tables[0].name
@@ -152,7 +152,7 @@ def check_values(values: Any, plan: EmbeddingPlan) -> None:
 def _checked(
     values: Any, packed: PackedRows, table: TablePlan, not_finite: NotFinite
 ) -> np.ndarray:
-    """Returns the values of a table as an array; rejects those it cannot hold."""
+    """Returns a table's values as an array. Rejects values that it can't hold."""
     layout = packed.layout
     shape = (table.num_rows, *layout.row_shape)
     owner = f"values of table {table.name!r}"
@@ -172,15 +172,11 @@ def _checked(
 
 
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
-    """Returns values as an array; rejects another shape, and what is not real.
-
-    Args:
-      values: the values that the user gives.
-      shape: the shape that they must have.
-      owner: owner of the values, for errors.
+    """Returns values as an array of real numbers with the given shape.
 
     Raises:
-      ValueError: if the shape differs, or the values are complex or not numbers.
+      ValueError: if the shape differs, or the values are complex or not numbers. The
+        message names the `owner`.
     """
     try:
         array = np.asarray(values)
@@ -188,7 +184,7 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
         raise ValueError(f"{owner} must have shape {shape}: {error}") from None
     if array.shape != shape:
         raise ValueError(f"{owner} must have shape {shape}, got {array.shape}.")
-    # NumPy does not know that bfloat16 is a floating type.
+    # NumPy does not recognize bfloat16 as a floating type.
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
@@ -198,20 +194,15 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Rejects rows that a narrower type cannot hold.
 
-    NaN and infinite numbers pass, except in int8 rows: `NotFinite` warns of them.
-
-    Args:
-      rows: `[rows, ...]`, real numbers.
-      start: number of the first row, for messages.
-      dtype: name of the type.
-      owner: owner of the rows, for messages.
+    NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
 
     Raises:
-      ValueError: if a number is beyond the range of the type.
+      ValueError: if a number is out of the type's range. The message names the `owner`,
+        and counts rows from `start`.
     """
     if dtype == "int8":
-        # Each row is spread between its smallest and largest element, and its scale is
-        # the difference of these in float32. Any NaN or infinity makes it not finite.
+        # A row's scale is the float32 difference between its smallest and largest
+        # element. Any NaN or infinity makes it not finite.
         with np.errstate(invalid="ignore", over="ignore"):
             rows = rows.astype(np.float32, copy=False)
             ranges = rows.max(axis=1) - rows.min(axis=1)
@@ -220,7 +211,7 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
             row = int(np.argmax(is_bad))
             raise ValueError(
                 f"{owner} must be finite for dtype int8, and so must the range of each "
-                f"row; got {rows[row].min()} to {rows[row].max()} in row "
+                f"row, got {rows[row].min()} to {rows[row].max()} in row "
                 f"{start + row}."
             )
         return
@@ -257,7 +248,7 @@ def _with_values(
 def _on_planned_devices(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Moves rows that other programs made to the devices of the plan."""
+    """Moves rows made by other programs to the plan's devices."""
     lines, sharding = packed.lines, plan.rows_sharding(stack)
     if lines.sharding.is_equivalent_to(sharding, lines.ndim):
         return packed

@@ -1,13 +1,13 @@
-"""Updates a stacked table and its slot variables with the gradient of a step.
+"""Updates a stacked table and its slot variables with a step's gradient.
 
-Each driver of a rule has a function `(table, state, gradient, writer) -> (table,
-state)`, which `DRIVERS` finds: here those that run on touched rows, in `every_row.py`
-those that run on all. All of it is per shard, and in place where donated.
+Each driver has a function `(table, state, gradient, writer) -> (table, state)` in
+`DRIVERS`. Drivers for touched rows are here, drivers for all rows in `every_row.py`.
+Everything is per shard, and in place where donated.
 
 A gradient comes in rounds, which are applied one after the other. Their rows are
-different, so the result equals one update with all rows. Values shared by all rows,
-such as the step count and the learning rate, advance once per step. If a learning rate
-is not finite, the step moves no row.
+disjoint, so the result equals one update with all rows. Values shared by all rows, such
+as the step count and learning rate, advance once per step. If a learning rate is not
+finite, the step moves no row.
 """
 
 import dataclasses
@@ -53,19 +53,19 @@ from tpu_embedding.update.totals import (
 from tpu_embedding.xla import computed_apart, read_before_write
 
 PADDING_ROWS: Final = 8
-"""Rows of padding for a rule with totals. A single row would broadcast as totals do."""
+"""Rows of padding for a rule with totals. A single row would broadcast like totals."""
 
 UpdateStack = Callable[
     [PackedRows, Any, GradientRounds, TableWriter], tuple[PackedRows, Any]
 ]
-"""Maps the rows of this shard, the state of the rule, the gradient of the stack and the
-writer of its rows to new rows and a new state."""
+"""Maps this shard's rows, the rule's state, the stack's gradient and the writer to new
+rows and a new state."""
 
 
 def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
-    Totals are summed block by block. A storage that holds rows elsewhere sums blocks in
+    Totals are summed block by block. Storage that keeps rows elsewhere sums blocks in
     the same order, so both get the same bits.
     """
     totals: list[Array] = []
@@ -90,13 +90,13 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
 def init_block(
     rows: PackedRows, start: Any, all_reduce: AllReduce, stack: TrainedStackPlan
 ) -> Any:
-    """Returns the rule's state for a block of the rows of this shard. Per shard.
+    """Returns the rule's state for a block of this shard's rows. Per shard.
 
     Args:
       rows: the block's rows.
-      start: local row that the block starts at.
+      start: the block's first local row.
       all_reduce: answers the rule's requests for totals.
-      stack: the stack of the rows.
+      stack: the rows' stack.
     """
     known = None
     if stack.optimizer.takes_totals:
@@ -108,13 +108,13 @@ def init_block(
 
 @functools.lru_cache(maxsize=4096)
 def abstract_state(stack: TrainedStackPlan) -> Any:
-    """Returns a state of the structure of `init_state`; the rule does not run."""
+    """Returns a state structured like `init_state`'s, without running the rule."""
     rule_state = abstract_rule_state(stack.optimizer, stack.layout)
     return jax.eval_shape(functools.partial(state_around, stack=stack), rule_state)
 
 
 def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
-    """Returns the first state of a stack, given the state of its rule."""
+    """Returns a stack's initial state, given its rule's state."""
     state = rule_state
     if isinstance(stack.optimizer.driver, KeptGradient):
         state = init_kept_gradient(rule_state, stack.layout)
@@ -124,21 +124,21 @@ def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
 
 
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
-    """Returns the state of a stack after a step that did not touch its rows.
+    """Returns a stack's state after a step that did not touch its rows.
 
-    Values shared by all rows advance, as they do in any other step. So they count
-    the same steps for all tables, whichever of them share a stack. Slot variables take
-    no part: XLA has nothing to copy, and devices communicate nothing.
+    Values shared by all rows advance as in any other step, so they count the same steps
+    for all tables, however tables are stacked. Slot variables are not involved: XLA
+    copies nothing, and devices do not communicate.
 
     Args:
-      state: from `init_state`, of a rule for touched rows.
-      stack: gives the rule.
+      state: from `init_state`, for a rule on touched rows.
+      stack: the stack, with its rule.
     """
     writer, state = open_state(state, stack)
     step = start_step(stack.optimizer, state, stack.dim)
     new_values = step.new_values
     if stack.optimizer.takes_totals:
-        # Totals over no rows are zero, and the values of the rule follow them.
+        # Totals over no rows are zero, and the rule's values may depend on them.
         no_row = jnp.zeros(PADDING_ROWS, bool)
         known = TableRows(
             table_sizes=jnp.float32([table.num_rows for table in stack.tables]),
@@ -157,7 +157,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
 
 
 class TableAndSlots(NamedTuple):
-    """The arrays that the rounds of a gradient change, one after the other."""
+    """The arrays that a gradient's rounds change, one after the other."""
 
     table: PackedRows
     slots: list[PackedRows]
@@ -168,8 +168,8 @@ def update_touched(
 ) -> tuple[PackedRows, Any]:
     """Runs the rule once on each row that the step looked up.
 
-    A rule with totals over the table runs twice if there are several rounds: first for
-    the totals, then with them.
+    If there are several rounds, a rule with totals runs first to find them, then to use
+    them.
     """
     stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
     step = start_step(stack.optimizer, state, stack.dim, stack.updates)
@@ -205,7 +205,7 @@ def update_touched(
         arrays: TableAndSlots, gradients: RowGradients, rows: RowRange
     ) -> TableAndSlots:
         del rows
-        # All rounds compute the same new values, from the old state.
+        # All rounds compute the same new values from the old state.
         arrays, _ = update_round(arrays, gradients)
         return arrays
 
@@ -219,8 +219,8 @@ class _Passes(NamedTuple):
     """The arrays after some passes over the occurrences of each row.
 
     Attributes:
-      num_done: number of these passes.
-      table: rows of the table.
+      num_done: number of passes so far.
+      table: the table's rows.
       slots: slot variables.
     """
 
@@ -232,10 +232,10 @@ class _Passes(NamedTuple):
 def update_in_sequence(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Runs the rule once per occurrence of a row, in the order of the samples.
+    """Runs the rule once per occurrence of a row, in sample order.
 
     It takes as many passes as the most frequent row has occurrences. All occurrences of
-    a row are in one round. Values shared by all rows advance once per step.
+    a row are in the same round. Values shared by all rows advance once per step.
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)
@@ -250,7 +250,7 @@ def update_in_sequence(
         num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
 
         def run_pass(passes: _Passes) -> _Passes:
-            # The first pass updates the first occurrence of each row, and so on.
+            # The first pass updates each row's first occurrence, and so on.
             number = passes.num_done
             row_ids = jnp.where(earlier == number, updates.row_ids, PADDING_ROW_ID)
             table = writer.before_rule(passes.table, row_ids)
@@ -277,13 +277,13 @@ DRIVERS: Final[Mapping[type, UpdateStack]] = {
     KeptGradient: update_kept_gradient,
     InSequence: update_in_sequence,
 }
-"""How each driver of a rule updates a stack."""
+"""Maps each driver to the function that updates a stack."""
 
 
 def _known_rows(
     gradients: RowGradients, all_reduce: AllReduce, writer: TableWriter
 ) -> TableRows:
-    """Returns the facts that a rule with totals may ask about the rows of a round."""
+    """Returns the facts about a round's rows, for a rule with totals."""
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
@@ -297,7 +297,7 @@ def _known_rows(
 
 
 def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Counts the equal ids before each position."""
+    """Counts equal ids before each position."""
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
     firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)

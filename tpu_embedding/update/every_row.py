@@ -1,11 +1,11 @@
 """Updates every row of a table, touched or not.
 
-The rule runs over the table block by block, in place: once for each round of the
-gradient, on the rows that the round covers.
+The rule runs over the table block by block, in place, once per round of the gradient on
+the rows that the round covers.
 
-A rule that asks for totals over the table, or runs once per several steps, must see the
-gradient of all rounds. Its state keeps a dense gradient, a slot variable of the table's
-size. Each step adds its gradient to it, and the pass over the table clears it.
+Rules that need totals over the table, or run once per several steps, must see all
+rounds of the gradient. Their state keeps a dense gradient, a slot variable of the
+table's size. Each step adds to it, and the pass over the table clears it.
 """
 
 import dataclasses
@@ -38,17 +38,17 @@ from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
 
 _CHUNK: Final = 1024
-"""Gradients that a block takes at a time."""
+"""Gradients that a block reads at a time."""
 
 
 class KeptGradientState(NamedTuple):
     """The state of a rule that needs the dense gradient.
 
     Attributes:
-      gradient: `[rows, dim]`, the sum of the steps since the rule last ran.
-      touches: int32 `[rows]`, steps since then that looked the row up.
-      step: int32 scalar, steps since then.
-      inner: state of the rule.
+      gradient: `[rows, dim]`, sum over the steps since the rule last ran.
+      touches: int32 `[rows]`, number of these steps that looked the row up.
+      step: int32 scalar, number of these steps.
+      inner: the rule's state.
     """
 
     gradient: PackedRows
@@ -58,12 +58,12 @@ class KeptGradientState(NamedTuple):
 
 
 class _SweptArrays(NamedTuple):
-    """The arrays that a run over all rows changes.
+    """The arrays that a pass over all rows changes.
 
     Attributes:
-      table: rows of the table.
+      table: the table's rows.
       slots: slot variables.
-      kept: `gradient` and `touches` of a `KeptGradientState`, if the rule has one.
+      kept: `gradient` and `touches` of a `KeptGradientState`, or empty.
     """
 
     table: Any
@@ -72,12 +72,7 @@ class _SweptArrays(NamedTuple):
 
 
 def init_kept_gradient(rule_state: Any, layout: RowLayout) -> KeptGradientState:
-    """Returns the state of a rule with a dense gradient of zeros. Per shard.
-
-    Args:
-      rule_state: state of the rule.
-      layout: layout of the table.
-    """
+    """Returns a rule's state with a dense gradient of zeros. Per shard."""
 
     def zeros(row_shape: tuple[int, ...], dtype: Any) -> PackedRows:
         row = jax.ShapeDtypeStruct(row_shape, dtype)
@@ -97,7 +92,7 @@ def update_kept_gradient(
     gradient: GradientRounds,
     writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
-    """Adds to the kept gradient, and runs the rule on every row when it is due.
+    """Adds to the kept gradient, and runs the rule on every row when due.
 
     Per shard; in place where donated.
     """
@@ -148,10 +143,10 @@ def update_kept_gradient(
 def update_every_row(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Runs a rule that keeps no gradient on every row, round by round.
+    """Runs a rule without kept gradient on every row, round by round.
 
-    A round of the gradient covers a range of rows, so each row moves once. Per shard;
-    in place where donated.
+    Each round of the gradient covers its own range of rows, so each row moves once. Per
+    shard; in place where donated.
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)
@@ -176,10 +171,10 @@ def update_every_row(
 
 
 class _SortedGradients(NamedTuple):
-    """The gradients of a round, sorted by row; padding of a whole chunk last.
+    """A round's gradients, sorted by row and followed by a chunk of padding.
 
     Attributes:
-      row_ids: int32 `[n]`, rising.
+      row_ids: int32 `[n]`, ascending.
       values: `[n, dim]`.
     """
 
@@ -187,7 +182,7 @@ class _SortedGradients(NamedTuple):
     values: Array
 
     def in_block(self, start: Any, size: int) -> tuple[Array, Array]:
-        """Returns the dense gradient of a block of rows, and 1 for touched rows."""
+        """Returns a block's dense gradient, and a mask with 1 for touched rows."""
         chunk = min(_CHUNK, self.row_ids.shape[0] // 2)
         end_row = start + size
         ends = jnp.asarray([start, end_row], jnp.int32)
@@ -199,7 +194,7 @@ class _SortedGradients(NamedTuple):
                 jax.lax.dynamic_slice_in_dim(array, position, chunk)
                 for array in (self.row_ids, self.values)
             )
-            # Ids of later blocks, and padding, become targets out of range.
+            # Ids of later blocks and padding map out of range.
             at = jnp.where(ids < end_row, ids - start, size)
             return (
                 position + chunk,
@@ -230,14 +225,14 @@ def _sorted_gradients(gradients: RowUpdates) -> _SortedGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sweep:
-    """A run of a rule over all rows of a shard. It exists while a step is traced.
+    """A pass of a rule over all rows of a shard. It exists only during tracing.
 
     Attributes:
-      step: the step of the rule.
-      writer: writes the rows of the table.
-      gradient_of: returns the gradient of a block `[size, dim]` and the touches of its
-        rows `[size]`, given its start and size, and its kept gradient, if any.
-      rows: rows that move; all of them if it is None.
+      step: the rule's step.
+      writer: writes the table's rows.
+      gradient_of: maps a block's start, size and kept gradient to its gradient
+        `[size, dim]` and touches `[size]`.
+      rows: range of rows that move, or `None` for all.
     """
 
     step: RuleStep
@@ -247,10 +242,10 @@ class _Sweep:
 
 
 def _sweep_table(arrays: _SweptArrays, sweep: _Sweep) -> tuple[_SweptArrays, list[Any]]:
-    """Runs the rule block by block: the first block alone, all later ones in a loop.
+    """Runs the rule on the first block, then on all later blocks in a loop.
 
     Returns:
-      The arrays, with all rows new; and the new values of the rule.
+      The updated arrays, and the rule's new values.
     """
     all_rows = jax.tree.leaves(arrays, is_leaf=is_slot)
     blocks = blocks_of([rows.layout for rows in all_rows])
@@ -283,16 +278,16 @@ def _run_on_block(
     all_reduce: AllReduce,
     sweep: _Sweep,
 ) -> tuple[_SweptArrays, list[Any]]:
-    """Runs the rule on the rows of a block, and clears its kept gradient.
+    """Runs the rule on a block's rows, and clears its kept gradient.
 
     Args:
       arrays: all rows.
-      block: its first row, and its number of rows.
+      block: first row and number of rows.
       all_reduce: answers the rule's requests for totals.
-      sweep: what to run.
+      sweep: the pass.
 
     Returns:
-      The arrays, with the new rows of this block; and the new values of the rule.
+      The arrays with the block updated, and the rule's new values.
     """
     start, size = block
     writer = sweep.writer

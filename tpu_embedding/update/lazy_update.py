@@ -2,7 +2,7 @@
 
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. A `RuleStep` gathers the touched rows of table and slot variables, runs the rule
-on them, and adds the differences back in place. So rules know nothing of row ids,
+on them, and adds the differences back in place. So rules need not know about row ids,
 shards, packing or rounds. Values shared by all rows are computed once per step.
 """
 
@@ -45,7 +45,7 @@ from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import read_before_write
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
-"""Returns the facts that a rule may ask about the rows with some ids."""
+"""Maps row ids to the facts that a rule may ask about these rows."""
 
 
 def lift_to_rows(
@@ -54,20 +54,20 @@ def lift_to_rows(
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into one of `RowUpdates`.
 
-    Slot variables of rows that the updates do not name keep their bits (lazy
-    semantics): a moment decays only when its row is touched. Values that belong to no
-    row, such as the step count, advance with every update.
+    Slot variables of rows that are not in the updates do not change (lazy semantics): a
+    moment decays only when its row is touched. Values shared by all rows, such as the
+    step count, advance with every update.
 
     Args:
-      optimizer: any row-local optax transformation, chained, scheduled or with
+      optimizer: any row-local optax transformation, including chains, schedules and
         `optax.inject_hyperparams`.
-      rows_of: answers rules that ask for totals over the rows of a table; without it,
-        such a rule sees the given rows as one whole table.
+      rows_of: facts about rows, for rules that need totals over a table's rows. By
+        default such a rule treats the given rows as one whole table.
 
     Returns:
-      A transformation whose `init` takes the `PackedRows` of a table and whose
-      `update` maps `RowUpdates`, state and table to `RowUpdates` and state. Slot
-      variables in its state are `PackedRows`. Everything is per shard.
+      A transformation whose `init` accepts a table's `PackedRows`, and whose `update`
+      maps `RowUpdates`, state and table to `RowUpdates` and state. Slot variables in
+      the state are `PackedRows`. Everything is per shard.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,12 +105,12 @@ def init_rule(
     table: PackedRows,
     known: TableRows | None = None,
 ) -> Any:
-    """Returns the state of a rule for a table. Per shard.
+    """Returns a rule's state for a table. Per shard.
 
     Args:
       optimizer: see `lift_to_rows`.
-      table: rows of this shard.
-      known: facts about all of them, for a rule that asks for totals.
+      table: this shard's rows.
+      known: facts about these rows, for a rule that needs totals.
     """
     with table_rows_context(known):
         leaves, tree = jax.tree.flatten(optimizer.init(unpack_rows(table)))
@@ -129,20 +129,20 @@ def init_rule(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RuleStep:
-    """One step of a rule. It exists while a step is traced.
+    """One step of a rule. It exists only during tracing.
 
-    What all rows share is computed before the rows, which may come in rounds. A rule
-    that asks for totals runs as a whole instead: its values depend on the totals, and
-    are the same for all rows of a step.
+    Values that all rows share are computed before the rows, which may come in rounds. A
+    rule with totals is not split: its shared values depend on the totals.
 
     Attributes:
       optimizer: the rule.
       dim: columns of the table.
-      probed: what the probe of the rule has shown.
+      probed: the probe's findings about the rule.
       state: the state before the step.
       hyperparameters: values that the rows need; empty for a rule with totals.
-      new_values: values of the state after the step; for a rule with totals, before it.
-      form: form of the update. In `"blocks"`, slots are read before one is written.
+      new_values: the state's shared values after the step, or before it for a rule with
+        totals.
+      form: form of the update. In `"blocks"`, all slots are read before any is written.
     """
 
     optimizer: RowOptimizer
@@ -155,19 +155,19 @@ class RuleStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if a learning rate of the step is not; None if rates never change."""
+        """False if the step has a non-finite rate. None if rates are constant."""
         values = values_of(self.state)
         return rates_are_finite(self.optimizer, self.dim, values)
 
     def only_if_finite(self, gradient: GradientRounds) -> GradientRounds:
-        """Returns a gradient; no rows if a learning rate is not finite."""
+        """Returns a gradient, without rows if a learning rate is not finite."""
         return gradient if self.is_finite is None else gradient.only_if(self.is_finite)
 
     def new_state(self, slots: Sequence[PackedRows], new_values: list[Any]) -> Any:
         """Returns the state after the step.
 
-        A learning rate that is not finite makes totals NaN, and other values that
-        follow it. They stay as they were.
+        A non-finite learning rate makes totals and other dependent values NaN. They
+        keep their old values.
         """
         if self.is_finite is not None:
             pairs = zip(new_values, values_of(self.state), strict=True)
@@ -186,16 +186,16 @@ class RuleStep:
         slots: Sequence[PackedRows],
         known: TableRows | None = None,
     ) -> tuple[Array, list[PackedRows], list[Any]]:
-        """Runs the rule on rows of a table, and moves their slot variables in place.
+        """Runs the rule on a table's rows, and updates their slot variables in place.
 
         Args:
-          gradient: gradients of the rows.
-          table: rows of this shard, which stay.
+          gradient: the rows' gradients.
+          table: this shard's rows, not modified.
           slots: slot variables before the update.
-          known: facts about the rows, for a rule that asks for totals.
+          known: facts about the rows, for a rule that needs totals.
 
         Returns:
-          The updates of the rows, the new slot variables, and the new values.
+          The rows' updates, the new slot variables, and the new shared values.
         """
         row_ids = gradient.row_ids
         places = table.places(row_ids)
@@ -225,7 +225,7 @@ class RuleStep:
           gradient: `[rows, dim]`.
           rows: `[rows, dim]`.
           slots: the rows of each slot variable.
-          known: facts about the rows; without it, all rows of a table are there.
+          known: facts about the rows. `None` means that they are a whole table.
         """
         if not self.probed.takes_totals:
             is_touched = (
@@ -253,7 +253,7 @@ def start_step(
     dim: int,
     form: Updates = "whole",
 ) -> RuleStep:
-    """Starts a step of a rule: computes what all rows share.
+    """Starts a rule's step by computing the values that all rows share.
 
     Args:
       optimizer: see `lift_to_rows`.
@@ -277,7 +277,7 @@ def start_step(
 
 
 def is_slot(leaf: Any) -> bool:
-    """Returns True if a part of a lifted optimizer's state is a slot variable."""
+    """Returns True if a node of a lifted optimizer's state is a slot variable."""
     return isinstance(leaf, PackedRows)
 
 
@@ -288,7 +288,7 @@ def slots_of(state: Any) -> list[PackedRows]:
 
 
 def with_slots(state: Any, slots: Sequence[Any]) -> Any:
-    """Returns the state with its slot variables replaced; counts and such stay."""
+    """Returns the state with its slot variables replaced."""
     remaining = iter(slots)
     return map_slots(lambda _: next(remaining), state)
 
@@ -297,9 +297,10 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Returns the state with `function(slot, *others)` as its slot variables.
 
     Args:
-      function: takes a slot variable, and the subtree at its place in each other state.
-      state: state of a lifted optimizer.
-      *others: states of the same structure, whose slots may be of any type.
+      function: called with a slot variable and the matching subtree of each other
+        state.
+      state: a lifted optimizer's state.
+      *others: states with the same structure, except that slots may have any type.
     """
     return jax.tree.map(
         lambda leaf, *subtrees: function(leaf, *subtrees) if is_slot(leaf) else leaf,
@@ -310,16 +311,16 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def structure_of_state(state: Any) -> jax.tree_util.PyTreeDef:
-    """Returns the structure of states, wherever the rows of slot variables are."""
+    """Returns a state's structure, independent of where slot rows are stored."""
     return jax.tree.structure(
         map_slots(lambda slot: PackedRows(lines=0, layout=slot.layout), state)
     )
 
 
 def state_specs(state: Any, stack: StackPlan) -> Any:
-    """Returns the partition of each part of a stack's state.
+    """Returns the partition spec of each node of a stack's state.
 
-    Slot variables are split like the rows of their table; other values are replicated.
+    Slot variables are sharded like their table's rows; other values are replicated.
     """
     return jax.tree.map(
         lambda leaf: stack.rows_spec if is_slot(leaf) else PartitionSpec(),
@@ -329,13 +330,9 @@ def state_specs(state: Any, stack: StackPlan) -> Any:
 
 
 def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
-    """Returns a state as `init_rule` makes it, with shapes of rows as slot variables.
+    """Returns a state structured like `init_rule`'s, with row shapes as slot variables.
 
-    It has their structure, and costs no run of the rule.
-
-    Args:
-      optimizer: the rule.
-      layout: layout of the table.
+    The rule does not run.
     """
     probed = probe_rule(optimizer, layout.dim)
     leaves, tree = jax.tree.flatten(probed.state)
@@ -350,13 +347,13 @@ def abstract_rule_state(optimizer: RowOptimizer, layout: RowLayout) -> Any:
 
 
 def values_of(state: Any) -> list[Any]:
-    """Returns what all rows share in a lifted optimizer's state, such as counts."""
+    """Returns the values shared by all rows, such as counts, of a lifted state."""
     leaves = jax.tree.leaves(state, is_leaf=is_slot)
     return [leaf for leaf in leaves if not is_slot(leaf)]
 
 
 def with_values(state: Any, values: list[Any]) -> Any:
-    """Returns the state with such values replaced; slot variables stay."""
+    """Returns the state with its shared values replaced."""
     remaining = iter(values)
     return jax.tree.map(
         lambda leaf: leaf if is_slot(leaf) else next(remaining),
@@ -372,7 +369,7 @@ def move_rows(
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
-    """Sets rows of a slot variable to their new values; see `ProbedSlot`."""
+    """Sets a slot variable's rows to new values; see `ProbedSlot`."""
     if is_moved_by_adding:
         return add_to_rows(slot, places, row_differences(old, new))
     return replace_rows(slot, places, old, new)

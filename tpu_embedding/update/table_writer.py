@@ -1,14 +1,14 @@
-"""Writes updated rows to a table in its storage type.
+"""Writes updated rows to a table in its storage dtype.
 
-A float32 table is added to. A narrow table, such as bfloat16, is rounded after float32
-arithmetic: up or down at random, so that the mean of many steps is exact. Rounding to
-the nearest number would lose every update below half a step of the type, and a small
-gradient would never move the row.
+Updates are added to a float32 table. A narrow table, such as bfloat16, is rounded after
+float32 arithmetic, up or down at random, so that the mean over many steps is exact.
+Rounding to the nearest number would lose every update below half a unit of the dtype,
+and small gradients would never move the row.
 
-The random bits are a hash of the step, the table's name, the row and the element. So
-any number of devices, any stack and any packing round alike. The step is part of the
-state: without it, an element that was rounded back to its old value would meet the same
-bits in the next step, and stay there for good.
+The random bits are a hash of the step, the table's name, the row and the element, so
+rounding does not depend on devices, stacking or packing. The step is part of the state:
+without it, an element that was rounded back to its old value would get the same bits in
+the next step, and never move.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class RoundedState(NamedTuple):
     """The state of a rule whose table is narrow.
 
     Attributes:
-      step: int32 scalar, number of updates so far.
-      inner: state of the rule.
+      step: int32 scalar, updates so far.
+      inner: the rule's state.
     """
 
     step: Array
@@ -46,14 +46,14 @@ class RoundedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableWriter:
-    """Writes rows of a table in one step, and knows them for the rule. Per shard.
+    """Writes a table's rows in one step, and provides facts about them. Per shard.
 
     Attributes:
-      stack: plan of the stack.
-      step: step count of the `RoundedState` of a narrow table, whose rows are rounded
-        stochastically. A float32 table has none.
-      table_sizes: float32 `[tables]`, the rows of each table that count, if not all of
-        them do.
+      stack: the stack's plan.
+      step: `RoundedState.step` of a narrow table, whose rows are rounded
+        stochastically. `None` for a float32 table.
+      table_sizes: float32 `[tables]`, number of rows of each table to count, or `None`
+        for all rows.
     """
 
     stack: TrainedStackPlan
@@ -61,7 +61,7 @@ class TableWriter:
     table_sizes: Float[Array, " tables"] | None = None
 
     def closed(self, state: Any) -> Any:
-        """Returns the state of the stack after the step, around the rule's."""
+        """Returns the stack's state after the step, given the rule's."""
         if self.step is None:
             return state
         return RoundedState(step=self.step + 1, inner=state)
@@ -86,12 +86,12 @@ class TableWriter:
     def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
 
-        Such a rule returns the difference to the old row. A difference to NaN is NaN,
-        and a difference to a large value loses a small new one.
+        Such a rule returns the difference from the old row. If the old row were NaN, so
+        would be the difference; if it were large, a small new value would be lost.
 
         Args:
           table: the rows.
-          row_ids: rows that the rule is to update, each at most once.
+          row_ids: rows that the rule will update, each at most once.
         """
         if not self.stack.optimizer.sets_rows:
             return table
@@ -105,13 +105,13 @@ class TableWriter:
         updates: Float[Array, "ids dim"],
         occurrence: Int[Array, ""] | int = 0,
     ) -> PackedRows:
-        """Adds to rows, in place where donated.
+        """Adds updates to rows, in place where donated.
 
         Args:
           table: the rows.
-          row_ids: each at most once; ids beyond the last row are dropped.
-          updates: what is added.
-          occurrence: number of earlier calls in this step that name the same rows.
+          row_ids: each at most once; ids past the end are dropped.
+          updates: values to add.
+          occurrence: number of earlier calls in this step for the same rows.
         """
         if self.step is None:
             return add_to_rows(table, row_ids, updates)
@@ -127,8 +127,8 @@ class TableWriter:
         occurrence: Int[Array, ""] | int = 0,
     ) -> Shaped[Array, "ids _"]:
         """Returns `old + updates` as the table stores rows; see `add`."""
-        # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
-        # flush a denormal on a TPU.
+        # A zero must not change an element's bits. Adding it would turn -0.0 into 0.0,
+        # and flush a denormal on a TPU.
         new = jnp.where(updates == 0, old, old + updates)
         if self.step is None:
             return new
@@ -143,12 +143,12 @@ def open_state(
     stack: TrainedStackPlan,
     used_rows: Any = None,
 ) -> tuple[TableWriter, Any]:
-    """Returns the writer of a step, and the state of the stack's rule. Per shard.
+    """Returns a step's writer, and the state of the stack's rule. Per shard.
 
     Args:
-      state: the optimizer's state of the stack.
-      stack: plan of the stack.
-      used_rows: this shard's part of the `used_rows` of the stack's vocabulary.
+      state: the stack's optimizer state.
+      stack: the stack's plan.
+      used_rows: this shard's part of `used_rows` in the stack's vocabulary.
     """
     is_rounded = isinstance(state, RoundedState)
     writer = TableWriter(
@@ -165,9 +165,10 @@ def bits_of_rows(
     occurrence: Int[Array, ""] | int,
     stack: StackPlan,
 ) -> UInt32[Array, "ids dim"]:
-    """Returns the random bits of each element of some rows in a step.
+    """Returns random bits for each element of some rows in a step.
 
-    They depend on the step, the table's name, and the row within the table.
+    They depend on the step, the table's name, the row within the table, and the
+    occurrence.
     """
     _, stack_rows = rows_of_stack(row_ids, stack)
     stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)

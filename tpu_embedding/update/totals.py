@@ -1,12 +1,12 @@
-"""Finds totals over rows that arrive in parts: rounds of a gradient, blocks of a table.
+"""Finds totals over rows that arrive in parts: gradient rounds or table blocks.
 
-A rule asks for totals while it runs, `total = rows.total(values)`, and each total may
-depend on earlier ones. With one part, the answer is an all-reduce. With several parts,
-the rule runs on every part once per total, and is given the totals known so far. The
-values that it asks the next total of are summed over the parts. All else that such a
-run computes is not used, so XLA removes it. The last run uses all totals.
+While a rule runs it asks for totals, `total = rows.total(values)`, each of which may
+depend on earlier ones. With one part, the answer is an all-reduce. With several, the
+rule runs on every part once per total, using the totals known so far, and the values
+that it passes for the next total are summed over the parts. XLA removes everything else
+that such a run computes. The last run uses all totals.
 
-The totals are by table, so rows of a shard are matched with their tables.
+Totals are by table, so a shard's rows are matched with their tables.
 """
 
 from collections.abc import Callable
@@ -25,25 +25,25 @@ ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
 RunPart = Callable[[Any, AllReduce], Any]
-"""Runs the rule on one part; the rule asks the given function for totals."""
+"""Runs the rule on one part, with a function that answers requests for totals."""
 
 FoldParts = Callable[[Callable[..., Any], Any], Any]
-"""Calls `carry = fold(carry, part, ...)` for all parts but the first, given `fold` and
-`carry`."""
+"""Given `fold` and `carry`, calls `carry = fold(carry, part, ...)` for all parts but
+the first."""
 
 
 class _Request(NamedTuple):
-    """What a rule asks a total of: values that are already reduced within one part."""
+    """A rule's request for a total. The values are already reduced within one part."""
 
     values: Array
     reduction: Reduction
 
 
 def across_shards(stack: StackPlan) -> AllReduce:
-    """Returns the all-reduce over the shards of a stack.
+    """Returns the all-reduce over a stack's shards.
 
-    Each row counts once, on the first replica of its shard. All devices take part, so
-    that all replicas get the same bits.
+    Each row counts once, on its shard's first replica. All devices participate, so that
+    all replicas get the same bits.
     """
 
     def all_reduce(totals: Array, reduction: Reduction) -> Array:
@@ -58,11 +58,11 @@ def across_shards(stack: StackPlan) -> AllReduce:
 def find_totals(
     run: RunPart, first_part: Any, fold_rest: FoldParts, all_reduce: AllReduce
 ) -> list[Array]:
-    """Returns all totals that a rule asks for, in the order of its requests. Per shard.
+    """Returns all totals that a rule requests, in order. Per shard.
 
     Args:
       run: runs the rule on one part.
-      first_part: a round of a gradient, or a block of rows.
+      first_part: a round of a gradient or a block of rows.
       fold_rest: folds over all later parts.
       all_reduce: reduces a total over the shards.
     """
@@ -82,13 +82,13 @@ def find_totals(
 
 
 def known_totals(known: list[Array]) -> AllReduce:
-    """Returns a function that answers requests with the known totals, in order."""
+    """Returns a function that answers requests with known totals, in order."""
     remaining = iter(known)
     return lambda totals, reduction: next(remaining)
 
 
 def requests_of(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
-    """Runs the rule with the known totals, and returns its requests for totals."""
+    """Runs the rule with the known totals, and returns its requests."""
     requests: list[_Request] = []
 
     def all_reduce(values: Array, reduction: Reduction) -> Array:
@@ -106,12 +106,12 @@ def tables_of_rows(
     all_reduce: AllReduce,
     stack: StackPlan,
 ) -> TableRows:
-    """Returns the facts that rules may ask about rows of a shard. Per shard.
+    """Returns the facts that rules may ask about a shard's rows. Per shard.
 
     Args:
-      row_ids: rows of this shard; ids beyond the last row are padding.
+      row_ids: rows of this shard; ids past the end are padding.
       is_touched: True for rows that this step looked up.
-      all_reduce: reduces the totals of these rows over all parts.
+      all_reduce: reduces these rows' totals over all parts.
       stack: the stack's plan.
     """
     is_used, stack_rows = rows_of_stack(row_ids, stack)
@@ -139,13 +139,14 @@ def tables_of_rows(
 def rows_of_stack(
     row_ids: Int[Array, " rows"], stack: StackPlan
 ) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Returns the rows of the stack that rows of this shard are. Per shard.
+    """Converts a shard's local rows to rows of the stack. Per shard.
 
     Returns:
-      False for padding, and the row within the stack; for padding, any row.
+      A mask that is False for padding, and the rows within the stack, arbitrary for
+      padding.
     """
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(stack.shard_axes)
-    # The product of a padding id would overflow.
+    # A padding id would overflow in the product.
     local_ids = stack.layout.undealt(jnp.where(is_used, row_ids, 0))
     return is_used, local_ids * stack.num_shards + shard

@@ -26,7 +26,7 @@ ARCHIVES = {
     "beyond_64_bits": (lambda: npy((2**60, 2**60)), "cannot be read"),
     "huge": (lambda: npy((2**34, 4)), "cannot be read"),
     "no_header": (lambda: b"\x93NUMPY\x01\0", "cannot be read"),
-    "zeros": (lambda: npy((75 * 2**20,), 300 * 2**20), "at most 10 times the bytes"),
+    "zeros": (lambda: npy((75 * 2**20,), 300 * 2**20), "at most 10 times as large"),
 }
 
 

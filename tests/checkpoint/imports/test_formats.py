@@ -143,11 +143,11 @@ def test_stacks_of_sparse_cores(unpacked, file):
     [
         (
             {"num_sparse_cores": 16},
-            "has 192 rows of 8, but its tables .* take 256 of 8 on 16",
+            "192 rows of dim 8, but its tables .* 256 of dim 8 on 16",
         ),
-        ({"tables": CONFIGS[:1]}, r"tables must have its tables, got \['a'\]"),
-        ({"stacks": {"x": ["a"]}}, "Stack 'x' .* must be one of"),
-        ({"stacks": {"a_b": ["a"]}}, r"but its tables \['a'\] take 128"),
+        ({"tables": CONFIGS[:1]}, r"must be in tables=, got \['a'\]"),
+        ({"stacks": {"x": ["a"]}}, "Stack 'x' must be one of"),
+        ({"stacks": {"a_b": ["a"]}}, r"but its tables \['a'\] need 128"),
     ],
 )
 def test_stacks_that_do_not_fit(unpacked, change, message):
@@ -234,7 +234,7 @@ def cut(path):
 
 DAMAGES = [
     (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "No such file"),
-    (cut, "equally many numbers for each"),
+    (cut, "same number of values for each"),
     (lambda p: (p / "user_opt_args.json").write_text("{"), "cannot be read"),
 ]
 

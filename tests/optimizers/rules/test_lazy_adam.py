@@ -173,5 +173,5 @@ def test_what_cannot_catch_up_is_refused():
         ValueError, match=r"beta_1 must be below .* 0\.9 and beta_2 0\.81"
     ):
         caught_up(b1=0.9, b2=0.81)
-    with pytest.raises(ValueError, match=r"shape \(3,\).*write optax\.adam"):
+    with pytest.raises(ValueError, match=r"shape \(3,\).*Use optax\.adam"):
         caught_up(gradient=jnp.ones(3))

@@ -62,14 +62,14 @@ def test_version(capsys):
         (["train", "synthetic", "--set", "num_step=5"], "--num-steps"),
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
         (["train", "synthetic", "--set", "num_steps=0"], "an int of at least 1, got 0"),
-        (["train", "syntetic"], "There is no config 'syntetic'"),
-        (["train", "synthetic", "--devices", "9"], "JAX has 8 CPU devices"),
+        (["train", "syntetic"], "Unknown config 'syntetic'"),
+        (["train", "synthetic", "--devices", "9"], "at most JAX's 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
         (["train", "csv_file", "--devices", "1"], "--data-dir"),
         (["train", "synthetic", "--label", "y"], "--data.label"),
         (
             ["train", "clicks.csv", "--label", "y"],
-            "machine; give the path of a CSV file",
+            "does not exist on this machine. Pass the path",
         ),
         pytest.param(
             ["compile", "csv_file", "--topology", "v5e:2x2"],
@@ -93,7 +93,7 @@ def test_train_and_evaluate(tmp_path, capsys):
     assert status_of("train", *run, "--stop-at", "2") == 75
     assert "--resume continues" in capsys.readouterr().out
     assert status_of("train", *run) == 2
-    assert "holds a run, saved at step 2" in capsys.readouterr().err
+    assert "already has a run, saved at step 2" in capsys.readouterr().err
     assert status_of("train", *run, "--resume") == 0
     (trained,) = [s for s in capsys.readouterr().out.splitlines() if "result" in s]
     assert status_of("evaluate", *run) == 0

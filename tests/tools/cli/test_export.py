@@ -108,18 +108,18 @@ def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
     options = ["--data-dir", path, "--format", "safetensors"]
     export(tmp_path / "run", tmp_path / "tables", *options)
     strings = tmp_path / "run" / "vocabularies"
-    assert f"it takes ids; the strings are in {strings}" in capsys.readouterr().out
+    assert f"inputs are ids; the strings are in {strings}" in capsys.readouterr().out
     path.write_text(path.read_text().replace("u3", "u8"))
-    with pytest.raises(DataError, match="The strings of 'user' must be those"):
+    with pytest.raises(DataError, match="The strings of 'user' differ"):
         export(tmp_path / "run", tmp_path / "other", *options)
 
 
 @pytest.mark.parametrize(
     ("forged", "status"),
     [
-        ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "cannot name code"),
+        ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "not executed"),
         ({"config": "synthetic", "settings": ["{completion}"]}, "CheckpointError"),
-        ({"config": "{tmp}/bait.csv", "data_dir": None}, "record of seed"),
+        ({"config": "{tmp}/bait.csv", "data_dir": None}, "recorded seed"),
         ({"config": "csv_file", "data_dir": "{tmp}/bait.csv"}, "--data-dir"),
     ],
 )
@@ -147,6 +147,6 @@ def test_outputs_and_directories_are_checked_first(tmp_path):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(te.export.ExportError, match="must be a new directory"):
         export(tmp_path, tmp_path / "full")
-    with pytest.raises(CheckpointError, match="must have a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         export(tmp_path, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]

@@ -84,7 +84,7 @@ def test_strings_have_the_rows_of_the_vocabulary(
 @pytest.mark.parametrize("string", ["2", "", "[UNK]"])
 def test_unknown_strings(with_strings, capsys, string):
     assert cli.main(["inspect", str(with_strings), "--row", "movie", string]) == 2
-    assert f"{string!r} must be one of the 3 strings" in capsys.readouterr().err
+    assert f"{string!r} is not one of the 3 strings" in capsys.readouterr().err
 
 
 def test_links_out_of_a_run_are_not_followed(with_strings, tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_links_out_of_a_run_are_not_followed(with_strings, tmp_path, capsys):
         (["--row", "movie", "The Matrix"], "must be an integer"),
         (["--row", "film", "3"], "has the tables movie, user"),
         (["--row", "movie", "2000"], "from 0 to 1999, got 2000"),
-        (["--row", "user", "5"], "none of the 2 ids"),
+        (["--row", "user", "5"], "not one of the 2 ids"),
     ],
 )
 def test_refusals(run_directory, capsys, arguments, message):

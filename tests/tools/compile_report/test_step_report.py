@@ -60,7 +60,7 @@ def test_an_own_step_on_the_cpu(report):
     assert report.accesses.all_to_alls >= 3
     text = compile_report.format_report(report)
     assert "train step on laptop: 2 devices" in text
-    assert "the memory of the device is not known" in text
+    assert "the device's memory is unknown" in text
 
 
 def test_rows_on_the_host():
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_fit(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--topology", "v9:2x2"], "give a generation"),
+        (["--topology", "v9:2x2"], "Pass a generation"),
         (["--topology", "v5e:3x3"], "slices of v5e have"),
     ],
 )

@@ -56,7 +56,7 @@ def test_devices_of_one_process_are_one_slice():
     + ["cpu:2x2", "v5e:2x4\n", "v5p:4x4x8_twisted", "v5e:²x2", "v5e:2.0x4"],
 )
 def test_names_are_refused_before_libtpu_sees_them(topology):
-    with pytest.raises(ValueError, match="is not known; give a generation") as error:
+    with pytest.raises(ValueError, match="is unknown. Pass a generation") as error:
         compile_report.topology_mesh(topology)
     for generation in TPU_GENERATIONS:
         assert generation in str(error.value)

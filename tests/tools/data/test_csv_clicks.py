@@ -52,11 +52,11 @@ def strings_of(data, name, ids):
 def test_columns_are_recognised(tmp_path):
     data = open_text(tmp_path)
     assert [line.split() for line in data.description.splitlines()[3:10]] == [
-        ["user", "category", "2", "4", *"integers, 2 different".split()],
+        ["user", "category", "2", "4", *"2 distinct integers".split()],
         ["country", "category", "3", "3", "texts"],
         ["tags", "list", "3", "4", "cells", "have", "'|'"],
         ["price", "number", "3", "-", "numbers"],
-        ["age", "category", "2", "3", *"integers, 2 different".split()],
+        ["age", "category", "2", "3", *"2 distinct integers".split()],
         ["row", "id", "ignored", "6", "-", *"no value occurs 2 times".split()],
         ["click", "label", "-", "-", "data.label"],
     ]
@@ -174,7 +174,7 @@ def test_names_and_other_columns_help_to_recognise():
 
 
 WARNINGS = {
-    "rare strings": (lambda i: f"u{i if i % 3 else 0}", "67% of the cells of 'x'"),
+    "rare strings": (lambda i: f"u{i if i % 3 else 0}", "67% of the values of 'x'"),
     "the label": (lambda i: "ny"[i % 2], "'x' alone predicts.*AUC 1.000"),
     "the label in numbers": (lambda i: f"{i % 2 - i / 1e4}", r"'x \(bucket\)' alone"),
 }
@@ -398,7 +398,7 @@ def test_held_out_rows_are_random_and_repeatable(tmp_path):
 
 
 WRONG = {
-    "empty file": ("", {}, "got an empty file"),
+    "empty file": ("", {}, "must have rows"),
     "no rows": (TEXT.split("\n")[0], {}, "must have two different values"),
     "no label column": (TEXT, dict(label="y"), "no column 'y' for a label.*--label"),
     "no such column": (TEXT, dict(numbers=("cost",)), "no column 'cost' for a number"),
@@ -431,13 +431,13 @@ WRONG = {
     "text among numbers": (
         TEXT,
         dict(numbers=("user", "country")),
-        "line 2, column 'country': a value must be a number of float32.*got 'DE'.*"
+        "line 2, column 'country': a value must be a number that fits.*got 'DE'.*"
         "data.categories=country",
     ),
     "number beyond float32": (
         TEXT.replace("-2e1", "-2e39"),
         dict(numbers=("price",)),
-        "line 4, column 'price': a value must be a number of float32.*got '-2e39'",
+        "line 4, column 'price': a value must be a number that fits.*got '-2e39'",
     ),
     "open quote": (
         TEXT.replace("b,-2e1", '"b,-2e1'),
@@ -458,7 +458,7 @@ WRONG = {
     "no UTF-8": (
         TEXT.replace("FR", "\udce9"),
         dict(encoding="utf-8"),
-        "must be a CSV file in its encoding.*data.encoding",
+        "could not be read as a CSV file.*data.encoding",
     ),
 }
 
@@ -475,12 +475,12 @@ def test_wrong_files(tmp_path, text, changes, message):
     ("settings", "message"),
     [
         (dict(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
-        (dict(separator=""), "separator must be a text of"),
+        (dict(separator=""), "separator must be at least one"),
         (dict(delimiter=""), "delimiter must be a text"),
         (dict(delimiter='"'), "delimiter must be a text without quotes"),
         (dict(encoding="utf-9"), "encoding must be the name of an encoding"),
         (dict(task="ranking"), "task must be"),
-        (dict(numbers=("a",), lists=("a",)), "must name a column for one kind"),
+        (dict(numbers=("a",), lists=("a",)), "must name each column only once"),
         (dict(min_count=0), "min_count must be at least 1"),
     ],
 )
@@ -490,7 +490,7 @@ def test_wrong_settings(settings, message):
 
 
 def test_missing_files_and_compilation(tmp_path):
-    with pytest.raises(DataError, match="is missing on this machine"):
+    with pytest.raises(DataError, match="does not exist on this machine"):
         SOURCE.open(tmp_path / "other.csv", batch_size=4, seed=0)
     with pytest.raises(DataError, match="ParquetSource"):
         SOURCE.outline(batch_size=4, seed=0)

@@ -121,8 +121,8 @@ def test_other_cells_of_several_lines_are_not_told(tmp_path):
 
 
 WRONG = {
-    "empty": (b"", {}, "rows, got an empty file"),
-    "blank": (b"\n \n", {}, "rows, got an empty file"),
+    "empty": (b"", {}, "must have rows"),
+    "blank": (b"\n \n", {}, "must have rows"),
     "header only": (HEAD.encode(), {}, "'y'.*two different values.*rows"),
     "a zip archive": (b"PK\x03\x04" + b"\0" * 30, {}, "Excel.*save the sheet as CSV"),
     "gzip without its name": (gzip.compress(b"a"), {}, "gzip.*end with .gz"),
@@ -131,7 +131,7 @@ WRONG = {
     "a long row": (
         ASCII.replace("Rom,no", "R,o,no"),
         {},
-        "line 3.*got 4.*quote fields",
+        "line 3.*got 4.*Quote fields",
     ),
     "a short row after two lines": (
         ASCII.replace("Koeln,y", '"K\nn",y').replace("u1,Rom", "u1"),
@@ -146,7 +146,7 @@ WRONG = {
         "line 5: a field that begins with a quote.*close it",
     ),
     "text after a quote": (ASCII.replace("u2,Rom", 'u2,"R"om'), {}, "line 3.*double"),
-    "equal names": (b"y,y\n1,2\n", {}, "different names, got 'y' twice; rename"),
+    "equal names": (b"y,y\n1,2\n", {}, "different names, got 'y' twice. Rename"),
     "no label column": (b"a,b\n1,2\n", {}, "no column 'y'.*--label"),
     "wrong delimiter": (ASCII, dict(delimiter="::"), "no column 'y'"),
     "wrong encoding": (TEXT.encode("cp1252"), dict(encoding="utf-8"), "data.encoding"),

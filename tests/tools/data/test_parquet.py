@@ -99,9 +99,9 @@ def test_evaluation_files(directory):
     changes = {"evaluation_files": "b*.parquet", "num_evaluation_samples": None}
     data = open_source(directory, **changes)
     assert (data.num_train_samples, data.num_evaluation_samples) == (70, 50)
-    with pytest.raises(DataError, match=r"must hold a training file: evaluation_files"):
+    with pytest.raises(DataError, match=r"has no training file.*evaluation_files"):
         open_source(directory, files="b*", **changes)
-    with pytest.raises(DataError, match=r"must hold files 'c\*', got none"):
+    with pytest.raises(DataError, match=r"matches 'c\*'"):
         open_source(directory, files="c*")
 
 
@@ -188,7 +188,7 @@ def test_a_column_of_two_types(tmp_path, types):
     data = open_source(
         tmp_path, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
     )
-    with pytest.raises(DataError, match="column 'uid': .*one type in all files"):
+    with pytest.raises(DataError, match="column 'uid': .*the same type in all files"):
         samples_of_steps(data, 4)
 
 
@@ -203,7 +203,7 @@ BAD_TYPES = {
     "text": ("uid", "a", "ids must be integers, got string"),
     "list_of_ids": ("uid", [1], "integers without expected_valence, .* got list"),
     "ids_without_list": ("watched", 1, "lists of integers with it, got int64"),
-    "text_as_number": ("age", "a", "it must hold numbers, got string"),
+    "text_as_number": ("age", "a", "must be numbers, got string"),
 }
 
 
@@ -225,11 +225,11 @@ def test_damaged_files(directory, tmp_path):
         open_source(directory, dense=("price",))
     with pytest.raises(DataError, match="pass their path with --data-dir"):
         open_source(None)
-    with pytest.raises(DataError, match="absent is missing on this machine"):
+    with pytest.raises(DataError, match="absent does not exist on this machine"):
         open_source(tmp_path / "absent")
     empty = write(tmp_path / "empty", rows_of(0, 9))
     pq.write_table(pq.read_table(empty).slice(0, 0), empty)
-    with pytest.raises(DataError, match="must hold a row, got none"):
+    with pytest.raises(DataError, match="must have rows, but has none"):
         open_source(empty)
     path = write(tmp_path / "c", rows_of(0, 40), write_page_checksum=True)
     flip(path, 20)
@@ -237,7 +237,7 @@ def test_damaged_files(directory, tmp_path):
     with pytest.raises(DataError, match="c, row group 0, is missing, damaged"):
         samples_of_steps(data, 4)
     cut(path, 100)
-    with pytest.raises(DataError, match="c is missing, damaged or no Parquet file"):
+    with pytest.raises(DataError, match="c is missing, damaged or not a Parquet file"):
         open_source(path)
 
 

@@ -126,7 +126,7 @@ def test_a_process_that_holds_the_tpu(tmp_path):
     ("code", "words"),
     [
         ("import time; time.sleep(60)", "hangs: no result in 1 s"),
-        ("import os; os.abort()", "crashed by SIGABRT"),
+        ("import os; os.abort()", "crashed with SIGABRT"),
         ("raise SystemExit('no chips')", "ended with exit status 1: no chips"),
     ],
 )

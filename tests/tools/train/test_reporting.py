@@ -29,7 +29,7 @@ def test_a_line_per_table():
         "movie  Adagrad    100,000   16           1.53 MiB        8",
         "user   Adagrad    300,000   16           4.58 MiB        8",
     ]
-    assert total == "8 devices, cpu; tables and slot variables take 6.10 MiB on each"
+    assert total == "8 devices, cpu; tables and slot variables take 6.10 MiB per device"
     num_rows = 50_001  # One row of the stack is between the tables.
     bytes_of_each = plan.table_bytes_per_device, plan.slot_bytes_per_device
     assert bytes_of_each == (num_rows * 16 * 4, num_rows * 16 * 4)

@@ -1,14 +1,12 @@
-"""Imports tables that other libraries and programs have written.
+"""Imports tables written by other libraries and programs.
 
-    opening        open_tables and open_stacked_tables: find the format of a source, and
-                   return a TableSource
-    source         TableSource: the tables of a file, whose rows are read by ranges
-    importing      import_tables: matches the tables of a source with a model's, and
-                   writes the rows into the model, by blocks
+    opening        open_tables and open_stacked_tables find a source's format
+    source         TableSource: a file's tables, whose rows are read by range
+    importing      import_tables writes a source's rows into a model block by block
 
 Formats:
 
-    named_arrays   arrays by name, safetensors, TorchRec's and dynamicemb's files
-    tensorflow     checkpoints, read by TensorFlow
-    orbax          arrays of checkpoints by their paths
+    named_arrays   dicts of arrays, safetensors, and TorchRec's and dynamicemb's files
+    tensorflow     TensorFlow checkpoints
+    orbax          arrays of Orbax checkpoints, by path
 """

@@ -1,8 +1,8 @@
-"""Imports the tables of a source into a model, block by block.
+"""Imports a source's tables into a model, block by block.
 
-The tables of the source are matched with the model's by name. Everything is checked
-before the model changes: names, shapes, types and checksums, with a list of all
-mismatches. The report tells what the import changed, and what it left as it was.
+Tables are matched by name. Names, shapes, types and checksums are checked before the
+model changes, and an error lists all mismatches. The report says what was imported,
+dropped and kept.
 """
 
 import dataclasses
@@ -46,16 +46,17 @@ from tpu_embedding.types import NO_ID_64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportReport:
-    """The outcome of an import; `print` shows it.
+    """The outcome of an import. `print` shows it.
 
     Attributes:
       origin: format and path of the source.
-      tables: imported table to its name in the source.
-      slots: imported table to its imported slots: own name to name in the source.
-      dropped: slots of the source that were not imported, `"table/slot"`: the rule of
-        the optimizer has other ones, or no optimizer was given.
-      kept: tables of the model that keep all their values, because the source lacks
-        them or they were not asked for.
+      tables: name of each imported table to its name in the source.
+      slots: name of each imported table to its imported slots: slot name in the model
+        to slot name in the source.
+      dropped: the imported tables' slots that were not imported, as `"table/slot"`. The
+        optimizer's rule has different slots, or no optimizer was passed.
+      kept: tables of the model that kept their values, because the source lacks them or
+        `tables` left them out.
       unused: tables of the source that were not imported.
     """
 
@@ -82,7 +83,7 @@ class ImportReport:
 
 
 ImportedSlots = Literal["same_rule"] | Mapping[str, str]
-"""Slots to import: the ones of an equal rule, or own name to source's name."""
+"""Slots to import: `"same_rule"`, or slot name in the model to name in the source."""
 
 _SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
     ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),
@@ -95,8 +96,8 @@ _SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
         ("0", "1"),
     ),
 }
-"""Slot variables of a rule here, to their names in other libraries. Slot variables that
-were saved as a plain tuple have numbers."""
+"""Slot names of a rule here to their names in other libraries. Numbers are positions in
+slots that were saved as a plain tuple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +105,10 @@ class TargetTable:
     """A table of the model that may be imported.
 
     Attributes:
-      name: name of the table; with several layers, `"path of the layer/table"`.
-      config: gives its rows and columns.
-      slots: row shape of each slot variable by name; none without its optimizer.
+      name: name of the table, as in `import_tables`.
+      config: config of the table.
+      slots: row shape and type of each slot variable by name. Empty without an
+        optimizer.
     """
 
     name: str
@@ -121,8 +123,8 @@ class MatchedTable:
     Attributes:
       source_name: name of the table in the source.
       source: the table of the source.
-      slot_names: slot variables to import: name in this package to name in the source.
-      ids: uint64, ids of the rows of a dynamic table; None for a static one.
+      slot_names: slot variables to import: name in the model to name in the source.
+      ids: uint64 ids of a dynamic table's rows. None for a static table.
       placed: places of these ids in the model, once they are known.
     """
 
@@ -134,12 +136,12 @@ class MatchedTable:
 
     @property
     def slots(self) -> dict[str, RowArray]:
-        """Slot variables to import, by their names in this package."""
+        """Slot variables to import, by their names in the model."""
         return {own: self.source.slots[k] for own, k in self.slot_names.items()}
 
     @property
     def dropped(self) -> list[str]:
-        """Slot variables of the source that are not imported, `"table/slot"`."""
+        """Slot variables of the source that are not imported, as `"table/slot"`."""
         used = self.slot_names.values()
         slots = [slot for slot in self.source.slots if slot not in used]
         return [f"{self.source_name}/{slot}" for slot in slots]
@@ -155,38 +157,37 @@ def import_tables(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Replaces tables and slot variables of a model with the ones of a foreign source.
+    """Imports a model's tables and slot variables from another library's files.
 
-    Dense parameters and step counts stay as they are. The present tables are written
-    in place, block by block: a table is never in host memory as a whole. State that an
-    optimizer derived from the values of these tables, such as moving averages, restarts
-    from the new values.
+    Dense parameters and step counts don't change. Static tables are written in place,
+    block by block, without a copy of a whole table. State that an optimizer derives
+    from these tables' values, such as moving averages, restarts from the new values.
+    Numbers outside the range of a table's type become infinite, with a warning.
 
     Args:
-      source: a `TableSource`, or what `open_tables` opens.
-      model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
-      optimizer: the model's, to import slot variables, and to restart derived state
-        from the new values; it changes in place.
-      tables: names of the model's tables to import. Defaults to all that the source
-        has. In a model of several layers, names are `"path of the layer/table"`.
-      rename: name of a table of the model to its name in the source, where they differ.
-      slots: `"same_rule"` imports the slot variables of tables if the source has the
-        ones of the optimizer's rule, under the names of any library, and no more.
-        A mapping of slot names here to names in the source imports these; `{}` imports
-        none.
-      ids: name of a dynamic table of the model to the ids of the source's rows:
-        integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
-        none. The table then has these ids only, and all count as just used.
+      source: a `TableSource`, or anything that `open_tables` accepts.
+      model: an `nnx.Module` with `TPUEmbedding` layers. It is updated in place.
+      optimizer: the model's optimizer, updated in place. Needed to import slot
+        variables and to restart derived state.
+      tables: names of the model's tables to import. Defaults to every table that the
+        source has. If the model has several layers, the layer's path precedes the name:
+        `"user/movie"`.
+      rename: name of a table in the model to its name in the source, where they differ.
+      slots: `"same_rule"` imports a table's slot variables if the source has exactly
+        the same slots as the optimizer's rule, under any library's names. A mapping
+        from slot names in the model to names in the source imports only these.
+      ids: name of a dynamic table in the model to the ids of the source's rows, 64-bit
+        integers or strings, `[rows]`. Needed unless the source has ids. They replace
+        all ids of the table and count as just used.
 
     Returns:
       What was imported, dropped and kept.
 
     Raises:
-      CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
-        the source is damaged. The model has not changed then. Numbers beyond the range
-        of a table's type become infinite, with a warning.
-      ValueError: if the optimizer is missing, and one has derived state from the values
-        of these tables.
+      CheckpointError: if names, shapes or types do not fit, or the source is damaged.
+        The message lists every mismatch, and the model is unchanged.
+      ValueError: if the optimizer is not the model's, or is missing although it derives
+        state from the values of these tables.
 
     Example:
       >>> import numpy as np
@@ -203,9 +204,9 @@ def import_tables(
     layers = set(embedding_layers(model))
     if optimizer is not None and set(optimizer.slots.get_value()) != layers:
         raise ValueError(
-            "import_tables needs the optimizer that was made for the model, got layers "
-            f"{sorted(layers)} of the model and {sorted(optimizer.slots.get_value())} "
-            "of the optimizer."
+            "import_tables needs the optimizer that was made for the model, got a "
+            f"model with layers {sorted(layers)} and an optimizer with layers "
+            f"{sorted(optimizer.slots.get_value())}."
         )
     state = SplitState((model,) if optimizer is None else (model, optimizer))
     options = {"tables": tables, "rename": rename or {}, "slots": slots}
@@ -231,7 +232,7 @@ def import_into_stacks(
     slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
-    """Replaces tables and slot variables of stacks with a foreign source's.
+    """Imports tables and slot variables into the stacks of the functional API.
 
     Args:
       source: see `import_tables`.
@@ -245,10 +246,10 @@ def import_into_stacks(
       ids: see `import_tables`.
 
     Returns:
-      The new stacks and states, and the report.
+      The new stacks, the new states and the report.
 
     Raises:
-      ValueError: see `import_tables`; the stacks have not changed then.
+      CheckpointError: see `import_tables`. The stacks are unchanged.
 
     Example:
       >>> import jax
@@ -272,15 +273,10 @@ def import_into_stacks(
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
 ) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
-    """Returns what to write into each layer, by the names in its plan, and the report.
-
-    Args:
-      source: see `import_tables`.
-      layers: layers of the model.
-      **options: of `match_tables`.
+    """Returns the tables to write into each layer, by name in its plan, and the report.
 
     Raises:
-      CheckpointError: if anything is wrong with them.
+      CheckpointError: if the tables do not fit or the source is damaged.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
     targets = []
@@ -309,7 +305,6 @@ def _match(
 
 
 def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    """Returns the slot variables of a stack by name; none without its optimizer."""
     slots = slots_of(layer, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
@@ -317,7 +312,7 @@ def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
 def _place_ids(
     layer: LayerState, matched: Mapping[str, MatchedTable]
 ) -> dict[str, MatchedTable]:
-    """Returns the tables to write into a layer, with places for the ids of rows."""
+    """Returns the tables to write into a layer, with places for the rows' ids."""
     imports = {}
     for stack in layer.plan.stacks:
         members = {member.table.name: member for member in dynamic_tables(stack)}
@@ -329,9 +324,9 @@ def _place_ids(
                 placed = place_ids(match.ids, members[table.name])
                 if placed.num_left_out:
                     raise CheckpointError(
-                        f"{placed.num_left_out} ids of table {name!r} find no place, "
-                        "because the 64 places of their buckets are full. Give "
-                        "te.Dynamic a larger capacity, 1.35 times the ids or more."
+                        f"{placed.num_left_out} ids of table {name!r} don't fit, "
+                        "because the 64 places of their buckets are full. Set the "
+                        "capacity of te.Dynamic to at least 1.35 times the ids."
                     )
                 match = dataclasses.replace(match, placed=placed)
             imports[table.name] = match
@@ -341,7 +336,7 @@ def _place_ids(
 def _import_into_layer(
     layer: LayerState, imports: Mapping[str, MatchedTable]
 ) -> LayerState:
-    """Returns a layer with the imported tables; donates the old ones."""
+    """Returns a layer with the imported tables. The old arrays are donated."""
     plan, tables = layer.plan, dict(layer.tables)
     placed = {k: x.placed for k, x in imports.items() if x.placed is not None}
     not_finite = NotFinite()
@@ -370,7 +365,7 @@ def _import_into_layer(
                 if slot in match.slots:
                     rows[name] = match.slots[slot]
                 elif name in placed and initial_values.get(slot) is not None:
-                    # The rows have new ids, so other slot variables start again.
+                    # The rows have new ids, so the remaining slots start again.
                     shape = (len(placed[name].sources), *file_row(packed).shape)
                     value = np.float32(initial_values[slot])
                     fresh_rows[name] = array_of(np.broadcast_to(value, shape))
@@ -385,7 +380,7 @@ def _import_into_layer(
 def _initial_slot_values(
     stack: TrainedStackPlan, slots: Iterable[str]
 ) -> dict[str, float | None]:
-    """Returns the number that each slot variable starts from, where there is one."""
+    """Returns the number each slot variable starts from, or None if not a constant."""
     names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
     if len(names) != len(probed):
         return {}
@@ -400,7 +395,6 @@ def _write(
     placed: Mapping[str, PlacedIds],
     not_finite: NotFinite,
 ) -> PackedRows:
-    """Returns packed rows with the rows of some tables replaced, in place."""
     layout = packed.layout
     is_int8 = layout.narrow_dtype == "int8"
 
@@ -415,8 +409,8 @@ def _write(
             if is_int8:
                 block = np.asarray(block, np.float32)
             stored = file_rows_of_values(block, packed)
-        # Bytes of int8 rows are always finite, so their numbers are looked at before
-        # they are rounded. Other types are looked at after, as they can overflow.
+        # Encoded int8 rows are always finite, so check their values before rounding.
+        # Other types can overflow, so check them after rounding.
         numbers = block if is_int8 else stored
         not_finite.look_at(numbers, start, f"rows of table {table!r}")
         return stored
@@ -434,18 +428,12 @@ def match_tables(
     slots: ImportedSlots,
     ids: Mapping[str, Any],
 ) -> dict[str, MatchedTable]:
-    """Returns the tables to import by the model's name.
+    """Returns the tables to import, by their names in the model.
 
-    Args:
-      source: the tables that there are.
-      targets: tables of the model.
-      tables: see `import_tables`, also for the other arguments.
-      rename: name of a table of the model to its name in the source.
-      slots: slot variables to import.
-      ids: name of a dynamic table of the model to the ids of its rows.
+    The options are explained in `import_tables`.
 
     Raises:
-      CheckpointError: with all mismatches, and a fix for each.
+      CheckpointError: if tables do not fit. It lists each mismatch with a fix.
     """
     own = [target.name for target in targets]
     names = _names(source, own, tables, rename, ids)
@@ -481,11 +469,11 @@ def _names(
     rename: Mapping[str, str],
     ids: Collection[str],
 ) -> dict[str, str]:
-    """Returns the source's name of each table to import, by the model's name."""
+    """Returns the tables to import: name in the model to name in the source."""
     wanted = own if tables is None else tables
     given = {"tables": wanted, "rename": rename, "ids": ids}
     problems = [
-        f"{argument} names {name!r}; the model has the tables {sorted(own)}."
+        f"{argument} names {name!r}, but the model has the tables {sorted(own)}."
         for argument, named in given.items()
         for name in named
         if name not in own
@@ -510,22 +498,21 @@ def _names(
         ]
     if problems:
         raise CheckpointError(
-            f"The names of tables do not fit {source.origin}, which has the tables "
+            f"Table names do not match {source.origin}, which has the tables "
             f"{sorted(source.tables)}:\n  " + "\n  ".join(problems)
         )
     return names
 
 
 def _check_rows(target: TargetTable, values: RowArray) -> None:
-    """Raises a CheckpointError for values that do not fit a table."""
     if len(values.shape) != 2:
-        raise CheckpointError(f"shape {values.shape} is not [rows, dim].")
+        raise CheckpointError(f"the shape must be [rows, dim], got {values.shape}.")
     num_rows, dim = values.shape
     if values.holds_int8_rows(target.config.dim):
         dim = target.config.dim
     elif not values.is_floating:
         raise CheckpointError(
-            f"dtype {values.dtype} must be floating; convert it first."
+            f"the dtype must be floating, got {values.dtype}. Convert it first."
         )
     ids_are_rows = target.config.vocabulary.ids_are_rows
     size = target.config.max_rows if ids_are_rows else num_rows
@@ -538,15 +525,11 @@ def _check_rows(target: TargetTable, values: RowArray) -> None:
 
 
 def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
-    """Returns the ids of the rows of a dynamic table, as uint64.
-
-    Raises:
-      CheckpointError: if they do not fit.
-    """
+    """Returns a dynamic table's ids as uint64, or None for a static table."""
     given = table.ids if given is None else given
     if (given is None) != target.config.vocabulary.ids_are_rows:
         raise CheckpointError(
-            "ids of rows and a te.Dynamic vocabulary need each other; give "
+            "a te.Dynamic table needs ids, and a static table takes none. Pass "
             f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
             "te.Dynamic(capacity=...)."
         )
@@ -560,14 +543,14 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
         array = array.astype(np.int64).view(np.uint64)
     if array.shape != table.values.shape[:1] or array.dtype != np.uint64:
         raise CheckpointError(
-            "ids must have one integer or string for each of the "
-            f"{table.values.shape[0]} rows of the source, got shape {array.shape} and "
-            f"dtype {array.dtype}."
+            "ids must have one integer or string for each of the source's "
+            f"{table.values.shape[0]} rows, got shape {array.shape} and dtype "
+            f"{array.dtype}."
         )
     if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
         raise CheckpointError(
             "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
-            "id'; keep one row of each id."
+            "id'. Keep one row per id."
         )
     return array
 
@@ -575,11 +558,7 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
 def _slot_names(
     target: TargetTable, table: SourceTable, slots: ImportedSlots
 ) -> dict[str, str]:
-    """Returns the slots to import: name in the model to name in the source.
-
-    Raises:
-      CheckpointError: if a slot that the caller named is missing, or does not fit.
-    """
+    """Returns the slots to import: name in the model to name in the source."""
     if slots == "same_rule":
         own = tuple(sorted(target.slots))
         for theirs in (own, *_SAME_SLOTS.get(own, ())):
@@ -594,15 +573,14 @@ def _slot_names(
             shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
             known = f"{', '.join(shapes)} per row" if shapes else "no slot variables"
             raise CheckpointError(
-                f"slots={{{own!r}: {theirs!r}}} must name a slot of the table, which "
-                f"has {known}, and one of the source of this shape, which has "
+                f"slots={{{own!r}: {theirs!r}}} must map a slot of the table to a slot "
+                f"of the same shape. The table has {known}, and the source has "
                 f"{ ({k: str(x) for k, x in table.slots.items()}) }."
             )
     return names
 
 
 def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
-    """Returns True if a slot of a source can become a slot of a table."""
     slot, array = target.slots.get(own), table.slots.get(theirs)
     if slot is None or array is None:
         return False

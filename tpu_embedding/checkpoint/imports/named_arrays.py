@@ -1,16 +1,16 @@
-"""Opens arrays by name: dicts, what `np.load` returns, and files of other libraries.
+"""Opens named arrays: dicts, `.npz` archives, and files of other libraries.
 
-Files of `.safetensors` are mapped to memory, so only the rows that are read take
-memory. Their library checks the header.
+`.safetensors` files are memory-mapped, so only the rows that are read take memory. The
+safetensors library checks the header.
 
 TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
-for sequences. A fused optimizer names its slot variables `...NAME.momentum1` and
-`...NAME.momentum2`, or `...NAME.weight.momentum_1`, whatever the rule.
+for sequences. For any rule, a fused optimizer names its slot variables
+`...NAME.momentum1` and `...NAME.momentum2`, or `...NAME.weight.momentum_1`.
 
-dynamicemb dumps keys and values of dynamic tables. Each rank of a job writes binary
-files of its own, without headers: keys (int64), values (float32) and perhaps slot
-variables (float32), all in one order. A file of JSON names the optimizer. Scores are
-not read: all ids count as just used. The host holds such rows as a whole. Source:
+dynamicemb dumps the keys and values of dynamic tables. Each rank of a job writes its
+own binary files without headers: keys (int64), values (float32) and optionally slot
+variables (float32), all in the same order. A JSON file names the optimizer. Scores are
+not read, so all ids count as just used. The host holds these tables whole. Source:
 github.com/NVIDIA/recsys-examples at 43465ae,
 `corelib/dynamicemb/dynamicemb/batched_dynamicemb_tables.py`, `key_value_table.py` and
 `optimizer.py`. Older versions, such as 0c45b80, name the slot variables `_opt_values`.
@@ -41,14 +41,10 @@ from tpu_embedding.checkpoint.records import CheckpointError
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns a source of arrays that have the names of tables.
+    """Returns a source whose arrays are named after their tables.
 
-    If there is a table `"movie"`, an array `"movie/accumulators"` of as many rows is
-    its slot variable `accumulators`.
-
-    Args:
-      arrays: by name.
-      origin: format and path, for messages.
+    If there is an array `"movie"`, then `"movie/accumulators"` with the same number of
+    rows is its slot variable `accumulators`.
 
     Example:
       >>> import numpy as np
@@ -72,8 +68,8 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
     """Returns the arrays of a dict, or of an `.npz` archive that `np.load` opened.
 
     Raises:
-      CheckpointError: if an archive is damaged, or would need far more memory than it
-        has bytes, as a small file of compressed zeros does.
+      CheckpointError: if an archive is damaged, or would expand to far more memory than
+        its size, like a small file of compressed zeros.
     """
     if not isinstance(source, np.lib.npyio.NpzFile):
         return {name: array_of(values) for name, values in source.items()}
@@ -83,8 +79,8 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
     packed_bytes = sum(member.compress_size for member in members)
     if num_bytes > max_bytes_of_files(packed_bytes):
         raise CheckpointError(
-            f"The arrays of {path} must need at most {MAX_EXPANSION} times the bytes "
-            f"of the file, got {num_bytes} for {packed_bytes}; write them with "
+            f"The arrays of {path} may be at most {MAX_EXPANSION} times as large as "
+            f"the file, got {num_bytes} bytes from {packed_bytes}. Write them with "
             "np.savez, which doesn't compress."
         )
     try:
@@ -98,7 +94,7 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
         zlib.error,
     ) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {str(error)[:300]}; write or copy it again."
+            f"{path} cannot be read: {str(error)[:300]}. Write or copy it again."
         ) from None
 
 
@@ -106,10 +102,10 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
     """Returns the tensors of a safetensors file, or of all such files in a directory.
 
     Raises:
-      CheckpointError: if there is none, or it is damaged.
+      CheckpointError: if a file is missing or damaged, or the format is unknown.
     """
     if not path.exists():
-        raise CheckpointError(f"There is no file or directory {path}.")
+        raise CheckpointError(f"{path} does not exist.")
     inside = path.rglob("*") if path.is_dir() else [path]
     files = sorted(file for file in inside if file.suffix == ".safetensors")
     arrays: dict[str, RowArray] = {}
@@ -117,7 +113,7 @@ def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         tensors = map_tensors(file)
         if both := sorted(tensors.keys() & arrays.keys()):
             raise CheckpointError(
-                f"{path} has several arrays of the names {both}; open one of its files "
+                f"{path} has several arrays named {both}. Open one of its files "
                 "instead."
             )
         arrays |= {key: array_of(tensor) for key, tensor in tensors.items()}
@@ -150,16 +146,16 @@ DTYPES: Final = {
         "BOOL": np.bool_,
     }.items()
 }
-"""Name of a type in the header of a file to the type."""
+"""Type name in a file's header to the type."""
 
 LENGTH_BYTES: Final = 8
 
 MAX_HEADER_BYTES: Final = 2**23
-"""Largest header, enough for 80,000 tensors. Parsing needs some 25 times its size."""
+"""Maximum header size, enough for 80,000 tensors. Parsing takes 25 times as much."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: the range of its bytes, from the start of the file on."""
+    """A tensor in a file, with its byte range from the start of the file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -170,11 +166,11 @@ class StoredTensor(NamedTuple):
 def read_header(
     path: pathlib.Path, error_type: type[ValueError] = CheckpointError
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name.
+    """Returns the tensors of a safetensors file by name.
 
     Args:
       path: the file.
-      error_type: raised if the file is missing, or its header contradicts it.
+      error_type: type of error to raise if the file is missing or its header invalid.
     """
     try:
         if not path.is_file():
@@ -186,7 +182,7 @@ def read_header(
                     f"its header must have at most {MAX_HEADER_BYTES} bytes, got "
                     f"{length}"
                 )
-            # It raises an error for a header that contradicts itself or the file.
+            # This raises for a header that contradicts itself or the file.
             safetensors.safe_open(path, framework="np")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -199,9 +195,9 @@ def read_header(
             shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
             tensors[name] = StoredTensor(shape, dtype, start, end)
         return tensors
-    except Exception as error:  # The library, JSON and NumPy have errors of their own.
+    except Exception as error:  # safetensors, JSON and NumPy each raise their own.
         raise error_type(
-            f"{path} cannot be read as a safetensors file: {str(error)[:300]}; write "
+            f"{path} cannot be read as a safetensors file: {str(error)[:300]}. Write "
             "or copy it again."
         ) from None
 
@@ -209,22 +205,17 @@ def read_header(
 def map_tensors(
     path: pathlib.Path, error_type: type[ValueError] = CheckpointError
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file, mapped to memory; pages are read on use.
-
-    Args:
-      path: see `read_header`.
-      error_type: see `read_header`.
-    """
+    """Returns the memory-mapped tensors of a file. Pages are read when used."""
     stored = read_header(path, error_type)
     try:
-        # One map for all tensors, since each needs an open file.
+        # One map for all tensors, because each map keeps a file open.
         content = np.asarray(np.memmap(path, np.uint8, "r"))
         return {
             name: content[x.start : x.end].view(x.dtype).reshape(x.shape)
             for name, x in stored.items()
         }
     except (OSError, ValueError) as error:
-        raise error_type(f"{path} cannot be mapped to memory: {error}.") from None
+        raise error_type(f"{path} cannot be memory-mapped: {error}.") from None
 
 
 _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
@@ -232,19 +223,15 @@ _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
 
 def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
-    """Returns True if TorchRec's collections of tables have such names."""
+    """Returns True if any name has the form of a table in TorchRec's collections."""
     return any(_WEIGHT.fullmatch(name) for name in arrays)
 
 
 def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns the tables of a state dict.
+    """Returns the tables of a TorchRec state dict.
 
-    Tables of one name in two collections get the whole name of their tensor. Other
-    tensors, such as dense weights, are left out.
-
-    Args:
-      arrays: by the names of the state dict.
-      origin: format and path, for messages.
+    A table whose name occurs in several collections is named by its tensor's full name.
+    Tensors that aren't tables, such as dense weights, are left out.
     """
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
     names = list(matches.values())
@@ -259,7 +246,7 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
 def _slots_of_state_dict(
     arrays: Mapping[str, RowArray], key: str, name: str
 ) -> dict[str, RowArray]:
-    """Returns the slot variables of a table, `[rows]` instead of `[rows, 1]`."""
+    """Returns a table's slot variables, with `[rows, 1]` squeezed to `[rows]`."""
     collection = key.removesuffix(".weight")
     keys_by_slot: dict[str, list[str]] = {}
     for other in arrays:
@@ -268,7 +255,7 @@ def _slots_of_state_dict(
             keys_by_slot.setdefault(f"momentum{match[2]}", []).append(other)
     slots = {}
     for slot, keys in keys_by_slot.items():
-        # Two collections may have a table of this name.
+        # Several collections may have a table with this name.
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
             array = arrays[own[0]]
@@ -281,15 +268,13 @@ _FIRST_KEYS: Final = re.compile(r"(.+)_emb_keys\.rank_0\.world_size_(\d+)")
 
 
 def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
-    """Opens the tables of a dump. Returns None if the directory holds none.
+    """Opens the tables of a dynamicemb dump. Returns None if the directory has none.
 
-    Tables of one name in two collections get the paths of their files.
-
-    Args:
-      directory: directory that was dumped, or a part of it.
+    Names that occur in several collections are extended by their directories' names.
 
     Raises:
-      CheckpointError: if sizes of files contradict the keys.
+      CheckpointError: if a file's size doesn't fit the keys, or the file that names the
+        optimizer is invalid.
       OSError: if a rank's file is missing.
     """
     tables: dict[tuple[str, ...], SourceTable] = {}
@@ -306,15 +291,10 @@ def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
 
 
 def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
-    """Returns a table, whose files have names that begin with a path.
-
-    Raises:
-      CheckpointError: if a file does not have equally many numbers for each key, or the
-        file that names the optimizer is not JSON.
-    """
+    """Returns the table whose files' names start with `path`."""
 
     def read(item: str, dtype: Any) -> np.ndarray:
-        # Not lists: the number of ranks comes from a file's name, and may be any.
+        # Not lists, because the number of ranks comes from a file name and may be huge.
         names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
         files = (path.with_name(path.name + name) for name in names)
         return np.concatenate([np.fromfile(file, dtype) for file in files])
@@ -325,8 +305,8 @@ def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
         numbers = read(item, np.float32)
         if numbers.size % max(1, len(keys)):
             raise CheckpointError(
-                f"{path}_{item} must have equally many numbers for each of {len(keys)} "
-                f"keys, got {numbers.size} numbers; copy all files of the dump again."
+                f"{path}_{item} must have the same number of values for each of "
+                f"{len(keys)} keys, got {numbers.size}. Copy the whole dump again."
             )
         return numbers.reshape(len(keys), numbers.size // max(1, len(keys)))
 
@@ -350,7 +330,7 @@ def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
             case "exact_adagrad":
                 slots = {"accumulator": rows}
             case "exact_row_wise_adagrad":
-                # Older versions also write the columns that fill up a line.
+                # Older versions also write padding columns.
                 slots = {"accumulator": rows[:, 0]}
             case _:
                 slots = {"opt_values": rows}

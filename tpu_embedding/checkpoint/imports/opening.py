@@ -1,13 +1,13 @@
-"""Opens a source of tables, and finds its format.
+"""Finds the format of a source of tables, and opens it.
 
-TensorFlow, jax-tpu-embedding and keras-rs stack tables alike. A stack has one shard per
-SparseCore, and its shards follow each other. They hold row `i` of a table
+TensorFlow, jax-tpu-embedding and keras-rs stack tables the same way. A stack is the
+concatenation of one shard per SparseCore. Row `i` of a table is
 
     in shard    (i + rotation) % num_shards
     at row      row_offset + i // num_shards
 
-So rows `i`, `i + num_shards`, ... of a table are neighbours in the stack. A range of
-rows takes one read per shard.
+So rows `i`, `i + num_shards`, ... of a table are adjacent in the stack, and reading a
+range of rows takes one read per shard.
 """
 
 import functools
@@ -36,7 +36,7 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.paths import local_path
 
 _ROW_ALIGNMENT: Final = 8
-"""Rows that a table takes in each shard are a multiple of this number."""
+"""A table's rows in each shard are padded to a multiple of this number."""
 
 _ARRAY_OF_STACK: Final = (
     re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),  # keras-rs
@@ -45,27 +45,27 @@ _ARRAY_OF_STACK: Final = (
 
 
 def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
-    """Opens the tables of a foreign file or checkpoint.
+    """Opens the tables in another library's file or checkpoint.
 
     Args:
-      source: a dict of arrays, such as `np.load` returns of an `.npz` file; or a file
-        or directory:
+      source: a dict of arrays, such as `np.load` returns for an `.npz` file; or the
+        path of one of these:
 
-        * `.safetensors`, or a directory of such files: arrays by table name,
-          `"table/slot"` for slot variables, or a state dict of TorchRec;
-        * a directory that dynamicemb dumped: files of keys and values;
+        * a `.safetensors` file, or a directory of them. Arrays are named `"table"` and
+          `"table/slot"`, or as in a TorchRec state dict.
+        * a directory dumped by dynamicemb.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
-          directory of a SavedModel. TensorFlow reads it, from the extra `tf`;
-        * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
-          read, of a step, or of an item. Tables have the paths of their arrays.
+          SavedModel's directory. It is read by TensorFlow, from the extra `tf`.
+        * an Orbax checkpoint: an item, a step, or a CheckpointManager's directory, of
+          which the latest step is read. Tables are named by their arrays' paths.
 
-        See `open_stacked_tables` for tables that were saved in stacks.
+        For tables that were saved in stacks, use `open_stacked_tables`.
 
     Returns:
-      The tables; `print` shows them, `import_tables` writes them to a model.
+      The tables. `print` shows them, and `import_tables` writes them to a model.
 
     Raises:
-      CheckpointError: if nothing is there, or it is damaged.
+      CheckpointError: if the source is missing or damaged, or its format is unknown.
 
     Example:
       >>> import numpy as np
@@ -113,19 +113,20 @@ def open_stacked_tables(
 ) -> TableSource:
     """Opens the stacked tables of a checkpoint that was trained on SparseCores.
 
-    The stacking is not read from the checkpoint, and no shape tells the rotation:
-    compare some rows with the trained model.
+    The stacking is not read from the checkpoint, and a wrong rotation raises no error,
+    so compare a few rows with the trained model.
 
     Args:
-      path: checkpoint that `open_tables` opens. keras-rs names stacks
-        `var:STACK:table`; jax-tpu-embedding has `STACK/table`; in TensorFlow, STACK is
-        a variable.
-      tables: configs of the tables; their names, rows and dims must be those that the
-        checkpoint was trained with.
-      stacks: stack name to the names of its tables, in the order of their rows.
-      num_sparse_cores: SparseCores of all devices that trained the checkpoint.
-      rotation: shards between row 0 of a table and row 0 of the one before it in the
-        stack: the number of SparseCores of one device, 2 or 4 by generation.
+      path: a checkpoint that `open_tables` can open. keras-rs names stacks
+        `var:STACK:table`, jax-tpu-embedding names them `STACK/table`, and in TensorFlow
+        STACK is a variable.
+      tables: configs of the tables, with the names, rows and dims that the checkpoint
+        was trained with.
+      stacks: stack name to the names of its tables, in row order.
+      num_sparse_cores: total number of SparseCores that trained the checkpoint.
+      rotation: number of shards from row 0 of a table to row 0 of the next table in the
+        stack. This is the number of SparseCores per device, 2 or 4 depending on the TPU
+        generation.
 
     Returns:
       The tables; see `open_tables`.
@@ -139,9 +140,9 @@ def open_stacked_tables(
     for stack_name, names in stacks.items():
         if stack_name not in known_stacks or not configs.keys() >= set(names):
             raise CheckpointError(
-                f"Stack {stack_name!r} of {list(names)} must be one of "
-                f"{sorted(known_stacks)} of {path}, and tables must have its tables, "
-                f"got {sorted(configs)}."
+                f"Stack {stack_name!r} must be one of {sorted(known_stacks)} in "
+                f"{path}, and its tables {list(names)} must be in tables=, got "
+                f"{sorted(configs)}."
             )
         stack, members = known_stacks[stack_name], [configs[name] for name in names]
         owner = f"Stack {stack_name!r} of {path}"
@@ -166,21 +167,19 @@ def open_stacked_tables(
 def _check_shape(
     stack: SourceTable, tables: Sequence[TableConfig], num_shards: int, owner: str
 ) -> None:
-    """Raises a CheckpointError if a stack is not as large as its tables."""
     rows = num_shards * sum(rows_in_shard(x.max_rows, num_shards) for x in tables)
     stack_rows, stack_dim = stack.values.shape
     widest = max(table.dim for table in tables)
     if stack_rows != rows or stack_dim < widest:
         raise CheckpointError(
-            f"{owner} has {stack_rows} rows of {stack_dim}, but its tables "
-            f"{[table.name for table in tables]} take {rows} of {widest} on "
-            f"{num_shards} SparseCores. Check num_sparse_cores, and the vocabulary "
-            "sizes of the tables."
+            f"{owner} has {stack_rows} rows of dim {stack_dim}, but its tables "
+            f"{[table.name for table in tables]} need {rows} of dim {widest} on "
+            f"{num_shards} SparseCores. Check num_sparse_cores and the tables' "
+            "vocabulary sizes and dims."
         )
 
 
 def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
-    """Returns the stacks of a checkpoint by name, with their slot variables."""
     tables = {name: table.values for name, table in source.tables.items()}
     slots = {name: dict(table.slots) for name, table in source.tables.items()}
     for name, table in source.tables.items():
@@ -198,7 +197,7 @@ def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
 
 
 def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
-    """Returns the rows that a table takes in each shard, padding included.
+    """Returns the number of rows that a table takes in each shard, with padding.
 
     Example:
       >>> rows_in_shard(100, 8)
@@ -215,14 +214,9 @@ def _rows_of_table(
     row_offset: int,
     rotation: int,
 ) -> RowArray:
-    """Returns the rows of a table, or of its slot variable, in their order.
+    """Returns the rows of a table or slot variable in natural order.
 
-    Args:
-      stack: rows of the stack.
-      config: config of the table.
-      num_shards: SparseCores of all devices.
-      row_offset: first row of the table in each shard.
-      rotation: shard that has row 0.
+    See the module's docstring for the layout.
     """
     row_shape = (config.dim,) if len(stack.shape) > 1 else ()
 

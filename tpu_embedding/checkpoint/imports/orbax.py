@@ -1,7 +1,7 @@
-"""Reads arrays of orbax checkpoints by their paths, without knowing their pytree.
+"""Reads the arrays of Orbax checkpoints by path, without knowing their pytree.
 
-The file `_METADATA` of a checkpoint item lists its leaves. Their arrays are in zarr,
-either in directories of their own or in one database (OCDBT), which tensorstore reads.
+The `_METADATA` file of a checkpoint item lists its leaves. Tensorstore reads their zarr
+arrays, from one directory each or from a shared database (OCDBT).
 """
 
 import json
@@ -22,17 +22,17 @@ _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
 
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
-"""Keeps decoded chunks, as a range of rows may need a part of each only."""
+"""Caches decoded chunks, because a range of rows may need only part of each."""
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
-    """Returns the arrays of a checkpoint that have rows, by path.
+    """Returns the arrays of a checkpoint by path, without scalars.
 
-    Of several items, the name of the item comes first.
+    If a step has several items, paths start with the item's name.
 
     Args:
-      path: directory of an item, of a step with its items, or of a CheckpointManager,
-        whose latest step is meant.
+      path: directory of an item, of a step, or of a CheckpointManager, which stands for
+        its latest step.
 
     Raises:
       CheckpointError: if an item is damaged or incomplete.
@@ -74,10 +74,10 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
 def _open(
     item: pathlib.Path, path: LeafPath, driver: str, max_chunk_bytes: int
 ) -> RowArray:
-    """Opens one array; reads its shape, its dtype and the size of its chunks only."""
+    """Opens one array, reading only its shape, dtype and chunk size."""
     name = ".".join(path)
     directory = item.resolve().as_posix()
-    # As a URL, tensorstore would decode a percent sign.
+    # Not a URL, because tensorstore would decode percent signs in it.
     files: dict[str, Any] = {"driver": "file", "path": f"{directory}/"}
     if (item / "manifest.ocdbt").is_file():
         kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
@@ -92,7 +92,7 @@ def _open(
             text = str(error).partition(" [")[0].partition("\n")[0]
             raise CheckpointError(
                 f"The array {name!r} of {item} cannot be read: {text} Copy the "
-                "checkpoint again, or use an earlier one."
+                "checkpoint again or use an earlier one."
             ) from None
 
     store = result_of(ts.open(spec, open=True))
@@ -100,8 +100,8 @@ def _open(
     chunk_shape = store.chunk_layout.read_chunk.shape or shape
     if math.prod(chunk_shape) * store.dtype.numpy_dtype.itemsize > max_chunk_bytes:
         raise CheckpointError(
-            f"The array {name!r} of {item} declares chunks of shape {chunk_shape}, "
-            "which its files are too small for. Copy the checkpoint again."
+            f"The array {name!r} of {item} declares chunks of shape {chunk_shape}, but "
+            "its files are too small for that. Copy the checkpoint again."
         )
 
     def read(start: int, num_rows: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tables of a foreign file or checkpoint, whose rows are read by ranges."""
+"""The tables of another library's file or checkpoint, whose rows are read by range."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,22 +14,22 @@ _SMALL_BYTES: Final = 200 * 2**20
 
 
 def max_bytes_of_files(num_bytes: int) -> int:
-    """Returns the memory that arrays may need, given the bytes of their files.
+    """Returns the memory that arrays may take, given the size of their files.
 
-    Small files of compressed zeros would need far more.
+    The limit guards against small files of compressed zeros.
     """
     return MAX_EXPANSION * num_bytes + _SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class RowArray:
-    """An array whose rows are read when they are needed.
+    """An array whose rows are read on demand.
 
     Attributes:
       shape: `[rows, dim]` or `[rows]`.
-      dtype: type of the numbers.
-      read: `read(start, num_rows)` returns that many rows from `start` on.
-      check: reads what `read` would, and raises a CheckpointError if it is damaged.
+      dtype: element type.
+      read: `read(start, num_rows)` returns `num_rows` rows beginning at `start`.
+      check: raises `CheckpointError` if any data that `read` would return is damaged.
         Called before the model changes.
     """
 
@@ -46,17 +46,17 @@ class RowArray:
         return np.array(self.read(0, self.shape[0]), dtype)
 
     def holds_int8_rows(self, dim: int) -> bool:
-        """True for rows of bytes: `dim` codes, then scale and bias in float32."""
+        """Returns True for byte rows: `dim` codes, then a float32 scale and bias."""
         row_shape = (dim + SCALE_AND_BIAS_BYTES,)
         return self.dtype == np.uint8 and self.shape[1:] == row_shape
 
     @property
     def is_floating(self) -> bool:
-        """True for floating numbers, narrow ones included."""
+        """True for floating-point types, including narrow ones such as bfloat16."""
         return jnp.issubdtype(self.dtype, jnp.floating)
 
     def squeezed(self) -> Self:
-        """Returns `[rows]` instead of `[rows, 1]`."""
+        """Returns the array with shape `[rows]` instead of `[rows, 1]`."""
         return dataclasses.replace(
             self,
             shape=self.shape[:1],
@@ -65,10 +65,10 @@ class RowArray:
 
 
 def array_of(values: Any) -> RowArray:
-    """Returns an array in memory, or mapped to memory, as a `RowArray`.
+    """Returns an in-memory or memory-mapped array as a `RowArray`.
 
     Args:
-      values: NumPy or JAX array, or anything that NumPy makes an array of.
+      values: NumPy or JAX array, or anything that `np.asarray` accepts.
 
     Example:
       >>> print(array_of(np.zeros((10, 4), np.float32)))
@@ -84,9 +84,9 @@ class SourceTable:
 
     Attributes:
       values: `[rows, dim]`.
-      slots: slot variables by the names that the source gives them.
-      ids: integers `[rows]`, ids of the rows for a dynamic table, or None if the rows
-        are numbered.
+      slots: slot variables by name in the source.
+      ids: integer ids `[rows]` of a dynamic table's rows, or None if the ids are the
+        row numbers.
     """
 
     values: RowArray
@@ -96,13 +96,13 @@ class SourceTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The tables of a foreign file or checkpoint, which are read when needed.
+    """The tables of another library's file or checkpoint, read on demand.
 
     `print` shows their names, shapes and slot variables.
 
     Attributes:
       origin: format and path, for messages.
-      tables: by the names that the source gives them.
+      tables: tables by name in the source.
     """
 
     origin: str
@@ -120,7 +120,7 @@ class TableSource:
 def by_shortest_names(
     tables: Mapping[tuple[str, ...], SourceTable],
 ) -> dict[str, SourceTable]:
-    """Returns tables by the shortest ends of their paths that differ.
+    """Returns tables keyed by the shortest unique suffixes of their paths.
 
     Example:
       >>> table = SourceTable(values=array_of(np.zeros((5, 2))))

@@ -1,10 +1,9 @@
-"""Finds the tables in TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
+"""Finds tables in TensorFlow checkpoints of TPUEmbedding and of the TFRS layer.
 
-Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
-table is the variable of its name, and so is a stack of tables on newer
-TPUs. Slot variables of TensorFlow are siblings, such as `movie/accumulators`.
-Slot variables of Keras optimizers, which TFRS uses, hang below the variable.
-`tf.train.load_checkpoint` reads all of them.
+Checkpoint keys are paths of Python objects, such as `model/emb/_tpu_embedding/movie`. A
+table, or on newer TPUs a stack of tables, is the variable with its name. TensorFlow's
+slot variables are siblings, such as `movie/accumulators`. Slot variables of Keras
+optimizers, which TFRS uses, are nested below the variable.
 """
 
 import collections
@@ -31,16 +30,15 @@ _SLOT: Final = "/.OPTIMIZER_SLOT/"
 
 _Path = tuple[str, ...]
 _Variables = Mapping[_Path, SourceTable]
-"""The names of the objects that lead to a variable, to its value, with the slot
-variables of a Keras optimizer."""
+"""Names of the objects that lead to a variable, to its value and its Keras slots."""
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the prefix of the checkpoint that a path means, or None.
+    """Returns the prefix of the checkpoint at a path, or None if there is none.
 
     Args:
-      path: prefix, index file, directory of checkpoints, whose latest one is meant, or
-        directory of a SavedModel.
+      path: prefix, index file, directory of checkpoints, which stands for the latest,
+        or directory of a SavedModel.
     """
     if path.suffix == ".index":
         path = path.with_suffix("")
@@ -52,7 +50,7 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            # An absolute path is valid on the machine that wrote the checkpoint.
+            # An absolute path is valid only on the machine that wrote the checkpoint.
             return path / pathlib.PurePath(latest.group(1)).name
     return None
 
@@ -60,12 +58,12 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     """Opens a checkpoint.
 
-    All variables of two axes are tables, even in dense layers. They have the names of
-    their variables. Where two have one name, the names of the objects before it are put
-    in front, with `/` between.
+    All two-dimensional variables count as tables, even in dense layers. They are named
+    by their variables. If names are not unique, the names of parent objects precede
+    them, separated by `/`.
 
     Args:
-      prefix: path of its index, without `.index`.
+      prefix: path of the checkpoint's index file, without `.index`.
 
     Raises:
       CheckpointError: if TensorFlow is missing, or the checkpoint is damaged.
@@ -85,16 +83,16 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
 
 
 def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
-    """Returns the arrays that have rows by key.
+    """Returns the arrays by key, without scalars and strings.
 
-    TensorFlow reads an array as a whole and verifies its checksum. The array that was
-    read last stays in memory, because its rows are asked for block by block.
+    TensorFlow reads whole arrays and verifies their checksums. The latest array is
+    cached, because its rows are requested block by block.
     """
     if importlib.util.find_spec("tensorflow") is None:
         raise CheckpointError(
-            f"{prefix} is a TensorFlow checkpoint, which needs tensorflow 2.18 or "
-            "later to be read. Install it with pip install '.[tf]' in a clone of the "
-            "repository, or convert the checkpoint once on a machine that has it: call "
+            f"Reading the TensorFlow checkpoint {prefix} needs tensorflow 2.18 or "
+            "later. Run pip install '.[tf]' in a clone of the repository, or convert "
+            "the checkpoint on a machine that has TensorFlow: call "
             "te.checkpoint.import_tables and te.save there, and te.restore here."
         )
     tf: Any = importlib.import_module("tensorflow")
@@ -102,11 +100,11 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
     def call(function: Any, argument: str) -> Any:
         try:
             return function(argument)
-        # TensorFlow passes some statuses on as errors of Python.
+        # TensorFlow turns some statuses into Python errors.
         except (tf.errors.OpError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"TensorFlow cannot read the checkpoint {prefix}: {error}. Copy its "
-                "files again, or take another checkpoint."
+                "files again or use another checkpoint."
             ) from None
 
     reader = call(tf.train.load_checkpoint, str(prefix))
@@ -130,7 +128,7 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
 
 
 def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
-    """Returns the variables by path, with the slot variables of Keras optimizers."""
+    """Returns the variables by path, with their Keras optimizers' slot variables."""
     values, slots = {}, collections.defaultdict(dict)
     for key, array in arrays.items():
         owner, _, slot = key.removesuffix(_VALUE).partition(_SLOT)
@@ -142,7 +140,7 @@ def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
 
 
 def _path_of(key: str) -> _Path:
-    """Returns the names of a path. In a name, `.S` is a slash, and `..` a dot."""
+    """Returns the names in a path. In names, `.S` escapes a slash and `..` a dot."""
     replaced = {"..": ".", ".S": "/"}
     return tuple(
         re.sub(r"\.[.S]", lambda match: replaced[match.group()], name)
@@ -151,7 +149,7 @@ def _path_of(key: str) -> _Path:
 
 
 def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
-    """Returns the slot variables of a variable; siblings are `name/slot`."""
+    """Returns a variable's Keras slots, or else its siblings named `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
         other[-1].removeprefix(f"{name}/"): variable.values

@@ -1,7 +1,7 @@
-"""The Flax Linen layer: tables in a collection of their own, and lookup.
+"""The Flax Linen layer: tables in their own collection, and lookups.
 
-`value_and_grad` gives the loss the same variables with *recording* tables in them. A
-layer that finds recording tables hands its routing to their recorder.
+`value_and_grad` passes the loss variables with *recording* tables. A layer that finds
+them hands its routing to their recorder.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 
 USE_VALUE_AND_GRAD: Final = (
-    "jax.grad and jax.value_and_grad leave the tables of a te.linen.TPUEmbedding out, "
+    "jax.grad and jax.value_and_grad skip the tables of a te.linen.TPUEmbedding, "
     "so the tables would never train. Change two lines:\n"
     "  loss, gradients = te.linen.value_and_grad(loss_fn)(state.variables, ...)\n"
     "  state = te.linen.TrainState.create(apply_fn=..., variables=..., tx=...)\n"
-    "The loss gets all variables: model.apply(variables, ...). To keep the tables "
-    "fixed, make the plan without an optimizer. In an NNX model, use te.TPUEmbedding "
+    "The loss takes all variables: model.apply(variables, ...). To freeze the "
+    "tables, make the plan without an optimizer. In an NNX model, use te.TPUEmbedding "
     "instead of nnx.bridge.ToNNX."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a te.linen.TPUEmbedding have no dense derivative. Use "
-    "te.linen.value_and_grad, which differentiates by the collection 'params' and "
-    "returns sparse gradients of the tables."
+    "te.linen.value_and_grad, which returns dense gradients of the collection 'params' "
+    "and sparse gradients of the tables."
 )
 
 
@@ -63,8 +63,8 @@ class RecordingTables:
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
                 "transformation, such as nn.jit, nn.remat, nn.vmap, nn.scan or "
                 "jax.vmap, so the gradient of its tables would be lost. Call the layer "
-                "outside of it with the whole batch, and transform the modules that "
-                "take its activations. jax.jit belongs around the whole step."
+                "outside of it with the whole batch, and transform only the modules "
+                "that take its activations. Apply jax.jit to the whole step."
             )
         activations, stats, record = answer_call(
             *self.recorder.next_taps(self.path),
@@ -118,12 +118,12 @@ class TPUEmbedding(nn.Module):
           features: nest like the plan's `feature_config`, whose dicts may lack keys.
             See `tpu_embedding.functional.lookup`. Ragged features come from
             `tpu_embedding.inputs.prepare_features`.
-          weights: the same nest with an array, or None, per dense feature.
-          serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
-            call, with the plan's tables.
+          weights: the same nest with an array or None per dense feature.
+          serving_config: nest of `FeatureConfig` for the plan's tables that replaces
+            `feature_config` in this call.
 
         Returns:
-          Activations, the nest of the features; float32 `[batch, dim]`, or the
+          Activations in the nest of the features: float32 `[batch, dim]`, or the
           feature's sequence or output shape. Global.
 
         Raises:
@@ -161,10 +161,10 @@ class TPUEmbedding(nn.Module):
             self.is_initializing() and self.is_mutable_collection(TABLES)
         ):
             raise ValueError(
-                f"te.linen.TPUEmbedding {name!r} needs its tables, in the collection "
-                f"{TABLES!r}, and found none. Pass all variables that model.init "
-                "returned, not only 'params': model.apply(variables, ...). Give "
-                f"nn.vmap variable_axes={{{TABLES!r}: None}} as well, and nn.scan "
+                f"te.linen.TPUEmbedding {name!r} needs its tables in the collection "
+                f"{TABLES!r}, but found none. Pass all variables that model.init "
+                "returned, not only 'params': model.apply(variables, ...). With "
+                f"nn.vmap, add variable_axes={{{TABLES!r}: None}}; with nn.scan, "
                 f"variable_broadcast={TABLES!r}."
             )
         tables = self.variable(TABLES, "tables", self._init_tables).value

@@ -1,7 +1,7 @@
-"""Trains a Linen model that owns embedding layers: gradients and updates.
+"""Gradients and updates of a Linen model with embedding layers.
 
-`value_and_grad` and `TrainState` read like their namesakes in JAX and Flax. optax
-updates dense parameters as usual; the row rules of each layer update its tables.
+`value_and_grad` and `TrainState` work like their namesakes in JAX and Flax. optax
+updates dense parameters as usual; each layer's row rules update its tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,12 +49,12 @@ def value_and_grad(
     Args:
       loss_fn: `(variables, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
         It calls `model.apply(variables, ...)`, any number of times.
-      has_aux: True if `loss_fn` returns a second value.
+      has_aux: whether `loss_fn` returns a second value.
 
     Returns:
       `(variables, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux),
-      Gradients)`. Gradients are by the collection `params`, and by the tables of each
-      layer. The variables are all collections of `model.init`.
+      Gradients)`. Gradients cover the collection `params` and the tables of each layer.
+      The variables are all collections from `model.init`.
 
     Raises:
       ValueError: when called, if the variables lack tables, or the loss calls a
@@ -99,7 +99,7 @@ def value_and_grad(
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that a training step changes; donate it under `jit`.
+    """State of a training run: everything a step changes. Donate it under `jit`.
 
     Attributes:
       step: number of updates.
@@ -151,16 +151,16 @@ class TrainState(struct.PyTreeNode):
           apply_fn: usually `model.apply`.
           variables: from `model.init`.
           tx: optimizer of the dense parameters. The plan has the tables' optimizers.
-          **fields: of a subclass.
+          **fields: fields of a subclass.
 
         Raises:
-          ValueError: if the variables lack tables; or if `tx` collects the gradients
-            of several steps, as `optax.MultiSteps` does, and tables do not.
+          ValueError: if the variables lack tables, or if `tx` collects gradients of
+            several steps, as `optax.MultiSteps` does, but tables do not.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
         plan = next(iter(layers.values())).plan  # all layers have one mesh
-        # The optimizer's state is then on the mesh, as the parameters are.
+        # This puts the optimizer's state on the mesh, like the parameters.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = tx.init(on_mesh.get("params", {}))
         slots = init_model_slots(layers, opt_state)
@@ -173,7 +173,7 @@ class TrainState(struct.PyTreeNode):
             slots=slots,
             **fields,
         )
-        # Step counts are new arrays, and are on one device.
+        # Step counts are new arrays on one device.
         return replicate_on_mesh(state, plan)
 
     def apply_gradients(
@@ -184,11 +184,11 @@ class TrainState(struct.PyTreeNode):
         Args:
           grads: from `tpu_embedding.linen.value_and_grad`. Step counts of a layer
             without a gradient also advance.
-          updates: new values of collections such as `batch_stats`, as
-            `model.apply(..., mutable=["batch_stats"])` returns them.
+          updates: new values of collections such as `batch_stats`, from
+            `model.apply(..., mutable=["batch_stats"])`.
 
         Raises:
-          TypeError: if the gradients leave the tables out.
+          TypeError: if the gradients lack the tables.
           ValueError: if they belong to other layers or another plan, or the updates
             name a collection that the state does not have.
         """
@@ -227,20 +227,18 @@ class TrainState(struct.PyTreeNode):
         now: Any = None,
         with_stats: bool = False,
     ) -> tuple[Any, ...]:
-        """Gives rows to new ids of dynamic tables; call it first in a train step.
-
-        See `tpu_embedding.functional.insert_ids`.
+        """Assigns rows to new ids of dynamic tables, first in a train step.
 
         Args:
           features: batch of the layer, from `prepare_features`.
           layer: path of the layer. Defaults to the only one with dynamic tables.
-          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the number
-            of the step. See `tpu_embedding.functional.insert_ids`.
-          with_stats: True also returns counts.
+          now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the step
+            number. See `tpu_embedding.functional.insert_ids`.
+          with_stats: whether to also return counts.
 
         Returns:
-          The state, and the batch with row numbers, which the layer takes inside a
-          loss. With `with_stats`, also table name to `te.functional.DynamicStats`.
+          The state, and the batch with row numbers for the layer to use in the loss.
+          With `with_stats`, also table name to `te.functional.DynamicStats`.
 
         Raises:
           ValueError: if the variables have no such layer, or several.
@@ -260,8 +258,8 @@ class TrainState(struct.PyTreeNode):
     def finalize_variable_values(self) -> "TrainState":
         """Returns the state with variables set to their moving averages.
 
-        `with_ema` and `adafactor(use_ema=True)` keep them. Tables and dense
-        parameters of other optimizers stay as they are.
+        `with_ema` and `adafactor(use_ema=True)` keep averages. Tables and dense
+        parameters of other optimizers don't change.
         """
         stacks, slots, params, opt_state = finalize_model_values(
             layer_tables(self.variables),
@@ -281,8 +279,7 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Returns the state with the values of some tables replaced.
 
-        The moving averages of all their rows, and Adafactor's scale of a table, restart
-        from the new values. All other slot variables stay.
+        State derived from them restarts, as in `te.Optimizer.set_embedding_tables`.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.
@@ -295,12 +292,12 @@ class TrainState(struct.PyTreeNode):
         return self.replace(variables=variables, slots=slots)
 
     def with_hyperparameters(self, **values: Any) -> "TrainState":
-        """Returns the state with other hyper-parameters of the tables' optimizers.
+        """Returns the state with changed hyper-parameters of the tables' optimizers.
 
         Args:
           **values: see `tpu_embedding.optimizers.with_hyperparameters`.
 
         Raises:
-          ValueError: if tables' optimizers lack such a hyper-parameter.
+          ValueError: if no table's optimizer has such a hyper-parameter.
         """
         return self.replace(slots=with_hyperparameters(self.slots, **values))

@@ -1,4 +1,4 @@
-"""The variables of a Linen model: its tables by layer, read, replaced and saved."""
+"""Reads, replaces and saves the tables in a Linen model's variables."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ TABLES: Final = "embedding_tables"
 
 _SET_WITH_SLOTS: Final = (
     "state = state.with_embedding_tables(values)\n"
-    "Before TrainState.create there is none: write\n"
+    "Before TrainState.create, there is no state: write\n"
     "  variables, _ = te.linen.with_embedding_tables(variables, values, {})"
 )
 
@@ -37,6 +37,15 @@ def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.nda
 
     Returns:
       Layer path to table name to NumPy `[vocabulary_size, dim]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.linen.TPUEmbedding(te.make_plan(te.FeatureConfig(table=table)))
+      >>> variables = layer.init(jax.random.key(0), jnp.array([1]))
+      >>> embedding_tables(variables)[""]["movie"].shape
+      (10, 4)
     """
     return {
         path: unstack_tables(tables.stacks, tables.plan)
@@ -67,15 +76,15 @@ def with_embedding_tables(
 ) -> Any:
     """Returns the variables with the values of some tables replaced.
 
-    With `slots`, the state that an optimizer derived from the old values restarts from
-    the new values, as in `tpu_embedding.functional.with_table_values`.
+    With `slots`, state that an optimizer derived from the old values restarts from the
+    new values, as in `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
-      slots: layer path to stack name to optimizer state, as `state.slots`; an empty
-        dict before there is a `TrainState`. It may be left out unless an optimizer of
-        these tables derives state from their values, as `adafactor` does.
+      slots: layer path to stack name to optimizer state, like `state.slots`; an empty
+        dict before there is a `TrainState`. Only needed if an optimizer of these tables
+        derives state from their values, as `adafactor` does.
 
     Returns:
       New variables; with `slots`, `(variables, slots)`.
@@ -84,6 +93,17 @@ def with_embedding_tables(
       TypeError: if `values`, or a layer's values, are not a dict.
       ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
         `slots` is missing. For a `TrainState`, call its `with_embedding_tables`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.linen.TPUEmbedding(te.make_plan(te.FeatureConfig(table=table)))
+      >>> variables = layer.init(jax.random.key(0), jnp.array([1]))
+      >>> ones = {"": {"movie": np.ones((10, 4))}}
+      >>> variables = with_embedding_tables(variables, ones)
+      >>> layer.apply(variables, jnp.array([1])).tolist()
+      [[1.0, 1.0, 1.0, 1.0]]
     """
     line = "values={'embedding': {'movie': array}}, by layer path and table name"
     check_mapping("values", values, line)
@@ -108,9 +128,6 @@ def with_embedding_tables(
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
     """Returns the tables of each layer by its path in the model, `"a/b"`.
-
-    Args:
-      variables: from `model.init`, or `state.variables`.
 
     Raises:
       ValueError: if there are none.
@@ -149,12 +166,7 @@ def map_tables(
 def with_stacks(
     variables: Mapping[str, Any], stacks: Mapping[str, dict[str, PackedRows]]
 ) -> dict[str, Any]:
-    """Returns the variables with the stacked tables of some layers replaced.
-
-    Args:
-      variables: of a model.
-      stacks: layer path to stack name to packed rows.
-    """
+    """Returns the variables with some layers' stacks replaced, by layer path."""
 
     def new_tables(path: str, old: LayerTables) -> LayerTables:
         return dataclasses.replace(old, stacks=stacks.get(path, old.stacks))

@@ -1,6 +1,6 @@
-"""Optimizer rules, one algorithm or family per file. `te.optimizers` has the names.
+"""Optimizer rules, one algorithm or family per file. `te.optimizers` exports them.
 
-* `sgd`: gradient descent, also with momentum; Lion; assignment of rows.
+* `sgd`: gradient descent with or without momentum, Lion, and assignment of rows.
 * `adagrad`: Adagrad per element or row, bounded, proximal, Clippy, and by frequency.
 * `adam`: Adam, Yogi, RMSProp and Adadelta. `lazy_adam`: Adam that can catch up.
 * `ftrl`: follow the regularised leader.
@@ -8,5 +8,5 @@
 * `rowwise`: FBGEMM's optimizers with one value per row.
 * `user_defined`: a rule that the user writes as a function of one row.
 
-`_clipping` has clipping of gradients as in Keras, and L1 and L2 regularisation.
+`_clipping` has Keras' gradient clipping, and L1 and L2 regularisation.
 """

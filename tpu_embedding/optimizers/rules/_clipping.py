@@ -1,7 +1,6 @@
-"""Scaling and clipping of gradients as in Keras, and L1 and L2 regularisation.
+"""Gradient scaling and clipping as in Keras, and L1 and L2 regularisation.
 
-The clips work on rows of tables and on dense arrays. The closed forms of regularisation
-serve several rules.
+Clipping works on tables' rows and on dense arrays.
 """
 
 import dataclasses
@@ -23,14 +22,14 @@ ClipnormOf = Literal["sum", "occurrences"]
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """Bounds of gradients, at most one of them; see `adafactor`.
+    """A gradient scale and at most one bound; see `adafactor`.
 
     Attributes:
-      loss_scale_factor: the loss was multiplied by it. Defaults to 1.
-      clipvalue: largest absolute value of an element. No bound if `None`.
-      clipnorm: largest norm of an array, or of a table's gradient. No bound if `None`.
-      global_clipnorm: largest norm of the whole model's gradients. No bound if `None`.
-      clipnorm_of: "occurrences" takes the norm of the gradients of all occurrences.
+      loss_scale_factor: factor that the loss was multiplied by. `None` means 1.
+      clipvalue: largest absolute value of an element, or `None`.
+      clipnorm: largest norm of a dense array's or table's gradient, or `None`.
+      global_clipnorm: largest norm of the whole model's gradients, or `None`.
+      clipnorm_of: `"occurrences"` takes the norm over all occurrences of ids.
     """
 
     loss_scale_factor: Any
@@ -40,11 +39,11 @@ class Clipping:
     clipnorm_of: ClipnormOf
 
     def __call__(self, gradient: jax.Array, tables: TableRows | None) -> jax.Array:
-        """Unscales a gradient, and clips it.
+        """Unscales and clips a gradient.
 
         Args:
-          gradient: `[rows, dim]` of some tables; or a dense array of any rank.
-          tables: the tables of the rows. `None` for a dense array, which is whole.
+          gradient: `[rows, dim]` of some tables, or a dense array of any rank.
+          tables: the rows' tables, or `None` for a whole dense array.
         """
         scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
         gradient = gradient / scale
@@ -73,10 +72,10 @@ class Clipping:
 def with_norm_of_arrays(
     rule: optax.GradientTransformation, gradient_steps: int
 ) -> optax.GradientTransformation:
-    """Tells a rule the norm of all its dense arrays, unless a model knows its norm.
+    """Gives a rule the norm of all its dense arrays, unless a model provides a norm.
 
-    A model's norm covers one step's gradients. So a rule that is given the mean of
-    several steps takes the norm of its own arrays.
+    A model's norm covers one step's gradients, so a rule on the mean gradient of
+    several steps uses the norm of its own arrays.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -94,11 +93,11 @@ def with_norm_of_arrays(
 def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Array:
     """Applies the proximal operator of `l1 * |w| + l2 / 2 * w**2` to each element.
 
-    `sign(w) * max(abs(w) - step_size * l1, 0) / (1 + step_size * l2)`.
+    The result is `sign(w) * max(abs(w) - step_size * l1, 0) / (1 + step_size * l2)`.
 
     Args:
       rows: `[rows, dim]`, after the gradient step.
-      step_sizes: learning rate of each element, `[rows, dim]`.
+      step_sizes: each element's learning rate, `[rows, dim]`.
       l1: strength of L1 regularisation, a non-negative scalar.
       l2: strength of L2 regularisation, a non-negative scalar.
     """
@@ -107,10 +106,10 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
 
 
 def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns True unless a learning rate is 0 or subnormal, and a safe divisor.
+    """Returns False for a rate that is 0 or subnormal, and a safe divisor.
 
-    FTRL's linears count in units of `1 / rate`. A step at a rate of 0 therefore must
-    not change them; the caller masks it.
+    FTRL's linears have units of `1 / rate`, so a step with rate 0 must not change them.
+    The caller masks it.
     """
     # The inverse of a subnormal number overflows.
     moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
@@ -120,11 +119,11 @@ def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
 def ftrl_rows(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
     """Returns the rows that minimise FTRL's objective, given its slot variables.
 
-    `(clip(l, -l1, l1) - l) / denominator`. A denominator of 0 gives a row of 0.
+    They are `(clip(l, -l1, l1) - l) / denominator`, or 0 if the denominator is 0.
 
     Args:
       linears: `l`, `[rows, dim]`.
-      l1: bound of the linears that leave a row at 0, a non-negative scalar.
+      l1: bound on the linears that leave a row at 0, a non-negative scalar.
       denominators: `[rows, dim]`, non-negative.
     """
     numerators = jnp.clip(linears, -l1, l1) - linears

@@ -1,15 +1,14 @@
 """Adafactor: second moments as one row and one column vector per table.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML
-2018), with Keras' formulas. Keras divides by the mean of the row accumulators. This
-rule divides by the mean of the column accumulators. Both means are the same moving
-average of the mean squared gradient, but the second is known on every shard.
+2018), with Keras' formulas. Keras divides by the mean of the row accumulators, this
+rule by the mean of the column accumulators. Both are the same moving average of the
+mean squared gradient, but the second is known on every shard.
 
-One state serves tables and dense arrays of any rank. Keras factors the last two axes of
-an array of rank 2 or more, and keeps the second moments of other arrays as they are.
-Tables have rank 2. Their totals are over all rows, and a step may skip rows.
+One state serves tables and dense arrays of any rank. Tables have rank 2, their totals
+are over all rows, and a step may skip rows.
 
-Totals are compensated float32 sums, accurate over millions of small additions.
+Totals are compensated float32 sums, which stay accurate over millions of additions.
 """
 
 import dataclasses
@@ -40,13 +39,13 @@ from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer, table_ro
 
 
 class CompensatedSum(NamedTuple):
-    """A float32 sum, and the rounding error that its value does not hold.
+    """A float32 sum and its rounding error.
 
     Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 
     Attributes:
       value: the sum, rounded to float32.
-      rest: the rounding error, added to the next addend.
+      rest: the rounding error, to be added to the next addend.
     """
 
     value: Any
@@ -60,10 +59,10 @@ class CompensatedSum(NamedTuple):
 
 
 def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
-    """Rounds values to a unit, so that float32 sums of them are exact in any order.
+    """Rounds values to a unit, so that their float32 sum is exact in any order.
 
-    The sum of `values - coarse_part(values, total)` is small, and so is its rounding
-    error. A sum of both parts is as exact as one of twice the bits.
+    The remainder `values - coarse_part(values, total)` has a small sum with a small
+    rounding error. Summing both parts is as exact as summing with twice the bits.
 
     Args:
       values: float32.
@@ -77,21 +76,22 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
       ([10000000.0, 0.0], [0.0, 0.25])
     """
     bits = jax.lax.bitcast_convert_type(jnp.maximum(total, 1e-30), jnp.int32)
-    # The exponent alone: a power of two.
+    # Keeps only the exponent: a power of two.
     power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
     unit = power * 2**-20
-    # Larger values are multiples of the unit, and their quotients could overflow.
+    # Larger values are already multiples of the unit, and their quotients could
+    # overflow.
     is_small = jnp.abs(values) < 8 * power
     return jnp.where(is_small, jnp.round(values / unit) * unit, values)
 
 
 def is_sum(node: Any) -> bool:
-    """Returns True if a part of an optimizer's state is a compensated sum."""
+    """Returns True if a node of an optimizer's state is a compensated sum."""
     return isinstance(node, CompensatedSum)
 
 
 def _rounding_error(first: jax.Array, second: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns `first + second - total`, of the rounded total."""
+    """Returns `first + second - total` for the rounded total."""
     added = total - first
     return (first - (total - added)) + (second - added)
 
@@ -102,7 +102,7 @@ def compensated_sum(start: jax.Array) -> CompensatedSum:
 
 
 NO_SUM: Final = CompensatedSum(None, None)
-"""Stands for a sum that is not kept, in a state of the same structure."""
+"""Placeholder that keeps the state's structure where no sum is kept."""
 
 
 class CollectedGradients(NamedTuple):
@@ -112,21 +112,21 @@ class CollectedGradients(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """State of `adafactor`. A field that an array has no use for is None.
+    """State of `adafactor`. Fields that an array does not need are None.
 
     Attributes:
       count: updates so far.
-      row_accumulators: `r`, `[rows]`; of a dense array of rank 3 or more, its shape
+      row_accumulators: `r`, `[rows]`. A dense array of rank 3 or more uses its shape
         without the last axis.
-      row_clocks: `[rows]`. Mode "lazy": updates of the row so far. Mode "exact": sum of
-        the logarithms of the decays up to the row's latest update.
-      column_accumulators: `c`, `[tables, dim]`; of a dense array of rank 3 or more, its
-        shape without the axis before the last.
+      row_clocks: `[rows]`. In mode "lazy" the row's updates so far, in mode "exact" the
+        sum of the decays' logarithms up to the row's latest update.
+      column_accumulators: `c`, `[tables, dim]`. A dense array of rank 3 or more uses
+        its shape without the second-to-last axis.
       velocities: second moments of a dense array of rank 0 or 1.
-      squares: sum of the squares of all elements of each table, `[tables]`.
-      clock: mode "exact": sum of the logarithms of the decays so far.
-      averages: moving averages, with `use_ema`; of the shape of the array.
-      average_counts: `[rows]`, the `count` at the latest update of the row's average.
+      squares: sum of the squares of each table's elements, `[tables]`.
+      clock: sum of the decays' logarithms so far, only in mode "exact".
+      averages: moving averages in the array's shape, only with `use_ema`.
+      average_counts: `[rows]`, the `count` at the latest update of each row's average.
       average_momentum: decay of the averages.
     """
 
@@ -135,8 +135,8 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # All rows of a dense array are at hand in each step, so nothing is tracked. Its
-    # state has empty sums, so that all states have one structure.
+    # Each step sees all rows of a dense array, so nothing is tracked. Its sums are
+    # empty, so that all states have the same structure.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -152,8 +152,8 @@ class ScaledGradient(NamedTuple):
 
     Attributes:
       values: the quotient, `u`.
-      rms: root of its mean square, a scalar; of tables, `[tables]`.
-      scale: root of the mean square of the decayed values, of the same shape.
+      rms: root mean square of `values`, a scalar, or `[tables]` for tables.
+      scale: root mean square of the decayed rows or array, in the same shape.
       state: state with the new moments.
     """
 
@@ -164,7 +164,7 @@ class ScaledGradient(NamedTuple):
 
 
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
-    """Returns the sum of the squares of the elements of each table."""
+    """Returns the sum of the squares of each table's elements."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
     about = tables.total(jnp.sum(jnp.square(rows), axis=1))
     nothing = compensated_sum(jnp.zeros_like(about))
@@ -174,16 +174,16 @@ def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
 def plus_total(
     total: CompensatedSum, values: Any, tables: TableRows, about: Any
 ) -> CompensatedSum:
-    """Adds the values of all rows of each table, `[rows, dim]`.
+    """Adds `[rows, dim]` values to the totals of their tables.
 
-    A float32 sum would err by a share of the largest total that a table ever had, which
-    is much for a table whose values shrink.
+    A float32 sum would have an error relative to the largest total that a table ever
+    had, which is too much if the table's values shrink.
 
     Args:
-      total: the sum so far, of each table.
-      values: what is added.
+      total: each table's sum so far.
+      values: values to add.
       tables: the rows' tables.
-      about: total of each table, roughly.
+      about: each table's approximate total.
     """
     coarse = coarse_part(values, tables.per_row(about)[:, None])
     parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
@@ -192,7 +192,7 @@ def plus_total(
 
 
 def _inverse_root(values: jax.Array) -> jax.Array:
-    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
+    """Returns `1 / sqrt(values)`, or 1 for a value of 0, whose gradients were all 0."""
     return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
 
 
@@ -203,7 +203,7 @@ def _rms(values: jax.Array) -> jax.Array:
 @public_optimizer(
     weight_decay=finite,
     clipvalue=positive_bound,
-    name=lambda _: PASSED,  # It has no effect.
+    name=lambda _: PASSED,  # No effect.
 )
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
@@ -229,7 +229,7 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Makes Adafactor as Keras defines it, for tables and for dense arrays.
 
-    For a row `w` of `dim` elements with the summed gradient `g`, in step `t` counted
+    For a row `w` of `dim` elements with summed gradient `g`, in step `t` counted
     from 1::
 
         b = 1 - t**beta_2_decay
@@ -241,9 +241,9 @@ def adafactor(
         w -= max(epsilon_2, RMS(w)) * min(learning_rate, 1 / sqrt(t)) * u
 
     `S` is the regularised square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
-    is the root of the mean square of `x` over the table. The slot variables are `r` and
-    a clock, `[rows]`. The column accumulators `c`, `[dim]`, are kept once per table.
-    They start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
+    is the root mean square of `x` over the table. The slot variables are `r` and a
+    clock, `[rows]`. Each table has one vector of column accumulators `c`, `[dim]`. They
+    all start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
 
     Source: Shazeer and Stern (2018), as `keras.optimizers.Adafactor` of Keras 3 and
     `tf_keras`. `optax.adafactor` is a different algorithm: it factors only large
@@ -252,83 +252,72 @@ def adafactor(
     The modes differ in rows that the step does not look up:
 
     * `"exact"` gives Keras' numbers. Such rows have gradient 0, so their `r` decays.
-      The missed decays are applied when the row is next touched. A rare row therefore
-      has a small `r` and takes large steps, up to `t**0.4`. Means over rows include all
-      rows of the table.
-    * `"lazy"` leaves such rows alone. `t` in the decay of `r` counts the row's own
+      The missed decays are applied when the row is next touched, so a rare row has a
+      small `r` and takes large steps, up to `t**0.4`. Means over rows include all rows
+      of the table.
+    * `"lazy"` does not change such rows. `t` in the decay of `r` counts the row's own
       updates, so the first update sets `r` to the row's mean of `S`. Means over rows
-      include the touched rows only, except in `RMS(w)`. It equals `"exact"` if every
-      step touches every row.
+      include only touched rows, except in `RMS(w)`. It equals `"exact"` if every step
+      touches every row.
 
-    A step takes three small all-reduces per table: `dim + 2` scalars, then 1, then 2.
-    `RMS(w)` comes from a sum of squares, which follows the values that the table
-    stores: an update of a narrow table counts as it is rounded, and the row
-    of a new id replaces the one before. A restore measures it again. Where ids are not
-    row numbers, means and `RMS(w)` are over the rows that ids read, so the table equals
-    one of that many rows. Adafactor must be the last
-    transformation of a chain. Values of a table that are set later are set with the
-    optimizer, by `tpu_embedding.Optimizer.set_embedding_tables`, so that the scale
-    follows.
+    A step takes three small all-reduces per table, of `dim + 2`, 1 and 2 scalars.
+    `RMS(w)` comes from a running sum of squares of the values that the table stores, so
+    it includes a narrow table's rounding, and the row of a new id replaces the previous
+    one. A restore recomputes it. Where ids are not row numbers, means and `RMS(w)`
+    include only the rows that ids read, as if the table had only those rows. Adafactor
+    must come last in a chain. To change table values later, use
+    `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
 
-    It is also an optax transformation of dense arrays of any rank, in either mode with
-    Keras' numbers. So one `adafactor(...)` trains the tables and the dense parameters
-    of a model. An array of rank 2 or more is factored over its last two axes. One of
-    rank 0 or 1 keeps its second moments as they are.
+    One `adafactor(...)` can train a model's tables and dense parameters: on dense
+    arrays of any rank it gives Keras' numbers in either mode. Arrays of rank 2 or more
+    are factored over their last two axes; others keep full second moments.
 
-    `use_ema` keeps a moving average of each row, as `with_ema` does. Rows that a step
-    does not look up stay as they are, so their averages follow in closed form, when
-    they are next touched or read. `tpu_embedding.Optimizer.finalize_variable_values`
-    sets a model to its averages after training.
-    `tpu_embedding.functional.finalize_variable_values` does so for tables or dense
-    arrays alone.
+    `use_ema` keeps moving averages of the rows; see `with_ema`, also for how to read
+    them.
 
-    `global_clipnorm` takes the norm of all gradients of a model, tables and dense
-    parameters together, as the loss gives them. `tpu_embedding.Optimizer`, and
-    `TrainState` of Linen, compute it. `tpu_embedding.functional.apply_gradients` takes
-    it as an argument, or computes the norm of its tables. Without any of them it is the
-    norm of the arrays that the transformation is given.
+    `global_clipnorm` bounds the norm of all the loss's gradients, for tables and dense
+    parameters together. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this
+    norm; `tpu_embedding.functional.apply_gradients` accepts it as an argument, or
+    computes its tables' norm. Otherwise it is the norm of the transformed arrays.
 
     Options that move all rows need a pass over the table in each step, and keep the
-    dense gradient as `every_row` does. They are `gradient_accumulation_steps`,
+    dense gradient as `every_row` does: `gradient_accumulation_steps`,
     `ema_overwrite_frequency`, and `weight_decay` in mode `"exact"`. In mode `"lazy"`
     only touched rows decay.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0. With
-        `gradient_accumulation_steps` it counts the steps that are summed.
+      learning_rate: scalar or optax schedule. With `gradient_accumulation_steps`,
+        schedules count steps instead of updates.
       beta_2_decay: exponent of `b`, at most 0.
       epsilon_1: non-negative.
       epsilon_2: smallest scale of the step, non-negative.
       clip_threshold: largest root mean square of `u`, positive.
-      relative_step: without effect, as in Keras, which always takes the smaller of
+      relative_step: no effect, as in Keras, which always uses the smaller of
         `learning_rate` and `1 / sqrt(t)`.
       weight_decay: fraction of the rows, times the learning rate, lost before the
         update.
       clipnorm: largest norm of a table's gradient, positive.
-      clipvalue: largest absolute value of a gradient's element, positive. At most one
-        of `clipnorm`, `clipvalue` and `global_clipnorm` may be given.
-      global_clipnorm: largest norm of the gradients of the whole model, positive. On
-        tables it excludes `gradient_accumulation_steps`.
+      clipvalue: largest absolute gradient element, positive. At most one of `clipnorm`,
+        `clipvalue` and `global_clipnorm` is allowed.
+      global_clipnorm: largest norm of the model's gradients, positive. On tables,
+        excludes `gradient_accumulation_steps`.
       use_ema: True keeps moving averages of the rows.
-      ema_momentum: decay of these averages, in [0, 1].
+      ema_momentum: decay of the averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
-        rows. Defaults to never. It excludes `gradient_accumulation_steps`.
-      loss_scale_factor: factor by which the loss was multiplied, positive; gradients
-        are divided by it.
-      gradient_accumulation_steps: number of steps, at least 2, whose mean gradient
-        makes one update. By default, each step updates. As in Keras, averages
-        advance in each of these steps.
-      name: without effect; an argument of Keras.
+        rows. Defaults to never. Excludes `gradient_accumulation_steps`.
+      loss_scale_factor: factor that the loss was multiplied by, positive; gradients are
+        divided by it.
+      gradient_accumulation_steps: number of steps per update, at least 2, which uses
+        their mean gradient. Defaults to 1. As in Keras, averages advance in every step.
+      name: no effect; an argument of Keras.
       mode: `"lazy"` or `"exact"`, see above.
-      ema_start: `"first_update"` starts the averages at the rows after the first
-        update, as Keras 3 does. `"initial_values"` starts them at the rows before it,
-        as `tf_keras` does.
-      clipnorm_of: `"sum"` takes the norm of the gradient with one entry per row.
-        `"occurrences"` takes the norm over all occurrences of ids, as `tf_keras` does
-        for `tf.IndexedSlices`.
+      ema_start: `"first_update"` starts the averages after the first update, like Keras
+        3; `"initial_values"` before it, like `tf_keras`.
+      clipnorm_of: `"sum"` takes the norm of the summed gradient, `"occurrences"` the
+        norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
 
     Raises:
-      ValueError: if a value is out of its range, or options exclude each other.
+      ValueError: if a value is out of range, or options cannot be combined.
 
     Example:
       >>> optimizer = adafactor(0.1)
@@ -397,14 +386,14 @@ def _collecting(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adafactor:
-    """The rule of the rows of tables, and of a dense array of any rank.
+    """The rule for tables' rows and for dense arrays of any rank.
 
-    Other fields are the arguments of `adafactor` with their names.
+    The other fields are arguments of `adafactor`.
 
     Attributes:
       clip: unscales and clips a gradient.
-      averages: keeps moving averages of the rows, unless it is `None`.
-      gradient_steps: steps whose gradients one update averages.
+      averages: keeps moving averages of the rows, or `None`.
+      gradient_steps: number of steps whose mean gradient makes one update.
     """
 
     learning_rate: optax.ScalarOrSchedule
@@ -420,13 +409,13 @@ class _Adafactor:
 
     @property
     def moves_every_row(self) -> bool:
-        """True if rows that the step does not look up change in the same step."""
+        """True if a step changes rows that it does not look up."""
         decays_all = self.mode == "exact" and self.weight_decay is not None
         overwrites = self.averages and self.averages.overwrite_frequency is not None
         return self.gradient_steps > 1 or decays_all or bool(overwrites)
 
     def init(self, array: Any) -> AdafactorState:
-        """Returns the state of the rows of one stack, or of a dense array."""
+        """Returns the initial state for a stack's rows or a dense array."""
         shape, is_exact = array.shape, self.mode == "exact"
         state = AdafactorState(
             count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
@@ -454,7 +443,7 @@ class _Adafactor:
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras' schedules count steps. An update may take several.
+        # Keras schedules count steps, and an update may take several.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -480,7 +469,7 @@ class _Adafactor:
             new, state = self.averages.update(old, stored, state)
         updates = new - old
         if tables is not None:
-            # The sum follows the values that the table will hold, as they are rounded.
+            # The sum tracks the values that the table stores, after rounding.
             stored = tables.stored(old, updates).astype(jnp.float32)
             change = (stored - old) * (stored + old)
             total = plus_total(state.squares, change, tables, state.squares.value)
@@ -490,12 +479,9 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales the gradient of a dense array of any rank but 2.
+        """Scales the clipped gradient of a dense array whose rank is not 2.
 
-        Args:
-          gradient: the clipped gradient.
-          state: state before the step.
-          array: values after weight decay.
+        `array` is after weight decay.
         """
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
@@ -507,10 +493,10 @@ class _Adafactor:
             rows = b * state.row_accumulators + (1 - b) * jnp.mean(squares, axis=-1)
             columns = b * state.column_accumulators
             columns += (1 - b) * jnp.mean(squares, axis=-2)
-            # The mean of the rows is the mean of the columns.
+            # The rows and the columns have the same mean.
             means = jnp.mean(rows, axis=-1, keepdims=True)
             profile = columns / jnp.where(means > 0, means, 1)
-            # Two roots: the product of both could underflow.
+            # Takes two roots, because the product could underflow.
             scaled = gradient * _inverse_root(rows)[..., None]
             scaled *= _inverse_root(profile)[..., None, :]
             state = state._replace(row_accumulators=rows, column_accumulators=columns)
@@ -524,22 +510,14 @@ class _Adafactor:
         decayed: jax.Array,
         tables: TableRows,
     ) -> ScaledGradient:
-        """Scales the gradients of the rows at hand.
-
-        Args:
-          gradient: the clipped gradient, `[rows, dim]`.
-          state: state before the step.
-          old: the rows before weight decay.
-          decayed: the rows after it.
-          tables: the tables of the rows.
-        """
-        # Outside of the layer all rows are at hand, and may have been set since.
+        """Scales the clipped gradients of rows, given before and after weight decay."""
+        # Outside the layer all rows are given, and may have been set since.
         squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
 
-        # The sums of a table over its rows take one all-reduce: of the columns' squared
-        # gradients, of rows that move, and of the change of squares by weight decay.
+        # One all-reduce sums over each table's rows: squared gradients by column,
+        # number of moving rows, and the change of squares by weight decay.
         change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
         totals = tables.total(
             jnp.concatenate(
@@ -561,7 +539,7 @@ class _Adafactor:
         columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
 
         means = jnp.mean(columns, axis=1, keepdims=True)
-        # A table that was never touched has no column moments yet.
+        # An untouched table has no column moments yet.
         profile = columns / jnp.where(means > 0, means, 1)
         scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
         scaled *= tables.per_row(_inverse_root(profile))
@@ -576,7 +554,7 @@ class _Adafactor:
         )
 
     def _rows_to_update(self, tables: TableRows) -> Any:
-        """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+        """Returns the mask of rows to update, in mode "lazy" the touched rows."""
         return tables.is_touched if self.mode == "lazy" else tables.is_used
 
     def _decay_at(self, t: jax.Array) -> jax.Array:
@@ -597,13 +575,13 @@ class _Adafactor:
                 row_accumulators=jnp.where(moves, b * old + (1 - b) * mean, old),
                 row_clocks=jnp.where(moves, clocks, state.row_clocks),
             )
-        # Applies the updates that the row missed. With gradient 0, each of them is
-        # r = b * r + (1 - b) * epsilon_1.
+        # Applies the updates that the row missed. With gradient 0, each is r = b * r +
+        # (1 - b) * epsilon_1.
         missed = jnp.exp(state.clock.value - state.row_clocks)
         old = missed * old + (1 - missed) * self.epsilon_1
         b = self._decay_at(state.count + 1)
-        # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
-        # that it does not touch stay at epsilon_1, their initial value.
+        # The first step has b = 0, whose logarithm is infinite. It can be skipped,
+        # because rows that it does not touch remain at their initial value, epsilon_1.
         clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
         return state._replace(
             row_accumulators=b * old + (1 - b) * mean,
@@ -613,21 +591,21 @@ class _Adafactor:
 
 
 def _check_together(rule: _Adafactor) -> None:
-    """Rejects arguments that exclude each other."""
+    """Rejects arguments that cannot be combined."""
     clip, steps = rule.clip, rule.gradient_steps
     bounds = ("clipnorm", "clipvalue", "global_clipnorm")
     given = [name for name in bounds if getattr(clip, name) is not None]
     if len(given) > 1:
         raise ValueError(
-            "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may be "
-            f"given, got {given}. Keep one of them."
+            "adafactor: at most one of clipnorm, clipvalue and global_clipnorm is "
+            f"allowed, got {given}. Keep one of them."
         )
     is_of_occurrences = clip.clipnorm is not None and clip.clipnorm_of == "occurrences"
     if is_of_occurrences and rule.moves_every_row:
         raise ValueError(
             "adafactor: clipnorm_of must be 'sum' with weight_decay in mode 'exact', "
             "ema_overwrite_frequency or gradient_accumulation_steps, got "
-            "'occurrences'. They pass over every row, where only the summed gradients "
+            "'occurrences'. These options move every row, where only summed gradients "
             "are known. Write clipnorm_of='sum', or turn them off."
         )
     if steps == 1:
@@ -635,8 +613,7 @@ def _check_together(rule: _Adafactor) -> None:
     if rule.averages is not None and rule.averages.overwrite_frequency is not None:
         raise ValueError(
             "adafactor: ema_overwrite_frequency must be None with "
-            "gradient_accumulation_steps, got "
-            f"{rule.averages.overwrite_frequency} and {steps}. Keras would overwrite "
-            "the rows in steps without an update as well. Leave one out, and call "
-            "finalize_variable_values at the end."
+            f"gradient_accumulation_steps, got {rule.averages.overwrite_frequency} and "
+            f"{steps}. Keras would also overwrite the rows in steps without an update. "
+            "Remove one of them, and call finalize_variable_values at the end."
         )

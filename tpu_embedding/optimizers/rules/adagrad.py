@@ -1,13 +1,13 @@
-"""Adagrad and its kin: per element or row, bounded, proximal, Clippy, by frequency.
+"""Adagrad and its variants: per row, bounded, proximal, Clippy, and by frequency.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011). Duchi and Singer, "Efficient Learning using
-Forward-Backward Splitting" (NIPS 2009). Clippy shortens a table's step where values
-would change too fast: Tang et al., "Improving Training Stability for Multitask Ranking
-Models in Recommender Systems" (KDD 2023).
+Forward-Backward Splitting" (NIPS 2009). Clippy shortens a table's step if values would
+change too fast: Tang et al., "Improving Training Stability for Multitask Ranking Models
+in Recommender Systems" (KDD 2023).
 
-`frequency_aware_adagrad` takes longer steps for rare rows. `frequency_estimator`
-stores, as the row itself, the mean number of steps between two lookups.
+`frequency_aware_adagrad` takes longer steps for rare rows. The rows of a
+`frequency_estimator` table are themselves the mean number of steps between lookups.
 """
 
 import math
@@ -57,29 +57,29 @@ def adagrad(
     epsilon: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad, which divides steps by the root of the summed squared gradients.
+    """Makes Adagrad, which divides steps by the root of summed squared gradients.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2
         w -= learning_rate * g / sqrt(a + epsilon)
 
     The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Duchi et al. (2011), as `tf.tpu.experimental.embedding.Adagrad`, which has
-    no epsilon. Keras' Adagrad is `epsilon=1e-7`.
+    Source: Duchi et al. (2011), as in `tf.tpu.experimental.embedding.Adagrad`, which
+    has no epsilon. Keras uses `epsilon=1e-7`.
 
-    With equal hyper-parameters the result equals `optax.adagrad` on the dense gradient,
-    because a row that the step does not look up has gradient zero.
+    With equal hyper-parameters it equals `optax.adagrad` on the dense gradient, which
+    is zero for untouched rows.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      initial_accumulator_value: start of `a`, positive.
+      learning_rate: scalar or optax schedule.
+      initial_accumulator_value: positive.
       epsilon: non-negative.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = adagrad(0.1, initial_accumulator_value=1.0)
@@ -114,9 +114,9 @@ def rowwise_adagrad(
     weight_decay_mode: WeightDecayMode = "l2",
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad with one accumulator per row, 1 / dim of the memory.
+    """Makes Adagrad with one accumulator per row, which takes 1 / dim of the memory.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         g += weight_decay * w                                  in mode "l2"
         a += mean(g**2)                                        mean over the row
@@ -126,24 +126,24 @@ def rowwise_adagrad(
     `w_before` is the row before the step. The slot variable `a`, `[rows]`, starts at
     `initial_accumulator_value`.
 
-    Source: `EXACT_ROWWISE_ADAGRAD` of FBGEMM and TorchRec, with `WeightDecayMode.L2` or
+    Source: FBGEMM's and TorchRec's `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
     `DECOUPLE`, in `fbgemm_gpu/codegen/genscript/optimizers.py`. FBGEMM's defaults are
     `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
-    Rows lose weight only in steps that look them up. Without weight decay, the result
-    equals the dense rule. optax lacks row-wise Adagrad.
+    Rows decay only in steps that look them up. Without weight decay it equals the dense
+    rule. optax lacks row-wise Adagrad.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      initial_accumulator_value: start of `a`, positive; 0 is allowed with an epsilon.
-      epsilon: non-negative; outside the root, unlike `adagrad`'s.
+      learning_rate: scalar or optax schedule.
+      initial_accumulator_value: start of `a`, positive, or 0 with a positive epsilon.
+      epsilon: non-negative; added outside the root, unlike in `adagrad`.
       weight_decay: non-negative.
-      weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` takes it
-        from the row.
+      weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` subtracts
+        it from the row.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
@@ -194,7 +194,7 @@ def adagrad_momentum(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with a momentum over the scaled gradients.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2                                         if beta2 == 1
         a = beta2 * a + (1 - beta2) * g**2                otherwise
@@ -204,24 +204,24 @@ def adagrad_momentum(
         w -= learning_rate * (momentum * m + s)           instead, if use_nesterov
 
     `s` is the scaled gradient. The slot variables `a` and `m`, `[rows, dim]`, start at
-    0. So the first step of a row is about `learning_rate * sign(g)`.
+    0, so a row's first step is about `learning_rate * sign(g)`.
 
-    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula of its
-    TPU operation.
+    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with its TPU operation's
+    formula.
 
-    The momentum decays only in steps that look its row up. optax has no such optimizer.
+    A row's momentum decays only in steps that look the row up. optax has no equivalent.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
-      exponent: root that divides the gradient, positive; 2 is the square root.
-      beta2: decay of `a`, in [0, 1]. 1 sums the squares.
+      exponent: degree of the root that divides the gradient, positive.
+      beta2: decay of `a`, in [0, 1]; 1 sums the squares.
       epsilon: positive; `epsilon**(-1 / exponent)` must be finite in float32.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
@@ -255,7 +255,7 @@ def adagrad_momentum(
 
 
 class CountedAdagradState(NamedTuple):
-    """State of the rules that need the step of a learning rate.
+    """State of the Adagrad rules that count steps for a learning rate schedule.
 
     Attributes:
       count: updates so far.
@@ -277,7 +277,7 @@ def bounded_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad with upper bounds on accumulators and steps.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a_new = min(a + g**2, max_accumulator)
         s = learning_rate * g / sqrt(a)
@@ -288,24 +288,23 @@ def bounded_adagrad(
     `initial_accumulator_value`, and `a_new` is its next value.
 
     Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
-    Its update is not public. This rule is a reading of that file's comments:
-    `max_var_update` bounds the step `s`, and the accumulator takes the unclipped
-    gradient.
+    Its update is not public. As that file's comments suggest, `max_var_update` bounds
+    the step `s`, and the accumulator adds the unclipped gradient's square.
 
-    Without bounds, and with `update_accumulator_first`, it equals `adagrad` and
+    Without bounds and with `update_accumulator_first`, it equals `adagrad` and
     `optax.adagrad` with an epsilon of 0.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      initial_accumulator_value: start of `a`, positive.
+      learning_rate: scalar or optax schedule.
+      initial_accumulator_value: positive.
       update_accumulator_first: True divides by the root of the new accumulator.
       max_var_update: largest change of an element in one step, non-negative.
-      max_accumulator: largest accumulator, non-negative. A larger initial value drops
-        to it in the row's first update.
+      max_accumulator: largest accumulator, non-negative. A larger initial value is
+        reduced to it in the row's first update.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = bounded_adagrad(1.0, 1.0, max_var_update=0.5, max_accumulator=2.0)
@@ -352,31 +351,31 @@ def proximal_adagrad(
 ) -> optax.GradientTransformation:
     """Makes Adagrad followed by a proximal step, which shrinks rows towards zero.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a += g**2
         eta = learning_rate / sqrt(a)
         z = w - eta * g
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    `z` is the row after Adagrad's step, whose size is `eta`. The slot variable `a`,
+    `z` is the row after Adagrad's step of size `eta`. The slot variable `a`,
     `[rows, dim]`, starts at `initial_accumulator_value`.
 
     Source: Duchi and Singer (2009), as `ProximalAdagradParameters` of TensorFlow's
     `optimization_parameters.proto`, and its kernel
     `ResourceSparseApplyProximalAdagrad`.
 
-    Rows are regularised only in steps that look them up. optax has no such optimizer.
+    Rows are regularised only in steps that look them up. optax has no equivalent.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
-      initial_accumulator_value: start of `a`, positive.
+      learning_rate: scalar or optax schedule.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
+      initial_accumulator_value: positive.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
@@ -412,9 +411,9 @@ def clippy_adagrad(
     clip_accumulator_update: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad whose step is shortened where values would change too fast.
+    """Makes Adagrad that shortens a table's step if values would change too fast.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         p = 1 / sqrt(a + epsilon)
         d = learning_rate * g * p
@@ -426,21 +425,21 @@ def clippy_adagrad(
         a += (scale * g)**2                        instead, if clip_accumulator_update
 
     `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change
-    allowed per element. `scale` shortens the step of the whole table. The inner minimum
-    is over the elements of the whole table whose step `d` is not 0. It takes an
-    all-reduce of one scalar per table. `p` uses `a` from before the step; with
-    `use_standard_accumulator_update` it uses `a` from after it. The slot variable `a`,
-    `[rows, dim]`, starts at `initial_accumulator_value`.
+    allowed per element. `scale` shortens the whole table's step. The inner minimum is
+    over all elements of the table with a nonzero step `d`, which takes an all-reduce of
+    one scalar per table. `p` uses `a` from before the step, or from after it with
+    `use_standard_accumulator_update`. The slot variable `a`, `[rows, dim]`, starts at
+    `initial_accumulator_value`.
 
     Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
     TensorFlow Recommenders.
 
-    The result equals the dense rule, because a row that the step does not look up has
-    gradient zero. optax has no Clippy.
+    It equals the dense rule, because untouched rows have gradient zero. optax has no
+    Clippy.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      initial_accumulator_value: start of `a`, non-negative.
+      learning_rate: scalar or optax schedule.
+      initial_accumulator_value: non-negative.
       variable_relative_threshold: non-negative.
       accumulator_relative_threshold: non-negative.
       absolute_threshold: non-negative.
@@ -451,7 +450,7 @@ def clippy_adagrad(
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range, or both flags are set.
+      ValueError: if a value is out of range, or both flags are set.
 
     Example:
       >>> optimizer = clippy_adagrad(1.0)
@@ -463,8 +462,7 @@ def clippy_adagrad(
     if use_standard_accumulator_update and clip_accumulator_update:
         raise ValueError(
             "clippy_adagrad: at most one of use_standard_accumulator_update and "
-            "clip_accumulator_update may be True, got both. The former updates the "
-            "accumulator before the scale is known; set one of them to False."
+            "clip_accumulator_update may be True, got both. Set one of them to False."
         )
 
     def init(params: Any) -> Any:
@@ -485,7 +483,7 @@ def clippy_adagrad(
             + preconditioner * accumulator_relative_threshold
             + absolute_threshold
         )
-        # An element whose step is 0 sets no bound.
+        # An element with a step of 0 does not limit the scale.
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
         min_ratio = rows.minimum(jnp.min(ratio, axis=1, initial=1))
@@ -504,7 +502,7 @@ class FrequencyAwareAdagradState(NamedTuple):
     Attributes:
       count: updates so far.
       accumulators: sums of squared gradients, `[rows, dim]`.
-      counters: steps that looked the row up so far, `[rows]`, int32.
+      counters: number of steps so far that looked the row up, `[rows]`, int32.
     """
 
     count: jax.Array
@@ -524,40 +522,41 @@ def frequency_aware_adagrad(
     accumulator_decay: float = 1.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad with longer steps for rows that are looked up rarely ("F2A").
+    """Makes Adagrad with longer steps for rarely looked-up rows ("F2A").
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         c += 1
         a = max(accumulator_decay * a + g**2, initial_accumulator_value)
         k = min((t / c)**probability_exponent, max_lr_multiplier)
         w -= learning_rate * (k * g / sqrt(a) + l1 * sign(w) + l2 * w)
 
-    `c / t` is the fraction of steps that looked the row up. A row that every step looks
-    up has the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
+    `c / t` is the fraction of steps that looked the row up, so a row in every step has
+    the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
     `initial_accumulator_value`. The slot variable `c`, `[rows]`, int32, starts at 0.
 
     Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
     floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
-    `optimization_parameters.proto`; at a decay of 1 they have no effect. The comment of
-    that message has two misprints: it divides by the accumulator instead of the
-    counter, and multiplies by the gradient twice.
+    `optimization_parameters.proto`; at a decay of 1 they have no effect. That message's
+    comment wrongly divides by the accumulator instead of the counter, and multiplies by
+    the gradient twice.
 
-    Both sources keep one counter per element, all equal. This rule keeps one per row.
-    Rows are regularised only in steps that look them up. optax has no such optimizer.
+    Both sources keep a counter per element, all equal within a row; this rule keeps one
+    per row. Rows are regularised only in steps that look them up. optax has no
+    equivalent.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       initial_accumulator_value: start and lower bound of `a`, positive.
-      probability_exponent: non-negative; 0 gives plain Adagrad.
+      probability_exponent: non-negative; 0 means plain Adagrad.
       max_lr_multiplier: upper bound of `k`, positive.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       accumulator_decay: in [0, 1].
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> state = frequency_aware_adagrad(0.1).init(jnp.ones((3, 2)))
@@ -596,7 +595,8 @@ class FrequencyEstimatorState(NamedTuple):
 
     Attributes:
       count: updates so far.
-      last_hit_step: step of the last lookup, from 1, `[rows]`, int32; 0 means never.
+      last_hit_step: step of the last lookup, counted from 1, `[rows]`, int32; 0 means
+        never.
     """
 
     count: jax.Array
@@ -610,9 +610,9 @@ def frequency_estimator(
     outlier_threshold: float,
     weight_exponent: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Makes the optimizer that stores the mean interval between lookups as the row.
+    """Makes an optimizer that stores the mean interval between lookups as the row.
 
-    It is for tables of dim 1. For a row `w`, in step `t` counted from 1::
+    For a row `w` of a table with dim 1, in step `t` counted from 1::
 
         d = t - last_hit_step
         c = min(d, max_delta)
@@ -623,24 +623,24 @@ def frequency_estimator(
     `d` is the interval since the row's last lookup, in steps, and `c` the bounded
     interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
 
-    The gradient is ignored. The row is looked up like any other, and changes in the
-    steps that look it up. The table must start at `max_delta`; set its initializer:
+    The gradient is ignored, and a row changes in the steps that look it up. The table
+    must start at `max_delta`:
     `TableConfig(..., dim=1, initializer=jax.nn.initializers.constant(max_delta))`.
 
     Source: `FrequencyEstimatorParameters` of TensorFlow's
     `optimization_parameters.proto`. There the learning rate passes the step; here the
-    rule counts its own updates. optax has no such transformation.
+    rule counts its own updates. optax has no equivalent.
 
     Args:
       tau: weight of the newest interval, in (0, 1).
-      max_delta: longest interval that is averaged, in steps, positive.
-      outlier_threshold: an interval at least this many times the row replaces it;
+      max_delta: upper bound of an averaged interval, in steps, positive.
+      outlier_threshold: an interval at least this many times the row replaces the row;
         positive.
-      weight_exponent: TensorFlow's fourth parameter, without effect on the update. Pass
-        it to `frequency_weights`, which applies it.
+      weight_exponent: TensorFlow's fourth parameter, no effect on the update. Pass it
+        to `frequency_weights`, which applies it.
 
     Raises:
-      ValueError: if a value is out of its range, or the table's dim is not 1.
+      ValueError: if a value is out of range, or the table's dim is not 1.
 
     Example:
       >>> optimizer = frequency_estimator(0.5, 100.0, outlier_threshold=200.0)
@@ -654,8 +654,8 @@ def frequency_estimator(
         if params.shape[1:] != (1,):
             raise ValueError(
                 "frequency_estimator stores one scalar per row, so TableConfig.dim "
-                f"must be 1, got rows of shape {params.shape[1:]}. Give it a table of "
-                "its own with the same vocabulary_size."
+                f"must be 1, got rows of shape {params.shape[1:]}. Add a separate "
+                "table with dim=1 and the same vocabulary_size."
             )
         return FrequencyEstimatorState(
             count=jnp.zeros((), jnp.int32),
@@ -683,15 +683,14 @@ def frequency_weights(
 ) -> jax.Array:
     """Returns sample weights from looked-up rows of a `frequency_estimator` table.
 
-    The weight of an interval `delta` is `(delta / max_delta)**weight_exponent`. It is 1
-    for ids never seen, and smaller for frequent ids. TensorFlow documents the formula,
-    but not its place in the model. Multiply the embeddings, or the losses, of the same
-    ids by these weights.
+    An interval `delta` has the weight `(delta / max_delta)**weight_exponent`: 1 for ids
+    never seen, less for frequent ids. Multiply the ids' embeddings or losses by it;
+    TensorFlow documents only the formula.
 
     Args:
-      deltas: activations of a table with a `frequency_estimator`, one id per sample, of
-        any shape.
-      max_delta: the value given to `frequency_estimator`.
+      deltas: activations of a `frequency_estimator` table, one id per sample, in any
+        shape.
+      max_delta: the `max_delta` passed to `frequency_estimator`.
       weight_exponent: the exponent.
 
     Returns:

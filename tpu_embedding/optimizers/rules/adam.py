@@ -1,8 +1,8 @@
 """Adam, Yogi, RMSProp and Adadelta, by default lazy: moments move with their row.
 
-Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Yogi takes
-similar steps, but its second moment changes by a bounded amount: Zaheer et al.,
-"Adaptive Methods for Nonconvex Optimization" (NeurIPS 2018).
+Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Yogi is similar
+but bounds the change of the second moment: Zaheer et al., "Adaptive Methods for
+Nonconvex Optimization" (NeurIPS 2018).
 
 RMSProp: Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012). The centered form follows
 Graves, "Generating Sequences With Recurrent Neural Networks" (2013). Adadelta follows
@@ -33,8 +33,8 @@ class AdamState(NamedTuple):
     Attributes:
       count: updates so far.
       momenta: moving averages of the gradients, `[rows, dim]`.
-      velocities: moving averages of their squares, `[rows, dim]`; `[rows]` for the
-        rules with one velocity per row.
+      velocities: moving averages of the squared gradients, `[rows, dim]`, or `[rows]`
+        for rules with one velocity per row.
     """
 
     count: jax.Array
@@ -56,7 +56,7 @@ def adam(
 ) -> optax.GradientTransformation:
     """Makes Adam as TensorFlow's TPU embedding defines it.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -67,31 +67,31 @@ def adam(
     `c` is the bias correction, and `t` the step, counted from 1, for all rows alike.
     The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
-    Source: Kingma and Ba (2015), as `tf.tpu.experimental.embedding.Adam`.
+    Source: Kingma and Ba (2015), as in `tf.tpu.experimental.embedding.Adam`.
 
     It differs from `optax.adam` and Keras' Adam in three ways:
 
-    * Moments of a row decay only in steps that look the row up. `lazy_adam=False` moves
+    * A row's moments decay only in steps that look the row up. `lazy_adam=False` moves
       every row in every step, at the cost of a pass over the table.
     * There is no bias correction unless `bias_correction=True`.
     * Epsilon is inside the root unless `sum_inside_sqrt=False`.
 
-    With all three arguments set, it equals Keras' Adam. `optax.adam` then still differs
-    in epsilon, which it adds after the bias correction.
+    With all three arguments set, it equals Keras' Adam. `optax.adam` still differs: it
+    adds epsilon after the bias correction.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because the
-        square of a smaller one is 0 in float32.
+      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because smaller
+        squares are 0 in float32.
       lazy_adam: False moves every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range, or options contradict each other.
+      ValueError: if a value is out of range, or options contradict each other.
 
     Example:
       >>> optimizer = adam(0.1)
@@ -135,7 +135,7 @@ def adam(
 
 
 class ProximalYogiState(NamedTuple):
-    """State of `proximal_yogi`: slot variables `[rows, dim]`, and count of updates."""
+    """State of `proximal_yogi`: slot variables `[rows, dim]`, and an update count."""
 
     count: jax.Array
     v: jax.Array
@@ -155,7 +155,7 @@ def proximal_yogi(
 ) -> optax.GradientTransformation:
     """Makes Yogi followed by a proximal step, which shrinks rows towards zero.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         v -= (1 - beta_2) * sign(v - g**2) * g**2
         m = beta_1 * m + (1 - beta_1) * g
@@ -163,30 +163,31 @@ def proximal_yogi(
         z = w - eta * m
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    `z` is the row after Yogi's step, whose size is `eta`. The slot variables `v` and
-    `m` are `[rows, dim]`. `v` starts at `initial_accumulator_value`, `m` at 0.
+    `z` is the row after Yogi's step of size `eta`. The slot variables are
+    `[rows, dim]`: `v` starts at `initial_accumulator_value`, `m` at 0.
 
     Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
     `optimization_parameters.proto`. The defaults come from
     `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
     not the formula; the proximal step is assumed to be `proximal_adagrad`'s.
 
-    There is no bias correction, unlike in `optax.yogi`. TensorFlow's users multiply the
-    learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with `t` the step from 1.
-    Slot variables decay, and rows are regularised, only in steps that look the row up.
+    Unlike `optax.yogi`, it has no bias correction. TensorFlow users multiply the
+    learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with the step `t` counted
+    from 1. Slot variables decay and rows are regularised only in steps that look the
+    row up.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
-      initial_accumulator_value: start of `v`, non-negative.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
+      initial_accumulator_value: non-negative.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = proximal_yogi(0.1, beta_1=0.0, beta_2=0.0, epsilon=1.0)
@@ -215,7 +216,7 @@ def proximal_yogi(
 
 
 class OnlineYogiState(NamedTuple):
-    """State of `online_yogi`: slot variables `[rows, dim]`, and count of updates."""
+    """State of `online_yogi`: slot variables `[rows, dim]`, and an update count."""
 
     count: jax.Array
     vs: jax.Array
@@ -230,36 +231,36 @@ def online_yogi(
     beta_2: float = 0.999,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes FTRL with Yogi's second moment; rows are recomputed from slot variables.
+    """Makes FTRL with Yogi's second moment, which recomputes rows from slot variables.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         v_new = v - (1 - beta_2) * sign(v - g**2) * g**2
         l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
         w = (clip(l, -l1, l1) - l) / (sqrt(v_new) / learning_rate + 2 * l2)
 
-    A denominator of 0 gives a row of 0. A step at a learning rate of 0 leaves the row
-    and its slot variables as they are. The slot variables `v` and `l`, `[rows, dim]`,
-    start at 0, and `v_new` is the next `v`. So the first update of a row discards its
+    If the denominator is 0, the row becomes 0. If the learning rate is 0, the row and
+    its slot variables do not change. The slot variables `v` and `l`, `[rows, dim]`,
+    start at 0, and `v_new` is the next `v`. So a row's first update discards its
     initial value. Rows change only in steps that look them up.
 
     Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
-    `optimization_parameters.proto`. That file names the paper "plus some extensions
-    based on FTRL" and no formula. This rule is a reading of it: `ftrl` with the root of
-    `v` instead of the power of its accumulator.
+    `optimization_parameters.proto`. That file cites the paper "plus some extensions
+    based on FTRL" but gives no formula. This rule is an interpretation: `ftrl` with the
+    root of `v` instead of the power of the accumulator.
 
     As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
-    such optimizer.
+    equivalent.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      l1: strength of L1 regularisation, non-negative.
-      l2: strength of L2 regularisation, non-negative.
+      learning_rate: scalar or optax schedule.
+      l1: L1 regularisation strength, non-negative.
+      l2: L2 regularisation strength, non-negative.
       beta_2: decay of `v`, in [0, 1).
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = online_yogi(0.5, beta_2=0.0)
@@ -304,7 +305,7 @@ class RMSPropState(NamedTuple):
       count: updates so far.
       ms: moving averages of squared gradients, `[rows, dim]`.
       mom: momenta of the steps, `[rows, dim]`.
-      mg: moving averages of gradients, `[rows, dim]`; None unless centered.
+      mg: moving averages of gradients, `[rows, dim]`, or None unless centered.
     """
 
     count: jax.Array
@@ -326,25 +327,25 @@ def rmsprop(
 ) -> optax.GradientTransformation:
     """Makes RMSProp with momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         ms = rho * ms + (1 - rho) * g**2
         mg = rho * mg + (1 - rho) * g                     if centered, else 0
         mom = momentum * mom + learning_rate * g / sqrt(max(ms - mg**2, 0) + epsilon)
         w -= mom
 
-    The slot variables `ms`, `mom` and `mg` are `[rows, dim]`. `ms` starts at
-    `initial_ms`, `mom` and `mg` at 0. `mg` is a slot variable only if centered.
+    The slot variables are `[rows, dim]`: `ms` starts at `initial_ms`, `mom` and `mg` at
+    0. `mg` exists only if centered.
 
     Source: Tieleman and Hinton (2012), as `RmsPropParameters` and
     `CenteredRmsPropParameters` of TensorFlow's `optimization_parameters.proto`, and its
     kernels `ResourceSparseApplyRMSProp` and `ResourceSparseApplyCenteredRMSProp`.
 
     Slot variables decay only in steps that look their row up; `optax.rmsprop` and Keras
-    move every row. TensorFlow 1 started `ms` at 1, Keras at 0.
+    move every row. TensorFlow 1 started `ms` at 1, Keras starts it at 0.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       rho: decay of `ms` and `mg`, in [0, 1].
       momentum: decay of `mom`, in [0, 1].
       epsilon: positive.
@@ -353,7 +354,7 @@ def rmsprop(
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> rmsprop(0.1).init(jnp.ones((3, 2))).ms.shape
@@ -375,7 +376,7 @@ def rmsprop(
         mg, variance = None, ms
         if centered:
             mg = rho * state.mg + (1 - rho) * updates
-            # Rounding makes it negative where gradients stay the same.
+            # Rounding can make it negative if gradients repeat.
             variance = jnp.maximum(ms - jnp.square(mg), 0)
         step = rate * updates * jax.lax.rsqrt(variance + epsilon)
         mom = momentum * state.mom + step
@@ -398,9 +399,9 @@ def adadelta(
     epsilon: float = 1e-7,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adadelta, which scales gradients to the size of the past updates.
+    """Makes Adadelta, which scales gradients to the size of past updates.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         a = rho * a + (1 - rho) * g**2
         x = g * sqrt(u + epsilon) / sqrt(a + epsilon)
@@ -416,13 +417,13 @@ def adadelta(
     Keras move every row.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       rho: decay of both slot variables, in [0, 1].
       epsilon: positive.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape

@@ -22,7 +22,7 @@ from tpu_embedding.optimizers.rules._clipping import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
-    """State of `ftrl`: slot variables `[rows, dim]`, and count of updates."""
+    """State of `ftrl`: slot variables `[rows, dim]`, and an update count."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -43,9 +43,9 @@ def ftrl(
     l2_shrinkage_regularization_strength: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes FTRL-Proximal, which recomputes the row from its slot variables.
+    """Makes FTRL-Proximal, which recomputes rows from their slot variables.
 
-    For a row `w` with the summed gradient `g`, `lr = learning_rate`,
+    For a row `w` with summed gradient `g`, `lr = learning_rate`,
     `p = -learning_rate_power`, and `l1`, `l2`, `s` the three strengths::
 
         a_new = a + g**2
@@ -57,34 +57,33 @@ def ftrl(
         l += lr * (g + 2 * s * w) - (a_new**p - a**p) * w
         w = (clip(l, -lr * l1, lr * l1) - l) / (a_new**p + beta + 2 * lr * l2)
 
-    A denominator of 0 gives a row of 0. The slot variables `a` and `l` are
+    If the denominator is 0, the row becomes 0. The slot variables `a` and `l` are
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
-    value. `l` starts at 0, so the first update of a row discards its initial value.
+    value. `l` starts at 0, so a row's first update discards its initial value.
 
-    A step at a learning rate of 0 leaves the row and its slot variables as they are.
-    Only with `multiply_linear_by_learning_rate` it still computes the row from its slot
-    variables, as TensorFlow does, so that the row may move.
+    If the learning rate is 0, the row and its slot variables do not change, except with
+    `multiply_linear_by_learning_rate`, where they may, as in TensorFlow.
 
     Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
     kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.
     optax has no FTRL.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       learning_rate_power: at most 0.
       l1_regularization_strength: `l1`, non-negative.
       l2_regularization_strength: `l2`, non-negative.
       beta: non-negative.
-      initial_accumulator_value: start of `a`, positive.
+      initial_accumulator_value: positive.
       multiply_linear_by_learning_rate: True selects the second pair of equations.
-      allow_zero_accumulator: allows an `initial_accumulator_value` of 0. TensorFlow's
-        class rejects 0 even so, although its documentation allows it.
-      l2_shrinkage_regularization_strength: `s`, non-negative. Keras and TensorFlow's
-        CPU kernels have it.
+      allow_zero_accumulator: True allows an `initial_accumulator_value` of 0.
+        TensorFlow's documentation says the same, but its class always rejects 0.
+      l2_shrinkage_regularization_strength: `s`, non-negative. Found in Keras and in
+        TensorFlow's CPU kernels.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = ftrl(0.1, l1_regularization_strength=10.0)
@@ -129,6 +128,6 @@ def ftrl(
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:
-    """Raises to a power; the square root uses its own operation, which is exact."""
+    """Raises to a power. An exponent of 0.5 uses the square root, which is exact."""
     is_half = not isinstance(exponent, Tracer) and exponent == 0.5
     return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

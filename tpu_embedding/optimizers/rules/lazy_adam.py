@@ -1,4 +1,4 @@
-"""Adam with optax's formula, which moves the touched rows only.
+"""Adam with optax's formula, for touched rows only.
 
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Loshchilov and
 Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
@@ -19,10 +19,10 @@ from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 SkippedSteps = Literal["ignore", "catch_up"]
 
 _STEPS_PER_TURN: Final = 8
-"""Skipped steps that a turn of the loop takes, so that XLA fuses them."""
+"""Skipped steps per loop iteration, so that XLA fuses them."""
 
 _NEGLIGIBLE: Final = 1e-8
-"""Sum of the left-out moves, in units of the first one."""
+"""Bound on the sum of omitted moves, relative to the first move."""
 
 
 class LazyAdamState(NamedTuple):
@@ -31,10 +31,10 @@ class LazyAdamState(NamedTuple):
     Attributes:
       count: updates so far.
       mu: moving averages of the gradients, `[rows, dim]`.
-      nu: moving averages of their squares, `[rows, dim]`.
-      last_counts: the `count` after the latest update of each row, int32 `[rows]`. A
-        row at 0 has skipped nothing: its moments are 0, or come from a checkpoint of a
-        rule that ignores skipped steps.
+      nu: moving averages of the squared gradients, `[rows, dim]`.
+      last_counts: int32 `[rows]`, the `count` after each row's latest update. 0 means
+        that the row has skipped nothing: its moments are 0, or come from a checkpoint
+        of a rule that ignores skipped steps.
     """
 
     count: jax.Array
@@ -53,9 +53,9 @@ def lazy_adam(
     skipped_steps: SkippedSteps = "ignore",
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes `optax.adam` for the touched rows, with or without the steps they skipped.
+    """Makes `optax.adam` for touched rows, with or without the steps they skipped.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -63,41 +63,41 @@ def lazy_adam(
              / (sqrt(v / (1 - beta_2**t)) + epsilon)
 
     The slot variables `m` and `v`, `[rows, dim]`, start at 0. `adam` is TensorFlow's
-    form of the rule, which has no bias correction by default.
+    form, by default without bias correction.
 
-    A row that a step does not look up has gradient 0 there. Dense Adam still decays its
-    moments, and moves it by what is left of `m`. `skipped_steps` chooses:
+    A row that a step does not look up has gradient 0. Dense Adam still decays its
+    moments and moves it by the remaining `m`. `skipped_steps` selects what happens
+    here:
 
-    * `"ignore"`: the row and its moments stay as they are. This is the usual lazy Adam.
-    * `"catch_up"`: the next step that looks the row up takes the skipped steps first,
-      and then its own. After it, the row and its moments equal dense Adam's with the
-      same gradients. An int32 slot variable per row holds the latest
-      step.
+    * `"ignore"`: the row and its moments do not change. This is the usual lazy Adam.
+    * `"catch_up"`: the next step that looks the row up first takes the skipped steps,
+      then its own. The row and its moments then equal dense Adam's with the same
+      gradients. This needs an int32 slot variable per row.
 
-    With `"catch_up"`, a lookup between the two steps reads the row before the skipped
-    moves. So does the lookup of the step that takes them, whose gradient belongs to the
-    row as it was read. The moves shrink by `beta_1 / sqrt(beta_2)` in each step, 0.9005
-    by default. Up to 198 of them are taken in a loop over the touched rows; later ones
-    add less than float32 shows. The loop goes on for all rows until the one that waited
-    longest is done, so most steps on real data take it whole. On a CPU, the rule takes
-    about 20 times as long then, 120 ms for 8,192 rows of 64. For dense Adam's numbers
-    in each lookup, at the cost of a pass over the table, write
-    `every_row(optax.adam(...))`.
+    With `"catch_up"`, lookups read the row before the skipped moves, even in the step
+    that takes them; its gradient belongs to the row as it was read. Each move is
+    `beta_1 / sqrt(beta_2)` times the previous one, 0.9005 by default. A loop over the
+    touched rows takes up to 198 of them; later ones are below float32's precision. It
+    runs until the row that waited longest is done, so most steps on real data run all
+    iterations. On a CPU the rule then takes about 20 times as long, 120 ms for 8,192
+    rows of 64. `every_row(optax.adam(...))` gives dense Adam's values in every lookup,
+    at the cost of a pass over the table.
 
-    Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use the learning rates
-    of a schedule in their own steps, and a rate that is set by hand as it is now. A
-    rate that was not finite counts as 0, since such a step leaves tables as they are.
+    Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use a schedule's rates
+    at the skipped steps, but the current value of a rate set by hand. A non-finite rate
+    counts as 0, because such a step does not change tables.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      beta_1: decay of `m`, in [0, 1); `b1` of optax.
-      beta_2: decay of `v`, in [0, 1); `b2` of optax. Above `beta_1**2` to catch up.
-      epsilon: positive; `eps` of optax.
+      learning_rate: scalar or optax schedule.
+      beta_1: decay of `m`, in [0, 1); optax's `b1`.
+      beta_2: decay of `v`, in [0, 1); optax's `b2`. Above `beta_1**2` with
+        `"catch_up"`.
+      epsilon: positive; optax's `eps`.
       skipped_steps: `"ignore"` or `"catch_up"`, see above.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> rule = lazy_adam(0.1, b1=0.5, skipped_steps="catch_up")
@@ -113,8 +113,8 @@ def lazy_adam(
     if not is_traced and beta_1**2 >= beta_2:
         raise ValueError(
             "lazy_adam: beta_1 must be below the root of beta_2 with "
-            f"skipped_steps='catch_up', got beta_1 {beta_1} and beta_2 {beta_2}: "
-            "skipped moves would not shrink. Lower beta_1, or write "
+            "skipped_steps='catch_up', so that skipped moves shrink, got beta_1 "
+            f"{beta_1} and beta_2 {beta_2}. Lower beta_1, or write "
             "skipped_steps='ignore'."
         )
 
@@ -127,7 +127,7 @@ class _CatchUpAdam:
     """`lazy_adam(..., skipped_steps="catch_up")` on rows `[rows, dim]`.
 
     Attributes:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `mu`.
       beta_2: decay of `nu`.
       epsilon: see `lazy_adam`.
@@ -139,12 +139,12 @@ class _CatchUpAdam:
     epsilon: Any
 
     def init(self, params: Any) -> LazyAdamState:
-        """Returns the state of rows that no step has touched."""
+        """Returns the initial state of rows."""
         if params.ndim != 2:
             raise ValueError(
-                "lazy_adam: skipped_steps='catch_up' is for rows [rows, dim], got an "
-                f"array of shape {params.shape}. Dense parameters skip no step: write "
-                "optax.adam for them."
+                "lazy_adam: skipped_steps='catch_up' is only for tables [rows, dim], "
+                f"got an array of shape {params.shape}. Use optax.adam for dense "
+                "parameters."
             )
         dtype = jnp.promote_types(params.dtype, jnp.float32)
         return LazyAdamState(
@@ -157,10 +157,10 @@ class _CatchUpAdam:
     def update(
         self, updates: Any, state: LazyAdamState, params: Any
     ) -> tuple[Any, LazyAdamState]:
-        """Takes the steps that each row skipped, and then its own."""
+        """Takes the steps that each row skipped, then its own."""
         del params
         updates = updates.astype(state.mu.dtype)
-        # In sequence, a row is updated several times in one step, and skips none.
+        # Under `in_sequence`, a row is updated several times per step and skips none.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
@@ -179,28 +179,29 @@ class _CatchUpAdam:
         return -(skipped + own), LazyAdamState(count, mu, nu, counts)
 
     def skipped_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
-        """Returns the sum of the moves in the steps since the latest of each row.
+        """Returns the sum of the moves that each row skipped.
 
-        In the `k`-th step after the latest one, `t`, the gradient is 0. The move is::
+        In the `k`-th step after the row's latest step `t`, the gradient is 0 and the
+        move is::
 
             step_size(t + k) * beta_1**k * mu
             / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
 
         Args:
-          state: the state before these steps.
-          num_skipped: number of these steps, float32 `[rows]`.
+          state: the state before the skipped steps.
+          num_skipped: number of skipped steps, float32 `[rows]`.
         """
-        # Moves shrink about as `shrink**k`; those after `enough` are negligible.
+        # Moves shrink roughly as `shrink**k`; after `enough` steps they are negligible.
         shrink = self.beta_1 / jnp.sqrt(jnp.asarray(self.beta_2, jnp.float32))
         enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
         enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
-        # A row without momentum does not move, such as padding and new rows.
+        # Rows without momentum, such as padding and new rows, do not move.
         is_moving = jnp.any(state.mu != 0, axis=1)
         num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
         nu_roots = jnp.sqrt(state.nu)
 
         def add_moves(turn: jax.Array, total: jax.Array) -> jax.Array:
-            """Adds the moves of a turn, in units of `mu`, to their total."""
+            """Adds an iteration's moves, in units of `mu`, to the total."""
             for i in range(_STEPS_PER_TURN):
                 step = _STEPS_PER_TURN * turn + i + 1
                 k = step.astype(jnp.float32)
@@ -216,11 +217,11 @@ class _CatchUpAdam:
         total = jax.lax.fori_loop(
             0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
         )
-        # Without a gradient so far, the total may be infinite.
+        # If all gradients so far were 0, the total may be infinite.
         return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rate over the correction of `mu`, and the correction of `nu`.
+        """Returns the rate divided by `mu`'s bias correction, and `nu`'s correction.
 
         Args:
           t: steps counted from 1, `[rows]`.
@@ -240,28 +241,28 @@ def adamw(
     weight_decay: float = 1e-4,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes `optax.adamw` for the touched rows: lazy Adam with decoupled weight decay.
+    """Makes `optax.adamw` for touched rows: lazy Adam with decoupled weight decay.
 
-    For a row `w`, with the step of `lazy_adam`::
+    For a row `w`, in addition to the step of `lazy_adam`::
 
         w -= learning_rate * weight_decay * w_before
 
-    `w_before` is the row before the step. `lazy_adam` has the same slot
-    variables. Rows and moments decay only in steps that look the row up; for all rows
-    in each step write `every_row(optax.adamw(...))`.
+    `w_before` is the row before the step. The slot variables are `lazy_adam`'s. Rows
+    and moments decay only in steps that look the row up; for all rows in each step,
+    write `every_row(optax.adamw(...))`.
 
     Source: Loshchilov and Hutter (2019), as `optax.adamw`.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
-      beta_1: decay of `m`, in [0, 1); `b1` of optax.
-      beta_2: decay of `v`, in [0, 1); `b2` of optax.
-      epsilon: positive; `eps` of optax.
+      learning_rate: scalar or optax schedule.
+      beta_1: decay of `m`, in [0, 1); optax's `b1`.
+      beta_2: decay of `v`, in [0, 1); optax's `b2`.
+      epsilon: positive; optax's `eps`.
       weight_decay: non-negative.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> rule = adamw(0.1, weight_decay=0.5)

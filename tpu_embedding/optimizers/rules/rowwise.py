@@ -1,6 +1,6 @@
-"""FBGEMM's optimizers that keep one scalar per row, or scale a step by the row's norm.
+"""FBGEMM's optimizers that keep one scalar per row or scale a step by the row's norm.
 
-The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
+Formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`, names
 `fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM,
 slot variables decay only in steps that look their row up, while bias correction counts
 all steps.
@@ -32,7 +32,7 @@ def partial_rowwise_adam(
 ) -> optax.GradientTransformation:
     """Makes Adam with one velocity per row, and bias correction.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
@@ -44,19 +44,19 @@ def partial_rowwise_adam(
 
     Source: `PARTIAL_ROWWISE_ADAM` of FBGEMM, with its defaults.
 
-    A row that the step does not look up keeps its moments and values, and loses no
-    weight. optax lacks row-wise Adam.
+    Rows that the step does not look up do not change, not even by weight decay. optax
+    lacks row-wise Adam.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: non-negative; decoupled from the moments.
+      weight_decay: non-negative, decoupled from the moments.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> state = partial_rowwise_adam(0.1).init(jnp.ones((3, 2)))
@@ -77,9 +77,9 @@ def lamb(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes LAMB with rows as layers: Adam's step, scaled to the length of the row.
+    """Makes LAMB with rows as layers: Adam's step, scaled to the row's norm.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
@@ -87,26 +87,25 @@ def lamb(
             + weight_decay * w
         w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    `u` is Adam's step with weight decay. If either norm is 0, their ratio is 1, as in
+    `u` is Adam's step with weight decay. If either norm is 0, the ratio is 1, as in
     `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
     `LAMB` of FBGEMM, with its defaults. In FBGEMM a row of zeros never moves, and a
     step of zeros gives NaN.
 
-    `optax.lamb` takes the norms over the whole table. A table rejects it, because it is
-    not row-local.
+    `optax.lamb` takes norms over the whole table, so tables reject it as not row-local.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: non-negative; part of the step before its norm is taken.
+      weight_decay: non-negative, part of the step when its norm is taken.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> optimizer = lamb(0.5)
@@ -132,7 +131,7 @@ def partial_rowwise_lamb(
 ) -> optax.GradientTransformation:
     """Makes LAMB with rows as layers, and one velocity per row.
 
-    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+    For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
@@ -144,18 +143,18 @@ def partial_rowwise_lamb(
     `v`, `[rows]`, start at 0.
 
     Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. It differs from FBGEMM
-    and `optax.lamb` as `lamb` does.
+    and `optax.lamb` in the same way as `lamb`.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: non-negative; part of the step before its norm is taken.
+      weight_decay: non-negative, part of the step when its norm is taken.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> partial_rowwise_lamb(0.1).init(jnp.ones((3, 2)))[0].velocities.shape
@@ -185,25 +184,25 @@ def rowwise_rmsprop(
 ) -> optax.GradientTransformation:
     """Makes RMSProp with one mean square per row.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
 
-    The slot variable `ms`, `[rows]`, starts at 0. It takes 1 / dim of the memory of the
-    `ms` of `rmsprop`.
+    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory of
+    `rmsprop`'s.
 
-    Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, whose epsilon is outside
+    Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, which adds epsilon outside
     the root. optax lacks row-wise RMSProp.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       rho: decay of `ms`, in [0, 1).
       epsilon: positive.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> rowwise_rmsprop(0.1).init(jnp.ones((3, 2)))[0].ms.shape
@@ -225,9 +224,9 @@ def rowwise_rmsprop(
 
 
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:
-    """Scales each row's step `u` to the length of the row: `u * norm(w) / norm(u)`.
+    """Scales each row's step `u` to the row's norm: `u * norm(w) / norm(u)`.
 
-    If either norm is 0, the step stays; see `lamb`.
+    If either norm is 0, the step is unchanged; see `lamb`.
     """
 
     def scale(step: Any, row: Any) -> Any:
@@ -248,11 +247,7 @@ def _moment_steps(
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Returns the steps that Adam and LAMB share: moments, then weight decay.
 
-    Args:
-      betas: decays of `m` and `v`, see `partial_rowwise_adam`.
-      epsilon: positive.
-      weight_decay: non-negative.
-      velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
+    There is one velocity per `velocity_of`.
     """
     beta_1, beta_2 = betas
 
@@ -279,8 +274,8 @@ def _moment_steps(
         steps = momenta / (1 - beta_1**t) * scales
         return steps, AdamState(count, momenta, velocities)
 
-    # A weight decay of 0 does not read rows. Both transformations have an empty state,
-    # so the state stays valid if a later step passes a traced weight decay.
+    # Without weight decay, rows are not read. Both transformations have an empty state,
+    # so the state remains valid if a later step passes a traced weight decay.
     decays = may_be_positive(weight_decay)
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
     return for_each_array(init, update), decay

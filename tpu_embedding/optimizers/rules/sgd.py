@@ -1,4 +1,4 @@
-"""Gradient descent, plain and with momentum; Lion; and assignment, which sets rows.
+"""Gradient descent with and without momentum, Lion, and assignment of rows.
 
 Polyak, "Some methods of speeding up the convergence of iteration methods" (1964).
 Nesterov's variant follows Sutskever et al., "On the importance of initialization and
@@ -23,17 +23,17 @@ def sgd(
 ) -> optax.GradientTransformation:
     """Makes plain gradient descent.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w -= learning_rate * g
 
-    It keeps no slot variables.
+    It has no slot variables.
 
-    Source: `tf.tpu.experimental.embedding.SGD`. The result equals `optax.sgd` on the
-    dense gradient, because a row that the step does not look up has gradient zero.
+    Source: `tf.tpu.experimental.embedding.SGD`. It equals `optax.sgd` on the dense
+    gradient, which is zero for untouched rows.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       **options: see `with_options`.
 
     Example:
@@ -56,7 +56,7 @@ def momentum(
 ) -> optax.GradientTransformation:
     """Makes gradient descent with momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         m = momentum * m + g
         w -= learning_rate * m
@@ -68,17 +68,17 @@ def momentum(
     its kernel `ResourceSparseApplyMomentum`.
 
     `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
-    SGD move every row in every step. At a constant learning rate,
-    `every_row(momentum(...))` gives their result.
+    SGD move every row in every step, like `every_row(momentum(...))` at a constant
+    learning rate.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,7 +102,7 @@ def lion(
 ) -> optax.GradientTransformation:
     """Makes Lion, which steps by the sign of an interpolated momentum.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
         m = beta_2 * m + (1 - beta_2) * g
@@ -112,17 +112,17 @@ def lion(
     Source: Chen et al. (2023), as `LionParameters` of TensorFlow's
     `optimization_parameters.proto`.
 
-    `m` decays only in steps that look its row up. `every_row(lion(...))` is
-    TensorFlow's `use_non_lazy_lion`, and Keras' Lion. `optax.lion` also decays weights.
+    `m` decays only in steps that look its row up. `every_row(lion(...))` equals
+    TensorFlow's `use_non_lazy_lion` and Keras' Lion. `optax.lion` also decays weights.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0.
+      learning_rate: scalar or optax schedule.
       beta_1: weight of the momentum in the step, in [0, 1].
       beta_2: decay of the momentum, in [0, 1].
       **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -139,22 +139,21 @@ def lion(
 
 @equal_calls_are_one
 def assign() -> optax.GradientTransformation:
-    """Makes the optimizer that sets each touched row to its gradient.
+    """Makes an optimizer that sets each touched row to its gradient.
 
-    For a row `w` with the summed gradient `g`::
+    For a row `w` with summed gradient `g`::
 
         w = g
 
-    The sum is over samples, features and devices. A row with gradient 0 becomes 0. A
-    row that the step does not look up stays. It has neither slot variables nor a
-    learning rate.
+    The sum is over samples, features and devices. A touched row with gradient 0 becomes
+    0. It has neither slot variables nor a learning rate.
 
     Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
-    `in_sequence` the last occurrence of an id wins; TensorFlow promises no order. optax
-    has no such transformation.
+    `in_sequence` the last occurrence of an id wins; TensorFlow does not guarantee an
+    order. optax has no equivalent.
 
-    The layer clears a row before it adds `g`. So the row equals `g`, also if it was NaN
-    or infinite. Outside of a layer, `g - w` is added, as optax does.
+    The layer clears a row before it adds `g`, so the row equals `g` even if it was NaN
+    or infinite. Outside the layer, the update is `g - w`, as usual in optax.
 
     Example:
       >>> optimizer = assign()

@@ -16,7 +16,7 @@ from tpu_embedding.optimizers.checks import (
 from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
-"""A scalar, or a function of `(shape, dtype)` that gives every row the same values."""
+"""A scalar, or a function of `(shape, dtype)` with equal values for every row."""
 
 
 class UserDefinedState(NamedTuple):
@@ -43,19 +43,19 @@ def user_defined(
 ) -> optax.GradientTransformation:
     """Makes an optimizer from a function of one row.
 
-    For a row `w` with the summed gradient `g` and the tuple `s` of its slot variables::
+    For a row `w` with summed gradient `g` and the tuple `s` of its slot variables::
 
         w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
-    The function is called by position, as TensorFlow does, with these arguments:
+    Like TensorFlow, it calls the function with these positional arguments:
 
-    * `gradient`: summed over the ids of the step, `(dim,)`.
+    * `gradient`: summed over the step's ids, `(dim,)`.
     * `embedding_table`: the row, `(dim,)`.
     * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot of one dimension.
     * `learning_rate`: a float32 scalar.
     * `hyperparameters`: a tuple of float32 scalars.
 
-    It returns the new row, or, if there are slot variables, the tuple
+    The function returns the new row or, if there are slot variables, the tuple
     `(new_row, *new_slots)` in the order of `slot_names`. `jax.vmap` maps it over the
     touched rows, so JAX must be able to trace it.
 
@@ -65,20 +65,20 @@ def user_defined(
     Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
 
     Args:
-      custom_computation: the function.
-      learning_rate: scalar, or schedule of the step counted from 0.
+      custom_computation: function of one row, see above.
+      learning_rate: scalar or optax schedule.
       slot_names: names of the slot variables, distinct strings.
-      slot_initializers: one scalar, or function of `(shape, dtype)` such as `jnp.ones`,
-        per slot. The function must give every row the same values; `shape` is that
-        of one shard's slot.
-      hyperparameters: scalars, or schedules of the step counted from 0.
+      slot_initializers: one scalar per slot, or a function of `(shape, dtype)` such as
+        `jnp.ones` that returns the same values for every row. `shape` is the slot's on
+        one shard.
+      hyperparameters: scalars or optax schedules.
       slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
 
     Raises:
-      TypeError: if an argument has another type.
-      ValueError: if the lengths of the sequences differ, or a scalar is not finite.
-        When the optimizer is used: if `custom_computation` returns the wrong number of
-        arrays or wrong shapes.
+      TypeError: if an argument has the wrong type.
+      ValueError: if the sequences' lengths differ, or a scalar is not finite. When the
+        optimizer is used: if `custom_computation` returns the wrong number or shapes of
+        arrays.
 
     Example:
       >>> def adagrad(gradient, embedding_table, slot_variables, learning_rate, _):
@@ -108,9 +108,9 @@ def user_defined(
     is_one_each = len(set(names)) == len(names) == len(initializers) == len(dims)
     if not is_one_each or not {1, 2}.issuperset(dims):
         raise ValueError(
-            "user_defined: slot_names must be distinct, each with one of "
-            "slot_initializers, and one of slot_dims: 1 (one scalar per row) or 2 (one "
-            f"per element); got {names}, {initializers} and {dims}."
+            "user_defined: slot_names must be distinct, with one slot_initializers "
+            "entry and one slot_dims entry (1 per row, 2 per element) each, got "
+            f"{names}, {initializers} and {dims}."
         )
     checks = {
         f"slot_initializers[{i}]": finite(value)
@@ -142,7 +142,7 @@ def user_defined(
         expected = {name: x.shape[1:] for name, x in old.items()}
         if shapes != list(expected.values()):
             raise ValueError(
-                "user_defined: custom_computation must return arrays of these shapes, "
+                "user_defined: custom_computation must return arrays with shapes "
                 f"{expected}, got {shapes}."
             )
         rows, *slots = (

@@ -1,8 +1,8 @@
 """The command `tpu-embedding`.
 
 * `command`: parses the command line, runs a command, turns errors into exit statuses.
-* `train`: the commands `train` and `evaluate`. `compile`, `inspect`, `export`,
-  `doctor`: one each.
+* `train`: the commands `train`, `evaluate` and `predict`. `compile`, `export`,
+  `inspect` and `doctor` have one command each.
 * `arguments`: what several commands share.
 """
 
@@ -17,7 +17,7 @@ from tpu_embedding.extras import require_extra as _require_extra
 def main(arguments: _Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status; see `command.main`.
 
-    The extra `train` is checked first, as all commands parse their options by it.
+    Checks for the extra `train` first, because all commands parse options with tyro.
     """
     try:
         _require_extra("train", "tyro", purpose="The command tpu-embedding")
@@ -29,7 +29,7 @@ def main(arguments: _Sequence[str] | None = None) -> int:
         _gc.disable()
     from tpu_embedding.tools.cli import command  # which imports tyro
 
-    if is_program:  # Modules live to the end, so no collection needs to visit them.
+    if is_program:  # Modules live until exit, so garbage collection can skip them.
         _gc.freeze()
         _gc.enable()
     return command.main(arguments)

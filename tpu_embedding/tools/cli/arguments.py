@@ -1,4 +1,4 @@
-"""Options that several commands share, emulated devices, and errors of the user."""
+"""Options shared by several commands, emulated devices, and errors of usage."""
 
 import contextlib
 import dataclasses
@@ -21,37 +21,34 @@ class ConfigCommand:
     """Options of a command that takes a config."""
 
     config: Annotated[str, tyro.conf.Positional]
-    """Name of a config, or path of a Python file that defines `config`, or of a CSV
-    file."""
+    """Config name, or path of a CSV file or of a Python file that defines `config`."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Change of the config as KEY=VALUE, such as num_steps=100 or model.dim=8; may be
-    repeated. `--set help` lists the keys of the config."""
+    """Changes the config: KEY=VALUE, such as num_steps=100 or model.dim=8.
+    `--set help` lists the keys."""
 
     def origin(self) -> RunOrigin:
-        """Returns what the run is started with."""
+        """Returns what the user started the run with."""
         return RunOrigin(config=self.config, settings=self.set)
 
 
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
-    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet.
+    """Returns a mesh of CPU devices, creating them if JAX is not initialised yet.
 
-    Args:
-      count: devices of all processes together.
-      num_processes: processes of the job, each of which has an equal number.
+    `count` devices are divided equally among the job's processes.
     """
     emulate_devices(count // num_processes)
     devices = jax.devices("cpu")
     if count % num_processes or len(devices) < count:
         raise UsageError(
-            f"--devices {count}: JAX has {len(devices)} CPU devices in {num_processes} "
-            "processes; give a multiple of the processes, in a process of its own."
+            f"--devices must be at most JAX's {len(devices)} CPU devices and divisible "
+            f"by the number of processes, {num_processes}, got {count}."
         )
     return device_mesh(devices[:count])
 
 
 def emulate_devices(count: int) -> None:
-    """Lets JAX start with so many CPU devices, unless it has started already."""
+    """Makes JAX start with `count` CPU devices, unless it has started already."""
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

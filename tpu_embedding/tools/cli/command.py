@@ -1,8 +1,8 @@
-"""Parses the command line by tyro, runs a command, and prints errors in one line.
+"""Parses the command line with tyro, runs a command, and prints errors on one line.
 
-Exit status 2 means that the command, the config or the data are wrong; 1 that a run
-failed after it had started, or that a program does not fit; 75 that a signal stopped a
-run, which saved its state.
+Exit status 1 means that a run failed after it had started, or that a program does not
+fit; 2 that the command, the config or the data are wrong; and 75 that a signal stopped
+a run, which saved its state.
 """
 
 import os
@@ -34,7 +34,7 @@ FAILED: Final = 1
 WRONG: Final = 2
 
 _CLOSED_OUTPUT: Final = 141
-"""Status of a shell's command that SIGPIPE ended, 128 + 13."""
+"""Exit status that a shell reports after SIGPIPE, 128 + 13."""
 
 COMMANDS: Final = {
     "train": Train,
@@ -61,14 +61,15 @@ _FAILURES: Final = (
     MemoryError,
     jax.errors.JaxRuntimeError,
 )
-"""Errors that their message explains: of the command or the data, and of a run."""
+"""Errors printed without a traceback, like `_WRONG_ERRORS`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
     Args:
-      arguments: command line without the program's name; None takes it from `sys.argv`.
+      arguments: command line without the program's name. Defaults to the one in
+        `sys.argv`.
     """
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -84,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Returns the command that the arguments name, a dataclass with a method `run`.
+    """Returns the command that the arguments name: a dataclass with a method `run`.
 
-    Wrong arguments and `--help` print a text, and raise `SystemExit`.
+    Prints a text and raises `SystemExit` for `--help` and for wrong arguments.
     """
     return tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
@@ -97,7 +98,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def _run(command: Any) -> int:
-    """Runs a command; an error of the user or the machine becomes one line."""
+    """Runs a command, and prints an error of the user or the machine on one line."""
     try:
         return command.run()
     except KeyboardInterrupt:
@@ -105,7 +106,7 @@ def _run(command: Any) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(f"BrokenPipeError: {error}", FAILED)
-        # Else Python writes the rest at its exit, and prints an error.
+        # Otherwise, Python would write the rest at exit, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_OUTPUT
     except Exception as error:
@@ -117,7 +118,7 @@ def _run(command: Any) -> int:
 
 
 def _output_is_closed() -> bool:
-    """Returns True if the reader of the output has enough, as `head` does."""
+    """Returns True if the reader of the output has closed it, as `head` does."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # Not a file, as in a notebook.

@@ -14,21 +14,21 @@ from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile(ConfigCommand):
-    """Compiles the train step of a config for TPUs, which this machine need not have.
+    """Compiles a config's train step for a TPU slice, without needing a TPU.
 
-    Prints if it fits into memory, and what it does with the tables: copies, exchanges,
-    operations on SparseCore. Nothing is allocated, and no data are read. Exit status: 1
-    if the step does not fit.
+    Prints whether the step fits in memory, and what it does with the tables: copies,
+    exchanges and SparseCore operations. Nothing is allocated, and no data are read. The
+    exit status is 1 if the step does not fit.
     """
 
     topology: str
-    """A TPU slice, as GENERATION:CHIPS, such as v5p:2x2x1."""
+    """TPU slice as GENERATION:CHIPS, such as v5p:2x2x1."""
 
     slices: int = 1
-    """Number of such slices, connected by the data center network."""
+    """Number of such slices, connected by the data-center network."""
 
     def run(self) -> int:
-        """Prints the report; returns the exit status."""
+        """Prints the report and returns the exit status."""
         config = self.origin().load()
         jax.config.update("jax_platforms", "cpu")
         try:
@@ -45,7 +45,7 @@ class Compile(ConfigCommand):
         )
         print(format_report(report))
         features = arguments[-1].features
-        if isinstance(features, dict):  # A model may make other inputs.
+        if isinstance(features, dict):  # A model may define other inputs.
             print()
             print(format_traffic(traffic_of_batch(plan, features)))
         return 0 if report.memory.fits else 1

@@ -8,22 +8,22 @@ from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Checks this machine: versions, variables, devices, memory, rows on the live chip.
+    """Checks this machine: versions, variables, devices, memory and training.
 
-    Train steps as production runs them are compared with NumPy row by row: with XLA's
-    gathers and scatters, and with SparseCores, or their twin in plain JAX. That takes
-    some minutes. On a slice of several hosts, start it on all of them at the same time.
-    Exit status: 1 if a check failed.
+    Trains as in production, and compares every row with NumPy: with XLA's gathers and
+    scatters, and with SparseCores or, on other platforms, the same operations in plain
+    JAX. This takes a few minutes. Start it on all hosts of a slice at the same time.
+    The exit status is 1 if a check failed.
     """
 
     expect: str | None = None
-    """Devices that should be there, such as 8, v5e:8 or v5p:2x2x2."""
+    """Expected devices, such as 8, v5e:8 or v5p:2x2x2."""
 
     seconds: float = 300.0
-    """Time limit of each child process, which holds the devices."""
+    """Time limit in seconds of each child process that uses the devices."""
 
     def run(self) -> int:
-        """Prints the findings; returns the exit status."""
+        """Prints the findings and returns the exit status."""
         try:
             if self.expect is not None:
                 parse_expectation(self.expect)

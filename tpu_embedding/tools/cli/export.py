@@ -26,52 +26,51 @@ from tpu_embedding.tools.train.trained_csv import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
-    """Exports the model of a run from its best or newest checkpoint, for serving.
+    """Exports a run's model for serving, from its best or newest checkpoint.
 
-    The run names its config, if that comes with the package. Nothing in its directory
-    is executed, and data outside of it are read only where --data-dir says so. The
-    tables are restored on the devices of this process, sharded as in training, and
-    streamed from there to the files. Slot variables are not restored.
+    A run of a CSV file or of a config in the package needs no --config. Nothing in the
+    run's directory is executed, and files outside of it are read only if --data-dir
+    names them. The tables are restored on this process's devices and streamed to the
+    files. Slot variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
     """Output directory of the run."""
 
     output: Annotated[pathlib.Path, tyro.conf.Positional]
-    """New directory to write."""
+    """New directory for the export."""
 
     format: Literal["stablehlo", "savedmodel", "safetensors"] = "stablehlo"
-    """A StableHLO program, a TensorFlow SavedModel, or the tables alone."""
+    """StableHLO program, TensorFlow SavedModel, or the tables alone."""
 
     dtype: RowFormat = "float32"
     """Type of the tables in the files."""
 
     batch_size: int | None = None
-    """Samples of a batch; any number by default."""
+    """Samples per batch. Any number by default."""
 
     config: str | None = None
-    """Config of a run that a Python file or a script started: a name, or the path of
-    the file."""
+    """Name or Python file of the config, if a script or Python file started the run."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Change of the config as KEY=VALUE, as in the training; may be repeated. A run of
-    a CSV file has recorded its changes."""
+    """Changes the config as in training: KEY=VALUE.
+    A run of a CSV file has recorded its changes."""
 
     data_dir: str | None = None
-    """File or directory of the data, if the run read any, except a CSV file."""
+    """File or directory of the data, if the run read any. Optional for a CSV file."""
 
     devices: int | None = None
-    """Emulates so many CPU devices instead of the machine's."""
+    """Number of CPU devices to emulate, instead of using the machine's devices."""
 
     def run(self) -> int:
-        """Writes the export; returns the exit status.
+        """Writes the export and returns the exit status.
 
         Raises:
           ConfigError, DataError: if the config or the data are wrong.
-          RunDirectoryError: if a file of the run is damaged, or a link.
-          CheckpointError: if there is no checkpoint, or it has another config.
+          RunDirectoryError: if a file of the run is damaged or a link.
+          CheckpointError: if the checkpoint is missing, or its config differs.
           ExportError: if the model cannot be exported, an extra is not installed, or
-            the output holds files.
+            the output directory has files.
         """
         output, run_dir = local_path(self.output), local_path(self.run_dir)
         check_new_directory(output)
@@ -108,7 +107,7 @@ class Export:
                 save(model, output, *example, **options)
             else:
                 save_tensorflow(model, output, *example, **options)
-        print(f"exported step {checkpoint.name} to {output}, {self.format}")
+        print(f"exported step {checkpoint.name} to {output} as {self.format}")
         if vocabularies and self.format != "stablehlo":
-            print(f"it takes ids; the strings are in {run_dir / VOCABULARIES_DIR}")
+            print(f"inputs are ids; the strings are in {run_dir / VOCABULARIES_DIR}")
         return 0

@@ -29,21 +29,20 @@ from tpu_embedding.tools.train.trained_csv import CsvEncoder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Lists the tables of a checkpoint, or prints the row of one id or string.
+    """Lists a checkpoint's tables, or prints the row of one id or string.
 
-    Reads the files without devices and without the model.
+    Reads the files without devices or the model.
     """
 
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
-    """Directory of a checkpoint, or of a run, whose best or latest one is read."""
+    """Directory of a checkpoint, or of a run to read its best or newest checkpoint."""
 
     row: tuple[str, str] | None = None
-    """Prints the row of a table and an id, such as user 17, and its slot variables. The
-    run's vocabulary finds the row of a string, and of an integer that was a category.
-    """
+    """Prints a row and its slot variables, given a table and an id, such as user 17.
+    For a run with a vocabulary, give the string or category instead of the id."""
 
     def run(self) -> int:
-        """Prints the tables, or a row; returns the exit status."""
+        """Prints the tables or a row, and returns the exit status."""
         directory, run_dir = _find_checkpoint(local_path(self.checkpoint))
         tables = describe(directory).tables
         if self.row is None:
@@ -57,7 +56,7 @@ class Inspect:
                 return 0
         if name not in tables:
             raise UsageError(
-                f"--row {name}: the checkpoint {directory} has the tables "
+                f"--row: {name!r} is not a table of {directory}, which has the tables "
                 f"{', '.join(tables)}."
             )
         vocabularies = vocabularies_of(run_dir) if run_dir is not None else {}
@@ -78,19 +77,18 @@ def _print_row(directory: pathlib.Path, name: str, text: str, row: int) -> None:
 def _print_column(
     directory: pathlib.Path, encoder: CsvEncoder, name: str, text: str
 ) -> None:
-    """Prints the rows that a text of a CSV column looks up."""
+    """Prints the rows that a cell of a CSV column looks up."""
     if name in encoder.vocabularies:
-        _parse_id(text, name, encoder.vocabularies[name])  # It rejects unknown strings.
+        _parse_id(text, name, encoder.vocabularies[name])  # Rejects unknown strings.
     for feature, ids in encoder.features_of_cell(name, text).items():
         for row in ids:
             _print_row(directory, feature, text, row)
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
-    """Returns a checkpoint, and the directory of its run, if there is one.
+    """Returns a checkpoint and its run's directory, or None without a run.
 
-    Args:
-      path: directory of a run, of its checkpoints, or of one checkpoint.
+    The path can be a run's directory, its checkpoints directory, or a checkpoint.
     """
     checkpoint = path = path.resolve()
     if (path / CHECKPOINTS_DIR).is_dir():
@@ -116,33 +114,33 @@ def _format_tables(tables: Mapping[str, TableRecord]) -> str:
 
 
 def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
-    """Returns the id of a string of a table's vocabulary, or else of an integer."""
+    """Returns the id of a string in the table's vocabulary, or else of an integer."""
     if vocabulary is None:
         if not re.fullmatch("-?[0-9]{1,20}", text):
             raise UsageError(
-                "--row: the id must be an integer, because the run has no vocabulary "
-                f"for table {name!r}, got {text!r}."
+                f"--row: an id of table {name!r} must be an integer, got {text!r}; the "
+                "run has no vocabulary for the table."
             )
         return int(text)
     if text not in vocabulary.tokens:
         raise UsageError(
-            f"--row: {text!r} must be one of the {len(vocabulary)} strings of table "
+            f"--row: {text!r} is not one of the {len(vocabulary)} strings of table "
             f"{name!r}, such as {vocabulary.tokens[0]!r}; unknown strings share a row."
         )
     return int(vocabulary.ids([text])[0])
 
 
 def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
-    """Returns the row of an id in the files; in a static table, it is the id."""
+    """Returns an id's row in the files: the id itself in a static table."""
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:
             raise UsageError(
-                f"--row: the id must be a row of table {name!r}, from 0 to "
+                f"--row: an id of table {name!r} must be from 0 to "
                 f"{table.vocabulary_size - 1}, got {id_}."
             )
         return id_
     ids = read_table(directory, name, slot=":ids")
     (rows,) = np.nonzero(ids == np.uint64(id_ % 2**64))
     if not rows.size:
-        raise UsageError(f"--row: {id_} is none of the {len(ids)} ids of {name!r}.")
+        raise UsageError(f"--row: {id_} is not one of the {len(ids)} ids of {name!r}.")
     return int(rows[0])

@@ -1,4 +1,4 @@
-"""The commands `tpu-embedding train` and `tpu-embedding evaluate`."""
+"""The commands `tpu-embedding train`, `evaluate` and `predict`."""
 
 import contextlib
 import csv
@@ -33,10 +33,10 @@ from tpu_embedding.tools.train.trained_csv import (
 )
 
 STOPPED = 75
-"""Status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
+"""Exit status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
 
-Neither Python nor a shell uses it for a failure. A launcher that sees it can start the
-same command again, with `--resume`."""
+Neither Python nor a shell uses it for a failure. A launcher that sees it can repeat the
+command with `--resume`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,33 +47,33 @@ class _Run(ConfigCommand):
     """File or directory of the data."""
 
     label: str | None = None
-    """Column of the labels of a CSV file: short for --set data.label=NAME."""
+    """Label column of a CSV file, short for --set data.label=NAME."""
 
     positive: str | None = None
-    """Value of the label to predict: short for --set data.positive=VALUE."""
+    """Label value to predict, short for --set data.positive=VALUE."""
 
     columns: str | None = None
-    """Names of the columns of a file without a header, with commas between them: short
-    for --set data.column_names="NAME NAME"."""
+    """Comma-separated column names, for a CSV file without a header.
+    Short for --set data.column_names="NAME NAME"."""
 
     devices: int | None = None
-    """Emulates so many CPU devices, over all processes, instead of the machine's."""
+    """Number of CPU devices to emulate over all processes, instead of the machine's."""
 
     output_dir: pathlib.Path | None = None
-    """Directory of the run; runs/NAME by default."""
+    """Directory for the run's files. Defaults to runs/NAME."""
 
     coordinator: str | None = None
-    """HOST:PORT of process 0. Cloud TPU, GKE, Slurm and Open MPI tell it, and the next
-    two options, by themselves."""
+    """HOST:PORT of process 0.
+    Cloud TPU, GKE, Slurm and Open MPI set this and the next two options."""
 
     num_processes: int | None = None
-    """Processes of the job, each of which runs this command."""
+    """Number of processes in the job. Each one runs this command."""
 
     process_id: int | None = None
     """Number of this process, from 0."""
 
     def origin(self) -> RunOrigin:
-        """Returns what the run is started with."""
+        """Returns what the user started the run with."""
         settings, data_dir = self.set, self.data_dir
         names = None if self.columns is None else self.columns.split(",")
         for key, values in (
@@ -88,8 +88,8 @@ class _Run(ConfigCommand):
         return RunOrigin(config=self.config, settings=settings, data_dir=data_dir)
 
     def start_devices(self) -> Mesh | None:
-        """Starts JAX's processes and devices; returns the mesh of emulated ones."""
-        # Orbax logs an error of a save with its traceback, and also raises it.
+        """Starts JAX, and returns the mesh of emulated devices, or None without any."""
+        # Orbax logs the traceback of a failed save, and also raises the error.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         if self.devices is not None:
             if self.devices < 1:
@@ -104,26 +104,27 @@ class _Run(ConfigCommand):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(_Run):
-    """Trains a config's model, or one for a CSV file: prints, evaluates, and saves.
+    """Trains a config's model, or a model for a CSV file.
 
-    SIGTERM and Ctrl-C save the state first. Exit status: 0 if the run is done, 1 if it
-    failed, 2 if the command, the config or the data are wrong, 75 if it was stopped.
+    Prints progress, evaluates, and saves checkpoints. SIGTERM and Ctrl-C save the state
+    before they stop the run. The exit status is 0 if the run is done, 1 if it failed, 2
+    if the command, the config or the data are wrong, and 75 if it was stopped.
     """
 
     resume: bool = False
     """Continues from the newest checkpoint in the output directory, if there is one."""
 
     stop_at: int | None = None
-    """Saves a checkpoint after this step, and stops as if interrupted."""
+    """Saves a checkpoint after this step, then stops as if interrupted."""
 
     profile: tuple[int, int] | None = None
-    """Records a profile for xprof from the first number of steps to the second."""
+    """Records a profile for xprof between two numbers of steps, such as 100 110."""
 
     verbose: bool = False
-    """Prints the whole plan: packing, placement and backend of each stack of tables."""
+    """Prints the whole plan: each stack's packing, placement and backend."""
 
     def run(self) -> int:
-        """Trains; returns the exit status."""
+        """Trains and returns the exit status."""
         origin = self.origin()
         config = origin.load()
         mesh = self.start_devices()
@@ -157,18 +158,18 @@ class Train(_Run):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(_Run):
-    """Evaluates the best or newest checkpoint of a run on the held-out data.
+    """Evaluates a run's best or newest checkpoint on the held-out data.
 
-    The first argument may also be the directory of a run of a CSV file. FILE is then
-    another CSV file with the label, and --data-dir the run's own file, whose held-out
-    rows are evaluated. The run's records do not change.
+    The first argument can also be the directory of a run of a CSV file. Then pass
+    another labelled CSV file as the second argument, or the run's own file with
+    --data-dir to evaluate its held-out rows. The run's records do not change.
     """
 
     file: Annotated[pathlib.Path | None, tyro.conf.Positional] = None
-    """CSV file to evaluate a run on."""
+    """CSV file to evaluate, if the first argument is a run's directory."""
 
     def run(self) -> int:
-        """Evaluates; returns the exit status."""
+        """Evaluates and returns the exit status."""
         if (local_path(self.config) / RECORDS_FILE).exists():
             return self._run_of_directory(local_path(self.config))
         origin = self.origin()
@@ -188,9 +189,9 @@ class Evaluate(_Run):
             run_directory.check_vocabularies(data, run_dir)
         elif self.file is None:
             raise UsageError(
-                f"A run keeps no rows. Pass a CSV file with the label's column: "
-                f"tpu-embedding evaluate {run_dir} FILE; or the run's own file by "
-                "--data-dir, whose held-out rows are evaluated."
+                "A run stores no rows. Pass a CSV file with the label column: "
+                f"tpu-embedding evaluate {run_dir} FILE. Or pass the run's own file "
+                "with --data-dir, to evaluate its held-out rows."
             )
         model, plan, checkpoint = restored_model(config, data, run_dir, mesh)
         metrics = evaluate_rows(config, model, data, plan)
@@ -201,10 +202,10 @@ class Evaluate(_Run):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Predicts each row of a CSV file by the model of a run of a CSV file.
+    """Predicts each row of a CSV file with the model of a run of a CSV file.
 
-    It needs only the run's directory. The file may have new strings, and need not have
-    the label's column.
+    Needs only the run's directory. The file can have new strings, and needs no label
+    column.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -214,13 +215,13 @@ class Predict:
     """CSV file with the columns of the run's file."""
 
     output: pathlib.Path | None = None
-    """CSV file to write; by default, the rows are printed."""
+    """CSV file to write. By default, the predictions are printed."""
 
     id: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Column to copy to the output; may be repeated. By default, rows are numbered."""
+    """Column to copy to the output. By default, rows are numbered."""
 
     def run(self) -> int:
-        """Writes a line per row; returns the exit status."""
+        """Writes a line per row, and returns the exit status."""
         run_dir = local_path(self.run_dir)
         run_directory.check_files(run_dir)
         config = config_of_run(run_dir)
@@ -239,7 +240,7 @@ class Predict:
             for block in encoder.blocks(local_path(self.file)):
                 if missing := [x for x in self.id if x not in block.cells]:
                     raise UsageError(
-                        f"--id: {self.file} has no column {missing[0]!r}, but "
+                        f"--id: {self.file} has no column {missing[0]!r}; it has "
                         f"{list(block.cells)}."
                     )
                 rows = range(first_row, first_row + len(block.lines))
@@ -252,5 +253,5 @@ class Predict:
                 writer.writerows(zip(*columns, strict=True))
                 first_row += len(rows)
         if self.output is not None:
-            print(f"{first_row - 1:,} rows in {self.output}")
+            print(f"wrote {first_row - 1:,} rows to {self.output}")
         return 0

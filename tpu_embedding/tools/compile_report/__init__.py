@@ -1,9 +1,9 @@
 """Ahead-of-time compilation and inspection of TPU programs, without a TPU.
 
-* `step_report`: compiles a step, and prints the report with its memory.
-* `traffic`: a model of the bytes that a step moves.
-* `hlo`: parses a program, and tells how it treats its tables.
-* `topology`: meshes of TPUs that are not there.
+* `step_report`: compiles a step, and reports its memory and table accesses.
+* `traffic`: models the bytes that a step moves.
+* `hlo`: parses a program, and finds what it does with its tables.
+* `topology`: meshes of TPUs that need not be present.
 """
 
 from tpu_embedding.tools.compile_report.hlo import (

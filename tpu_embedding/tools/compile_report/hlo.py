@@ -1,9 +1,9 @@
-"""Facts about a compiled program's treatment of tables, read from its optimised HLO.
+"""Reads from a program's optimised HLO how the program treats its tables.
 
-A train step promises three things. Tables and slot variables are updated in place. No
-array of their size is copied. Rows are gathered and scattered on SparseCore if the chip
-has one. The HLO shows all three, so tests check them without a TPU. JAX gives it as
-text only (`compiled.as_text()`), so this module parses the text.
+A train step must update tables and slot variables in place, copy no array of their
+size, and, if the chip has SparseCores, gather and scatter rows there. The HLO shows all
+three, so tests check them without a TPU. JAX provides it only as text
+(`compiled.as_text()`), which this module parses.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class Instruction:
       name: name, unique within the program.
       opcode: operation, such as `"copy"` or `"fusion"`.
       dims: shape of each array of the result; tuples are flattened.
-      is_on_chip: True if an array of the result is in on-chip memory, not in HBM.
-      operands: names of the instructions that it reads.
+      is_on_chip: whether an array of the result is in on-chip memory instead of HBM.
+      operands: names of the instructions whose results it reads.
       text: the whole line.
     """
 
@@ -51,18 +51,18 @@ class Instruction:
 
     @property
     def base_opcode(self) -> str:
-        """Opcode without the suffix `-start` of asynchronous operations."""
+        """Opcode without the `-start` of asynchronous operations."""
         return self.opcode.removesuffix("-start")
 
     def called(self, name: str) -> str | None:
-        """Returns the name after an attribute such as `calls=`; None if absent."""
+        """Returns the value of an attribute such as `calls=`, or None if absent."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return match.group(1) if match else None
 
 
 Computation = dict[str, Instruction]
-"""A function of a program: the entry, a loop's body, the inside of a fusion, ...; its
-instructions by name, in program order."""
+"""Instructions by name, in program order. A computation is a function of the program:
+the entry, a loop body, the inside of a fusion, and so on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def parse_module(text: str) -> Module:
                 instructions[instruction.name] = instruction
     if entry not in computations:
         raise ValueError(
-            "text must be an HLO program, got one with no ENTRY computation; pass the "
+            "text must be an HLO program, but has no ENTRY computation. Pass the "
             "result of compiled.as_text()."
         )
     return Module(computations=computations, entry=computations[entry])
@@ -142,7 +142,7 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Splits a text that starts with a parenthesised group after that group."""
+    """Splits a text after the parenthesised group that it starts with."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -159,33 +159,33 @@ _WITHOUT_COPY: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _MIN_TABLE_SIZE: Final = 2**14
-"""Minimum elements per device (64 KiB) of the table-sized arrays in a report.
+"""Minimum number of elements per device (64 KiB) of reported table-sized arrays.
 
-Smaller arrays may have the size of a small table by chance, and XLA rightly moves small
+Smaller arrays may match a small table's size by chance, and XLA rightly moves small
 tables to on-chip memory.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableAccesses:
-    """Facts about a compiled train step; sizes in bytes per device.
+    """What a compiled train step does with its tables. Sizes are in bytes per device.
 
     Attributes:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
-      temporary_bytes: temporaries at a time, also on SparseCores.
+      temporary_bytes: maximum size of temporaries at a time, including SparseCores.
       table_sized_copies: copies within HBM of an array as large as a stacked table, a
         slot variable or a map of cached rows, or larger than all of them. XLA may keep
-        small tables on the chip during a step; copies there and back are not reported,
-        nor are those below 64 KiB per device.
-      table_sized_passes: other instructions that write an array of that size, except
-        scatters in place. Only an optimizer that updates every row needs them.
-      table_sized_all_gathers: all-gathers whose result has that size.
+        small tables on the chip during a step. Such copies from and to HBM are not
+        reported, and neither are copies below 64 KiB per device.
+      table_sized_passes: other instructions that write an array of such a size, except
+        in-place scatters. Only an optimizer that updates every row needs them.
+      table_sized_all_gathers: all-gathers whose result has such a size.
       sparse_core_gathers: number of gathers on SparseCore.
       sparse_core_scatters: number of scatters on SparseCore.
-      sparse_core_operations: number of XLA's embedding operations, lookups and updates.
+      sparse_core_operations: number of XLA's embedding lookups and updates.
       sparse_core_relayouts: number of copies on SparseCore that change an array's
-        layout. Any is a defect.
+        layout. Any such copy is a defect.
       all_to_alls: number of all-to-alls, including later rounds.
     """
 
@@ -205,11 +205,11 @@ class TableAccesses:
 def inspect_program(
     compiled: jax.stages.Compiled, plan: EmbeddingPlan
 ) -> TableAccesses:
-    """Returns facts about a compiled program.
+    """Returns what a compiled program does with its tables.
 
     Args:
       compiled: result of `jax.jit(...).lower(...).compile(...)`, for any platform.
-      plan: plan of the layer in the program; it gives the sizes of tables and slots.
+      plan: plan of the program's layer, which has the sizes of tables and slots.
     """
     text = compiled.as_text()
     assert text is not None
@@ -229,7 +229,7 @@ def inspect_program(
 
     large = [i for i in instructions if any(map(is_large, i.sizes))]
     copies = [i for i in large if i.opcode in _COPIES]
-    # XLA names a fusion that updates in place after its scatter.
+    # XLA names a fusion with an in-place update after its scatter.
     passes = (
         i
         for i in large
@@ -260,11 +260,11 @@ def inspect_program(
 
 
 def temporary_bytes(sizes: Any) -> int:
-    """Returns the bytes of temporaries that a program has at a time, at most.
+    """Returns the maximum size of a program's temporaries at a time.
 
-    What SparseCores write on the way is not in XLA's `temp_size_in_bytes`, but in its
-    peak: 0.12 MiB and 8,938 MiB for a gather of 16.7 million rows. The larger one
-    counts.
+    XLA's `temp_size_in_bytes` does not include what SparseCores write, but its peak
+    does: 0.12 MiB against 8,938 MiB for a gather of 16.7 million rows. The larger
+    figure is returned.
 
     Args:
       sizes: result of `compiled.memory_analysis()`.

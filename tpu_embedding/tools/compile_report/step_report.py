@@ -1,7 +1,7 @@
-"""The compile report: does a step fit, and how does it treat its tables, without a TPU.
+"""The compile report: whether a step fits, and how it treats its tables.
 
-`compile_report` compiles a step ahead of time. The report has the compiler's memory
-figures and the counts of `hlo.py`.
+`compile_report` compiles a step ahead of time, without a TPU. The report has the
+compiler's memory figures and the counts of `hlo.py`.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ class Memory:
     """Memory that a program needs on one device, in bytes.
 
     Attributes:
-      arguments: all inputs, with tile padding: tables, slot variables, dense state and
-        the batch. 0 if the compiler rejected the program.
-      aliased: inputs whose memory the results reuse.
-      outputs: results that do not reuse the memory of an input.
+      arguments: all inputs, including tile padding: tables, slot variables, dense state
+        and the batch. 0 if the compiler rejected the program.
+      aliased: inputs whose memory is reused for results.
+      outputs: results that do not reuse an input's memory.
       temporaries: see `hlo.temporary_bytes`.
-      code: code of the program.
-      required: total memory; None if the compiler rejected the program, whose error
-        has the figure.
-      capacity: the device's memory; None if unknown.
+      code: the program's code.
+      required: total memory. None if the compiler rejected the program; its error has
+        the figure.
+      capacity: the device's memory, or None if unknown.
     """
 
     arguments: int = 0
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler accepted the program, and the device has the memory."""
+        """True if the compiler accepted the program and the device has the memory."""
         if self.required is None:
             return False
         return self.capacity is None or self.required <= self.capacity
@@ -59,13 +59,13 @@ class CompileReport:
 
     Attributes:
       name: name of the step.
-      topology: name of the topology, as the caller gives it.
+      topology: name of the topology, as passed by the caller.
       plan: plan of the layer.
-      memory: memory of the step, and its fit.
-      accesses: what the program does with its tables; None if it does not fit.
+      memory: memory of the step, and whether it fits.
+      accesses: what the program does with its tables. None if the compiler rejected it.
       trace_seconds: time to trace and lower the step, in Python.
-      compile_seconds: time of the compiler.
-      rejection: the compiler's error if the step does not fit, or "".
+      compile_seconds: time to compile.
+      rejection: the compiler's error if it rejected the step, or "".
     """
 
     name: str
@@ -99,15 +99,15 @@ def compile_report(
     Args:
       step: jitted function that donates the state and uses the plan's
         `compiler_options`.
-      arguments: its arguments, such as the state and a batch, as
+      arguments: arguments of the step, such as the state and a batch, as
         `jax.ShapeDtypeStruct`s with shardings; see `abstract_arrays` and
         `abstract_batch`.
       plan: plan of the layer, on a mesh from `topology_mesh`.
-      name: name of the step, for the report.
-      topology: name of the topology, for the report.
+      name: name of the step in the report.
+      topology: name of the topology in the report.
 
     Returns:
-      The report, also if the step does not fit.
+      The report, even if the step does not fit.
 
     Raises:
       jax.errors.JaxRuntimeError: if the compiler rejects the program for any reason
@@ -157,7 +157,7 @@ def compile_report(
 
 
 def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
-    """Returns the memory that a compiled program needs, and its fit."""
+    """Returns the memory that a compiled program needs."""
     sizes = compiled.memory_analysis()
     assert sizes is not None
     used = {
@@ -177,12 +177,7 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
     """Returns the memory of a program that the compiler rejected for its size.
 
-    Args:
-      rejection: first line of the compiler's error.
-      hardware: hardware of the devices.
-
-    Returns:
-      Memory that does not fit; None if the error is about something else.
+    Returns None if `rejection`, the error's first line, has another reason.
     """
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
@@ -190,7 +185,7 @@ def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
 
 
 def format_report(report: CompileReport) -> str:
-    """Returns a report as text: the plan, the memory, and what happens to the tables.
+    """Returns a report as text: the plan, the memory and the table accesses.
 
     Example:
       >>> print(format_report(report))  # doctest: +SKIP
@@ -202,7 +197,7 @@ def format_report(report: CompileReport) -> str:
         verdict = "DOES NOT FIT"
     else:
         needs = f"needs {format_bytes(memory.required)} per device"
-        verdict = f"{needs}; the memory of the device is not known"
+        verdict = f"{needs}; the device's memory is unknown"
         if memory.capacity is not None:
             fits = "FITS" if memory.fits else "DOES NOT FIT"
             verdict = f"{fits}: {needs} of {format_bytes(memory.capacity)}"

@@ -1,8 +1,8 @@
 """Meshes of TPU topologies to compile programs for, without TPUs.
 
-`libtpu`, which the `tpu` extra installs, compiles ahead of time for any named topology.
-No function of this module touches a device. The table of grids lists the slices of each
-TPU generation: libtpu builds more, but for some it aborts the process.
+`libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. No
+function here uses a device. `SLICE_SHAPES` lists the grids of each generation's slices.
+libtpu also accepts other grids, but aborts the process for some.
 """
 
 import contextlib
@@ -28,11 +28,10 @@ Tree = TypeVar("Tree")
 
 _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 
-# Variables while libtpu loads and describes a topology. Without the first two, libtpu
-# queries a metadata server and takes a lock file. They would hide the chips of a real
-# host from a later process, so they are put back. The others describe one host;
-# libtpu ends the process if the variables of a real host hold something else than
-# bounds.
+# Environment variables while libtpu loads and describes a topology. Without the first
+# two, libtpu queries a metadata server and takes a lock file. They are restored
+# afterwards, because they would hide a real host's chips from a later process. The rest
+# describe one host: libtpu ends the process if a real host's variables are not bounds.
 _HOST: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -44,18 +43,14 @@ _REMOVED: Final = "TPU_CHIPS_PER_HOST_BOUNDS"
 def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
-    The grid must be one that slices of the generation have. libtpu also builds
-    other grids, but for some it aborts the process.
-
     Args:
       topology: generation and chip grid of a slice, as in
-        `hardware.EXAMPLE_TOPOLOGIES`.
-      num_slices: number of slices, from 1 to 256, connected by the data-centre
-        network.
+        `hardware.EXAMPLE_TOPOLOGIES`. Slices of the generation must have this grid.
+      num_slices: number of slices, from 1 to 256, connected by the data-center network.
 
     Returns:
-      A mesh to lower and compile for, as `te.device_mesh` makes it of such devices; it
-      cannot hold arrays.
+      A mesh to lower and compile for, as `te.device_mesh` would return it. It cannot
+      hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
@@ -70,7 +65,7 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
-            "Compiling for a TPU topology needs libtpu; install it with "
+            "Compiling for a TPU topology needs libtpu. Install it with "
             "pip install '.[tpu]' in a clone of the repository."
         ) from None
     options: dict[str, Any] = dict(CHIP_OPTIONS.get(hardware.name, {}))
@@ -90,7 +85,7 @@ def topology_hardware(topology: str) -> HardwareInfo:
     """Returns the hardware of a topology, after checking its name and grid.
 
     Raises:
-      ValueError: if the generation is unknown, or its slices have no such grid.
+      ValueError: if the generation is unknown, or its slices do not have this grid.
     """
     match = _TOPOLOGY.fullmatch(topology)
     if match is None or match[1] not in TPU_GENERATIONS:
@@ -108,14 +103,14 @@ def topology_hardware(topology: str) -> HardwareInfo:
 
 def _unknown(topology: str, reason: str) -> ValueError:
     return ValueError(
-        f"topology {topology!r} is not known; give a generation and its chips, as in "
+        f"topology {topology!r} is unknown. Pass a generation and its chips, as in "
         f"{list(EXAMPLE_TOPOLOGIES)}; {reason.rstrip('.')}."
     )
 
 
 @contextlib.contextmanager
 def _one_host() -> Iterator[None]:
-    """Sets the variables of `_HOST` within a context."""
+
     names = (*_HOST, _REMOVED)
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ.update(_HOST)
@@ -132,12 +127,12 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
-        and slot variables are in dicts by the names of their stacks.
+        and slot variables are in dicts by stack name.
       plan: plan of the layer.
 
     Returns:
-      The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded as their stack;
-      all other arrays are replicated.
+      The same tree of `jax.ShapeDtypeStruct`. Packed rows and id directories are
+      sharded like their stack, and all other arrays are replicated.
     """
     by_name = {stack.name: stack for stack in plan.stacks}
     for stack in plan.stacks:
@@ -160,7 +155,7 @@ def _are_rows(leaf: Any) -> bool:
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
-    """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
+    """Returns the shapes of a batch with the shardings from `shard_batch`."""
     return jax.tree.map(
         lambda leaf: _struct(leaf, plan.sharding_of_samples(leaf.shape)), batch
     )
@@ -173,24 +168,23 @@ def _struct(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
 MAX_SLICES: Final = 256
 """Maximum number of slices of a topology.
 
-For some larger numbers libtpu does not answer, and for others it aborts the process."""
+For larger numbers, libtpu may hang or abort the process."""
 
 CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
-"""libtpu's options for one device per chip, where a chip can also have several."""
+"""libtpu's options for one device per chip, for chips that can also have several."""
 
 _MAX_SIDE: Final = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceShapes:
-    """The grids of chips that a generation's slices have.
+    """The chip grids of a generation's slices.
 
     Attributes:
-      fixed: grids of slices without a rule, smallest first. Their sides have this
-        order.
-      cube_side: larger slices consist of cubes with this many chips per side. None
-        means that there are no larger slices.
-      max_chips: chips of the largest slice.
+      fixed: grids that follow no rule, smallest first, with sides in this order.
+      cube_side: chips per side of the cubes that make up larger slices. None if there
+        are no larger slices.
+      max_chips: number of chips of the largest slice.
     """
 
     fixed: tuple[tuple[int, ...], ...]
@@ -198,11 +192,7 @@ class SliceShapes:
     max_chips: int
 
     def has(self, grid: tuple[int, ...]) -> bool:
-        """Returns True if a slice of the generation can have this grid.
-
-        Args:
-          grid: number of chips along each dimension.
-        """
+        """Returns True if a slice can have this grid of chips along each dimension."""
         if grid in self.fixed or self.cube_side is None:
             return grid in self.fixed
         fits = len(grid) == len(self.fixed[0]) and math.prod(grid) <= self.max_chips
@@ -242,6 +232,6 @@ SLICE_SHAPES: Final = {
     "v6e": _SQUARES,
     "tpu7x": _cubes(144),
 }
-"""Grids by the name of the generation."""
+"""Grids by generation."""
 
 TPU_GENERATIONS: Final = tuple(SLICE_SHAPES)

@@ -1,15 +1,15 @@
 """A model of the bytes that a step moves, per device.
 
-The traffic is not measured: the model counts what each backend must read and write of
-tables, slot variables, samples and ids, for a batch whose distinct rows are known:
+The traffic is not measured. Given a batch's number of distinct rows, the model counts
+what each backend must read and write of tables, slot variables, samples and ids:
 
-    minimum        each distinct row once: read for the lookup; read and written for the
+    minimum        Each distinct row once: read for the lookup; read and written for the
                    update, in table and slot variables. Samples and ids once each.
-    sparse_core    as the minimum, with rows as wide as they are stored. A row is read
-                   for the lookup by each SparseCore that asks for it. Ids are sorted,
-                   and read by both operations.
-    xla            as XLA's compiler charges it: a tile of 8 lines, 4 KiB, wherever the
-                   minimum has a row. Pooling reads rows a second time.
+    sparse_core    Like the minimum, with rows as wide as they are stored. For the
+                   lookup, every SparseCore that asks for a row reads it. Ids are
+                   sorted, and read by both operations.
+    xla            As in the cost model of XLA's compiler: a tile of 8 lines, 4 KiB, for
+                   each row of the minimum. Pooling reads rows a second time.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from tpu_embedding.rows.packed_rows import LANE_BYTES, bank_lanes
 from tpu_embedding.types import ids_of
 
 _TILE_BYTES: Final = 4096
-"""A tile of 8 lines of 128 lanes."""
+"""Size of a tile of 8 lines of 128 lanes."""
 
 _SORT_PASSES: Final = 6
-"""Times that sorting by core and row reads and writes an id: three sorts of a pair."""
+"""How often sorting by core and row reads and writes an id: three sorts of a pair."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Traffic:
     """Modelled bytes per device and step.
 
     Attributes:
-      minimum: what any implementation moves.
-      sparse_core: what XLA's embedding operations move.
-      xla: what XLA's gathers and scatters move.
+      minimum: bytes that any implementation moves.
+      sparse_core: bytes that XLA's embedding operations move.
+      xla: bytes that XLA's gathers and scatters move.
     """
 
     minimum: int
@@ -50,11 +50,11 @@ def model_traffic(
     """Returns the modelled traffic of a training step, per device.
 
     Args:
-      stack: tables of float32; its slot variables are as wide as its rows.
-      num_ids: ids of the device's samples.
-      num_samples: samples, over all features of the stack.
-      distinct_rows: different rows among the ids.
-      cores: SparseCores per device.
+      stack: stack of float32 tables, whose slot variables are as wide as its rows.
+      num_ids: number of ids of the device's samples.
+      num_samples: number of samples, summed over the stack's features.
+      distinct_rows: number of distinct rows among the ids.
+      cores: number of SparseCores per device.
 
     Example:
       >>> import tpu_embedding as te
@@ -70,7 +70,7 @@ def model_traffic(
     num_arrays = 1 + len(stack.slots)
     samples = 2 * num_samples  # Activations are written, cotangents are read.
     updates = 2 * num_arrays * distinct_rows
-    # A SparseCore asks once for a row: some ids of its samples are equal.
+    # A SparseCore asks for a row only once, even if several of its ids are equal.
     asked = max(distinct_rows, min(num_ids, cores * distinct_rows))
     buffers = 3 * 4 * num_ids * 3  # Row, sample and gain: written once, read twice.
     sorting = _SORT_PASSES * 2 * id_bytes
@@ -83,13 +83,13 @@ def model_traffic(
 
 
 def traffic_of_batch(plan: EmbeddingPlan, features: Any) -> dict[str, Traffic]:
-    """Returns the modelled traffic of each trained float32 stack, by its name.
+    """Returns the modelled traffic of each trained float32 stack, by name.
 
-    All ids count as different rows, as far as the stack has so many.
+    Assumes that all ids are different rows, up to the number of rows in the stack.
 
     Args:
       plan: plan of the layer.
-      features: the batch's features, prepared, or their shapes. Global.
+      features: prepared features of the global batch, or their shapes.
     """
     plan = plan.for_batch(features)
     leaves = plan.flatten(features)
@@ -115,11 +115,7 @@ def traffic_of_batch(plan: EmbeddingPlan, features: Any) -> dict[str, Traffic]:
 
 
 def format_traffic(rows: dict[str, Traffic]) -> str:
-    """Returns a table of modelled traffic.
-
-    Args:
-      rows: name of a batch to its traffic.
-    """
+    """Returns a table of modelled traffic, given by name of a batch or stack."""
     cells: list[tuple[str, ...]] = [("modelled bytes", "minimum", "sparse_core", "xla")]
     for name, traffic in rows.items():
         least, *others = dataclasses.astuple(traffic)

@@ -1,12 +1,10 @@
 """Data sets: batches of samples from files, or from a known teacher.
 
-A run config has a source, a frozen dataclass next to its reader; `open` makes a data
-set of it. What all of them share:
+A run config has a source, a frozen dataclass next to its reader. `open` returns its
+data set.
 
-* `batch`: a batch, the interfaces of a data set and of its source, and the error of
-  damaged data.
-* `block_dataset`: batches, epochs and held-out samples of any reader of samples, in an
-  order shuffled by blocks.
+* `batch`: batches, the interfaces of data sets and sources, and the error for bad data.
+* `block_dataset`: batches, shuffled by blocks, of any reader of samples.
 
 Files:
 
@@ -14,11 +12,10 @@ Files:
 * `parquet`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
 
-Synthetic samples, whose best possible loss is known:
+Synthetic samples with a known best loss:
 
-* `teacher`: the base, which draws popular ids and labels, and knows the best log loss.
-* `synthetic_clicks`: a small log with every kind of id column, the default of a run,
-  and samples in the shape of Criteo's logs.
+* `teacher`: the base, which draws popular ids and labels.
+* `synthetic_clicks`: a small log with every kind of id column, and Criteo-like logs.
 * `synthetic_stream`: users and items that come and go, with 64-bit ids.
 * `synthetic_interactions`: users and the items that they choose, for retrieval.
 """

@@ -1,4 +1,4 @@
-"""The batch, the data set and the data source of the training loop."""
+"""Batches, data sets and data sources of the training loop."""
 
 import abc
 import dataclasses
@@ -20,15 +20,15 @@ class Batch:
     """One batch of samples, on the host until the training loop moves it to devices.
 
     Attributes:
-      features: ids by feature name. Each value is an int array `[batch]` or
-        `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds`
-        or a `SparseIds`; or what `ModelConfig.with_inputs` makes these of.
-      dense: finite numbers `[batch, num_dense]`, the dense inputs, which the loop
-        converts to float32, as it does labels and weights. Or a dict of arrays
-        `[batch, ...]`, whose integers become int32. None if there are none.
-      labels: finite numbers `[batch]`. The loss `"log_loss"` needs them in [0, 1].
-      weights: numbers `[batch]` of at least 0: 1 for a sample, 0 for padding samples in
-        the last batch of an evaluation.
+      features: ids by feature name: an int array `[batch]` or `[batch, valence]`
+        (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`.
+        After `ModelConfig.with_inputs`, whatever it returns.
+      dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts them
+        to float32, like labels and weights. A dict of arrays `[batch, ...]` is also
+        accepted; its integers become int32. `None` if there are no dense inputs.
+      labels: finite numbers `[batch]`, in [0, 1] for the loss `"log_loss"`.
+      weights: numbers `[batch]`, at least 0. Samples that pad the last evaluation batch
+        have weight 0; other samples typically have weight 1.
 
     Example:
       >>> batch = Batch(
@@ -47,24 +47,24 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """A source of batches of one fixed size, as `DataSource.open` returns it.
+    """Batches of one fixed size, as returned by `DataSource.open`.
 
-    The training batch is a pure function of the step. A resumed run therefore reads the
-    same batches as the interrupted run, and no reader state needs saving.
+    The training batch is a pure function of the step. A resumed run thus reads the same
+    batches as the interrupted run, and no reader state needs saving.
 
-    `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
-    further attributes for them, such as the sizes of its vocabularies. The loop knows
-    three: `vocabularies`, a dict of the `Vocabulary` of each feature that has one,
-    which a run checks when it resumes, and an export carries; `schema`, whose
-    `to_json()` a run keeps and an export carries; and `description`, a text that is
-    printed when a run starts.
+    `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so it can
+    have attributes for them, such as the sizes of its vocabularies. The loop itself
+    uses three optional attributes. A run stores `vocabularies`, a dict from feature
+    name to `Vocabulary`, and checks them on resuming. It also stores the result of
+    `schema.to_json()`. An export includes both. `description` is a text printed when a
+    run starts.
 
-    In a job of several processes, each process feeds its own devices. It reads the
-    samples of these devices alone if the data set has a further method
-    `train_part(step, samples)`, as `BlockDataset` has, and otherwise the whole batch.
+    In a job of several processes, each process feeds its own devices. It reads only
+    their samples if the data set has a method `train_part(step, samples)`, like
+    `BlockDataset`. Otherwise, it reads the whole batch.
 
     Attributes:
-      batch_size: samples per batch, over all devices, as `open` got it.
+      batch_size: samples per batch, over all devices, as passed to `open`.
     """
 
     batch_size: int
@@ -74,19 +74,19 @@ class Dataset(Protocol):
         ...
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out data once; samples of weight 0 pad the last batch."""
+        """Yields the held-out samples once; samples of weight 0 pad the last batch."""
         ...
 
 
 class DataError(ValueError):
     """Raised for missing or damaged data; the message names file and line.
 
-    Data sets of your own also raise it. The training command prints it as one line.
+    Raise it in your own data sets. The training command prints it as one line.
     """
 
 
 def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Batch:
-    """Returns some samples of several batches as one batch, in their order.
+    """Joins selected samples of several batches into one batch, in order.
 
     Args:
       batches: batches with the same inputs.
@@ -117,8 +117,8 @@ def _join_ragged(
         splits = np.asarray(ids.row_splits)
         starts, sizes = splits[numbers], splits[numbers + 1] - splits[numbers]
         ends = np.cumsum(sizes)
-        # Value `i` of the result is `i - (ends - sizes)` values after its sample's
-        # start.
+        # Value `i` of the result is `i - (ends - sizes)` values after the start of its
+        # sample.
         places = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
         values.append(np.asarray(ids.values)[places])
         lengths.append(sizes)
@@ -131,14 +131,10 @@ def _join_ragged(
 def padded_batches(
     read: Callable[[np.ndarray], Batch], samples: np.ndarray, batch_size: int
 ) -> Iterator[Batch]:
-    """Yields samples in batches of one size, as an evaluation needs them.
+    """Yields the numbered samples in batches of equal size, for evaluation.
 
-    Copies of the last sample, with weight 0, pad the last batch.
-
-    Args:
-      read: returns the batch of the given samples.
-      samples: numbers of the samples.
-      batch_size: samples of a batch.
+    `read` returns the given samples. Copies of the last sample, with weight 0, pad the
+    last batch.
     """
     for start in range(0, len(samples), batch_size):
         places = start + np.arange(batch_size)
@@ -148,10 +144,10 @@ def padded_batches(
 
 
 class DataSource(Protocol):
-    """Settings of a data set, which opens it: the type of `RunConfig.data`.
+    """Settings of a data set, and how to open it: the type of `RunConfig.data`.
 
-    A frozen dataclass with a method `open`. Its fields are numbers, strings, paths, or
-    tuples of them, so that the command line can change them.
+    A frozen dataclass. Its fields are numbers, strings, paths or tuples of them, so
+    that the command line can change them.
     """
 
     def open(
@@ -162,7 +158,7 @@ class DataSource(Protocol):
         Args:
           data_dir: path of the files, or None.
           batch_size: samples per batch, over all devices.
-          seed: seed of the order of samples, or of synthetic samples.
+          seed: seed of the samples' order, or of synthetic samples.
 
         Returns:
           The data set, whose batches have `batch_size` samples.
@@ -175,37 +171,33 @@ class DataSource(Protocol):
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
         """Returns a data set of the same sizes without reading any file.
 
-        Its batches have the shapes of the real ones, but arbitrary values. They serve
-        to compile a step. Only `tpu-embedding compile` calls this method.
+        Its batches have the real shapes and arbitrary values, for compiling a step.
+        Only `tpu-embedding compile` calls this method.
         """
         ...
 
 
 def required_files(data_dir: Any, files: str) -> pathlib.Path:
-    """Returns the path of the files that a source reads.
+    """Returns the path of a source's files, after checking that it exists.
 
     Args:
-      data_dir: the path that the user gave, or None.
+      data_dir: the user's path, or None.
       files: what the source reads, for errors.
 
     Raises:
-      DataError: if the path is None, or nothing exists there.
+      DataError: if the path is None or does not exist.
     """
     if data_dir is None:
-        raise DataError(f"This config reads {files}: pass their path with --data-dir.")
+        raise DataError(f"This config reads {files}; pass their path with --data-dir.")
     if not is_local_path(data_dir) or not local_path(data_dir).exists():
         raise DataError(
-            f"{data_dir} is missing on this machine; give the path of {files}."
+            f"{data_dir} does not exist on this machine. Pass the path of {files}."
         )
     return local_path(data_dir)
 
 
 def check_counts(settings: Any) -> None:
-    """Raises a ValueError that names each int field which is less than 1.
-
-    Args:
-      settings: a dataclass, such as a source.
-    """
+    """Raises a ValueError that names each int field of a dataclass less than 1."""
     raise_all(
         [
             f"{type(settings).__name__}.{name} must be at least 1, got {value}"
@@ -216,7 +208,7 @@ def check_counts(settings: Any) -> None:
 
 
 class SyntheticSource(abc.ABC):
-    """Base of the sources that read no file: their data set is its own outline."""
+    """Base class of sources that read no file."""
 
     def __post_init__(self):
         check_counts(self)
@@ -227,17 +219,17 @@ class SyntheticSource(abc.ABC):
         """Returns the data set.
 
         Raises:
-          DataError: if a directory is given, because the source reads no file.
+          DataError: if a directory is given.
         """
         if data_dir is not None:
             raise DataError(
-                "This config generates its data and reads no file, got "
-                f"{data_dir}; leave --data-dir out."
+                "This config generates its data and reads no file. Leave out "
+                f"--data-dir, got {data_dir}."
             )
         return self.draw(batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns a data set of the same sizes, by default the data set itself."""
+        """Returns a data set of the same sizes; by default, the data set itself."""
         return self.draw(batch_size=batch_size, seed=seed)
 
     @abc.abstractmethod

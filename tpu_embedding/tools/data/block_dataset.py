@@ -1,8 +1,7 @@
 """A data set over files that need not fit in memory, given a reader of samples.
 
-The reader knows the file format, and nothing of batches, epochs, seeds or processes.
-`BlockDataset` adds those. The readers of this package, for arrays and Parquet files,
-are used through it, and so can be a reader of your own.
+The reader only handles the file format. `BlockDataset` adds batches, epochs, seeds and
+processes. This package's readers of CSV and Parquet files use it, and so can your own.
 """
 
 import functools
@@ -16,11 +15,11 @@ from tpu_embedding.tools.data.teacher import TRAIN_STREAM, random_generator
 
 
 class SampleReader(Protocol):
-    """Reads samples by their numbers.
+    """Reads samples by number.
 
     Attributes:
-      block_bounds: int64 `[blocks + 1]`, the first sample of each block, and the number
-        of samples. The samples of a block are cheap to read together.
+      block_bounds: int64 `[blocks + 1]`, the first sample of each block, then the
+        number of samples. Samples of one block are cheap to read together.
     """
 
     block_bounds: np.ndarray
@@ -38,10 +37,10 @@ class SampleReader(Protocol):
 
 
 class BlockDataset:
-    """A `Dataset` that visits the samples of a reader in an order shuffled by blocks.
+    """A `Dataset` that visits a reader's samples in an order shuffled by blocks.
 
-    A batch may span two epochs, so every batch is full, and every sample is used once
-    per epoch. The held-out samples are the last ones.
+    Every sample is used once per epoch, and a batch may span two epochs, so that every
+    batch is full. The held-out samples are the last ones.
 
     Attributes:
       batch_size: samples per batch.
@@ -80,15 +79,15 @@ class BlockDataset:
         Args:
           reader: reader of the training samples.
           batch_size: samples per batch.
-          num_evaluation_samples: number of samples held out at the end of the
-            evaluation reader, or of the training reader without one. None means all
+          num_evaluation_samples: number of samples to hold out, the last ones of the
+            evaluation reader, or without one, of the training reader. Defaults to all
             samples of the evaluation reader.
           evaluation_reader: reader of the held-out samples, or None.
           seed: seed of the training order, at least 0.
-          num_streams: places of an epoch that a batch mixes; see `BlockOrder`.
+          num_streams: pieces of an epoch that a batch mixes; see `BlockOrder`.
 
         Raises:
-          DataError: if there are too few samples to hold out so many.
+          DataError: if there are not enough samples to hold out.
         """
         self.batch_size = batch_size
         self._reader = reader
@@ -101,8 +100,8 @@ class BlockDataset:
         if self.num_evaluation_samples > available or self.num_train_samples < 1:
             raise DataError(
                 f"{self._evaluation_reader} has {available} samples and cannot hold "
-                f"out num_evaluation_samples={num_evaluation_samples}; change it, or "
-                "name files to evaluate."
+                f"out num_evaluation_samples={num_evaluation_samples}. Change it, or "
+                "set evaluation files."
             )
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]
@@ -118,7 +117,7 @@ class BlockDataset:
         return self.train_part(step, range(self.batch_size))
 
     def train_part(self, step: int, samples: range) -> Batch:
-        """Returns some samples of the batch of `step`, and reads no others.
+        """Returns some samples of the batch of `step`, reading only these.
 
         Args:
           step: number of the step, from 0.
@@ -143,20 +142,20 @@ class BlockDataset:
 class BlockOrder:
     """A new random order of the blocks in each epoch.
 
-    The order is a pure function of a position, the number of a sample counted over all
-    epochs. So a run resumes at any position, on any number of processes, without a
-    saved state of the readers.
+    The order is a pure function of a position: the number of a sample, counted over all
+    epochs. A run can thus resume anywhere, on any number of processes, without saved
+    reader state.
 
-    With several streams, an epoch is cut into `num_streams` pieces of equal length. A
-    batch takes `stride` consecutive samples of each piece in turn, which mixes distant
-    blocks in one batch. The samples that are left over come last.
+    With several streams, an epoch is cut into `num_streams` equal pieces. A batch mixes
+    them: it takes `stride` consecutive samples from each piece in turn. Leftover
+    samples come last.
 
     Args:
-      bounds: int64 `[blocks + 1]`, rising: the first sample of each block, and the
+      bounds: int64 `[blocks + 1]`, rising: the first sample of each block, then the
         number of samples.
       seed: seed of the order.
-      num_streams: pieces of an epoch that a batch mixes.
-      stride: consecutive samples of a piece; 1 or more.
+      num_streams: number of pieces.
+      stride: consecutive samples from a piece, at least 1.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -175,9 +174,9 @@ class BlockOrder:
         self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the int64 numbers of the samples at rising positions."""
+        """Returns the samples' int64 numbers at rising positions."""
         epochs, offsets = np.divmod(positions, self.num_samples)
-        # In each turn, every stream gives `stride` samples.
+        # Each turn takes `stride` samples from every stream.
         turns, turn_offsets = np.divmod(offsets, self._num_streams * self._stride)
         streams, stream_offsets = np.divmod(turn_offsets, self._stride)
         num_turns = self.num_samples // (self._num_streams * self._stride)

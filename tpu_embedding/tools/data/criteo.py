@@ -1,7 +1,7 @@
-"""Criteo's click logs: 13 dense inputs and 26 categories of a sample.
+"""Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`criteo_to_parquet` converts the text of the logs, once. `synthetic_criteo` draws
-samples of the same shape without files.
+`criteo_to_parquet` converts the logs' text once. `SyntheticCriteo` draws samples of the
+same shape without files.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Source of a log in Parquet if files are given, of `SyntheticCriteo` otherwise.
+    """Source of a log in Parquet files, or of `SyntheticCriteo` without files.
 
-    The features are named `cat_00`, `cat_01` and so on. The ids of files are taken
-    modulo the rows of their table.
+    The features are named `cat_00`, `cat_01` and so on. Ids from files are taken modulo
+    their table's number of rows.
 
     Attributes:
-      vocabulary_size: table rows of each feature.
-      num_evaluation_samples: number of held-out samples; the last ones of the files.
-      vocabulary_sizes: rows of each feature, if they differ. `vocabulary_size` is then
-        their upper limit, so that a small machine can hold the tables.
-      valences: ids per sample of each feature. Files have columns of integers for 1,
-        and of lists of a fixed size for more.
-      max_valence: upper limit of the valences of synthetic samples, or None.
+      vocabulary_size: number of table rows of each feature.
+      num_evaluation_samples: number of held-out samples, the last ones of the files.
+      vocabulary_sizes: number of table rows of each feature, if they differ.
+        `vocabulary_size` is then an upper limit, so that a small machine can hold the
+        tables.
+      valences: ids per sample of each feature. In files, a column holds integers for 1,
+        and lists of a fixed size for more.
+      max_valence: upper limit of synthetic samples' valences, or None.
     """
 
     vocabulary_size: int
@@ -53,13 +54,10 @@ class CriteoSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> ParquetClicks | SyntheticCriteo:
-        """Returns the data set: the rows of a log, or synthetic ones without a file.
+        """Returns the data set: rows of a log, or synthetic rows without files.
 
-        Args:
-          data_dir: a file that `criteo_to_parquet` wrote, a directory of such files in
-            the order of time by name, or None.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order of a log's samples, or of synthetic samples.
+        `data_dir` is a file that `criteo_to_parquet` wrote, a directory of such files
+        whose names sort by time, or None. See also `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.
@@ -69,9 +67,9 @@ class CriteoSource:
         path = required_files(data_dir, "Criteo's logs in Parquet")
         if not path.match("*.parquet") and not any(path.glob("*.parquet")):
             raise DataError(
-                f"{path} must be a Parquet file, or hold some. Convert Criteo's text "
-                "once: python -m tpu_embedding.tools.data.criteo_to_parquet TEXT "
-                "PARQUET"
+                f"{path} must be a Parquet file, or a directory of them. Convert "
+                "Criteo's text once: python -m "
+                "tpu_embedding.tools.data.criteo_to_parquet TEXT PARQUET"
             )
         columns = zip(CATEGORY_NAMES, self.sizes, self.valences, strict=False)
         features = tuple(
@@ -92,12 +90,12 @@ class CriteoSource:
         return source.open(path, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
-        """Returns synthetic rows, which have the shapes of a log's rows."""
+        """Returns synthetic rows with the shapes of a log's rows."""
         return SyntheticCriteo(self, batch_size=batch_size, seed=seed)
 
     @property
     def sizes(self) -> list[int]:
-        """Table rows of each feature."""
+        """Number of table rows of each feature."""
         limit = self.vocabulary_size
         sizes = self.vocabulary_sizes or [limit] * len(self.valences)
         return [min(size, limit) for size in sizes]

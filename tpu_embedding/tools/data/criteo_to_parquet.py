@@ -1,11 +1,11 @@
-"""Converts Criteo's click logs from text to Parquet, which training reads.
+"""Converts Criteo's click logs from text to Parquet for training.
 
     python -m tpu_embedding.tools.data.criteo_to_parquet day_0 day_0.parquet
 
-A line of the text has 40 fields separated by tabs: the label (0 or 1), 13 integers
-(counts; may be empty or negative) and 26 categories (8 hex digits; may be empty). The
-Kaggle challenge and the 1TB logs share the format. pyarrow parses the text in blocks,
-and unpacks files whose names end in `.gz` on the way.
+A line of text has 40 tab-separated fields: the label (0 or 1), 13 integers (counts; may
+be empty or negative) and 26 categories (8 hex digits; may be empty). The Kaggle
+challenge and the 1TB logs share this format. Files whose names end in `.gz` are
+decompressed while reading.
 
 The Parquet file has these columns:
 
@@ -13,8 +13,8 @@ The Parquet file has these columns:
 * `dense_00` to `dense_12`: float32, `log(1 + max(x, 0))`; an empty field counts as 0.
   MLPerf's DLRM uses the same transform (`data_utils.py` and `dlrm_data_pytorch.py` of
   facebookresearch/dlrm).
-* `cat_00` to `cat_25`: int64, 1 plus the 32 bits of the category; 0 for an empty field.
-  `CriteoSource` takes them modulo the rows of the table.
+* `cat_00` to `cat_25`: int64, 1 plus the category's 32 bits; 0 for an empty field.
+  `CriteoSource` takes them modulo the table's number of rows.
 
 Rows keep the order of the lines.
 """
@@ -41,19 +41,19 @@ ROW_GROUP_ROWS: Final = 65_536
 def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
     """Writes the samples of a text file to a Parquet file.
 
-    It needs memory for a few blocks, whatever the size of the file.
+    Needs memory for a few blocks, whatever the size of the file.
 
     Args:
-      text: path of the text, plain or packed by gzip.
+      text: path of the text, plain or compressed with gzip.
       parquet_file: path of the file to write; an existing file is replaced.
 
     Returns:
       The number of samples.
 
     Raises:
-      DataError: if the text is missing or a field is wrong. The message names the lines
-        of the block and the column, and no file is written. Or if pyarrow is not
-        installed.
+      DataError: if the text is missing, a field is wrong, or pyarrow is not installed.
+        The message names the column and the lines of the block, and `parquet_file` is
+        not written.
     """
     pa, parquet = load_pyarrow("pyarrow"), load_pyarrow("pyarrow.parquet")
     fields = [(LABEL, pa.int8())]
@@ -81,7 +81,7 @@ def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
 
 
 def _blocks(path: pathlib.Path) -> Iterator[Any]:
-    """Yields tables of consecutive lines, whose empty fields are null."""
+    """Yields tables of consecutive lines. Empty fields are null."""
     pa, csv = load_pyarrow("pyarrow"), load_pyarrow("pyarrow.csv")
     types: dict[str, Any] = {name: pa.int64() for name in (LABEL, *DENSE_NAMES)}
     types |= dict.fromkeys(CATEGORY_NAMES, pa.string())
@@ -102,7 +102,7 @@ def _blocks(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _category(column: Any, name: str, place: str) -> np.ndarray:
-    """Returns 1 plus the number of 8 hex digits, and 0 for an empty field."""
+    """Returns 1 plus the value of 8 hex digits, or 0 for an empty field."""
     pa = load_pyarrow("pyarrow")
     try:
         words = column.fill_null("0" * 8).cast(pa.binary()).cast(pa.binary(8))
@@ -117,10 +117,10 @@ def _category(column: Any, name: str, place: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Converts the file that the command line names."""
+    """Converts the file named on the command line."""
     parser = argparse.ArgumentParser(description="Converts Criteo's text to Parquet.")
-    parser.add_argument("text", type=pathlib.Path, help="text of a log")
-    parser.add_argument("parquet", type=pathlib.Path, help="file to write")
+    parser.add_argument("text", type=pathlib.Path, help="text of a log, or .gz of it")
+    parser.add_argument("parquet", type=pathlib.Path, help="Parquet file to write")
     arguments = parser.parse_args()
     print(f"{convert(arguments.text, arguments.parquet):,} samples written")
 

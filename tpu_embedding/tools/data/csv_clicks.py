@@ -1,6 +1,6 @@
 """Clicks of a CSV file, whose columns are recognised from a sample of its rows.
 
-Cells are read in blocks, and columns keep few bytes per cell.
+Cells are read in blocks, and columns take few bytes per cell.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ _RULES: Final = {
     ),
     "encoding": Rule(_is_encoding, "the name of an encoding, such as cp1252, or None"),
     "held_out": Rule(lambda x: 0 < x < 1, "between 0 and 1"),
-    "separator": Rule(bool, "a text of a character or more"),
+    "separator": Rule(bool, "at least one character"),
     "delimiter": Rule(
         lambda x: x is None or (x and not set(x) & set('"\r\n')),
         "a text without quotes and line breaks, or None",
@@ -74,35 +74,27 @@ _FIELDS_OF_KINDS: Final[dict[ColumnKind, str]] = {
 class CsvClicks(BlockDataset):
     """The rows of a CSV file in memory, in a random order in each epoch.
 
-    Features and dense inputs are the ones of `CsvSchema.encode`. An empty cell looks up
-    nothing, and so does an empty element of a list.
+    Features and dense inputs are as from `CsvSchema.encode`. An empty cell looks up
+    nothing, and neither does an empty list element.
 
     Attributes:
       schema: how the columns become features and numbers.
-      vocabularies: vocabulary of each column of categories or lists. Strings that
-        fewer than `CsvSource.min_count` training rows have share the id of unknown
-        ones.
-      vocabulary_sizes: rows of each feature's table.
-      sequence_lengths: columns of a feature of several columns.
-      number_scales: mean and standard deviation over the training rows of each number's
-        `signed_log`, and of the number.
-      num_classes: classes of the label, or None if it is not one of several classes.
-      label_scale: mean and standard deviation of the training rows' labels, for a
-        regression; otherwise None.
-      description: a line about the rows, and a table of the columns.
+      vocabularies: vocabulary of each column of categories or lists. Strings in fewer
+        than `CsvSource.min_count` training rows share the id of unknown strings.
+      vocabulary_sizes: number of rows of each feature's table.
+      sequence_lengths: number of columns of each feature that joins several columns.
+      number_scales: for each number, mean and standard deviation over the training rows
+        of its `signed_log`, then of the number itself.
+      num_classes: number of classes of the label, or None for other tasks.
+      label_scale: for a regression, mean and standard deviation of the training labels;
+        otherwise None.
+      description: lines about the rows and the task, and a table of the columns.
     """
 
     def __init__(
         self, path: pathlib.Path, source: "CsvSource", *, batch_size: int, seed: int
     ):
-        """Reads the file, and encodes its columns.
-
-        Args:
-          path: path of the file.
-          source: kinds of the columns, and choice of the held-out rows.
-          batch_size: samples per batch.
-          seed: seed of the order, and of the held-out rows.
-        """
+        """Reads the file, and encodes its columns; see `CsvSource.open`."""
         source, columns, numbers, strings = read_columns(path, source)
         labels = numbers.pop(source.label)
         is_labelled = ~np.isnan(labels)
@@ -123,8 +115,8 @@ class CsvClicks(BlockDataset):
         if not features:
             raise DataError(
                 f"{path} must have a number that varies, or a category that occurs "
-                f"{source.min_count} times; lower data.min_count, or name its column "
-                "by data.categories."
+                f"{source.min_count} times. Lower data.min_count, or name the column "
+                "in data.categories."
             )
         self.schema = CsvSchema(tuple(columns.values()))
         self.vocabulary_sizes = self.schema.feature_sizes(self.vocabularies)
@@ -138,7 +130,7 @@ class CsvClicks(BlockDataset):
             describe_labels(source, labels[is_labelled]),
         ]
         if source.encoding not in (None, "utf-8"):
-            heading.append(f"read as {source.encoding}; data.encoding names another")
+            heading.append(f"read as {source.encoding}; data.encoding changes this")
         if num_labels < len(labels):
             heading.append(f"dropped {len(labels) - num_labels:,} rows without a label")
         self.description = "\n".join([*heading, *lines])
@@ -165,11 +157,11 @@ class CsvClicks(BlockDataset):
     ) -> tuple[dict[str, FeatureIds], dict[str, np.ndarray], list[str]]:
         """Encodes the columns, frees their cells, and sets the vocabularies.
 
-        `columns` gets what the training rows tell of each: bucket edges, and columns
-        without a value that repeats, which are ignored.
+        Updates `columns` from the training rows: adds bucket edges, and ignores columns
+        without a repeated value.
 
         Returns:
-          Ids and numbers by feature; and the lines of the description about columns.
+          Ids by feature, numbers by name, and description lines about the columns.
         """
         features: dict[str, FeatureIds] = {}
         dense: dict[str, np.ndarray] = {}
@@ -205,18 +197,19 @@ class CsvClicks(BlockDataset):
             shown.append((name, column.kind, distinct, size, column.because))
         shown.append((source.label, "label", "-", "-", "data.label"))
         lines = [format_table(shown, num_left_aligned=2), *warnings]
-        fix = "data.categories=COLUMN, data.numbers, dates, lists or ignored"
-        return features, dense, [*lines, f"change a kind by --set {fix}"]
+        fix = "data.categories=COLUMN, or data.numbers, dates, lists or ignored"
+        return features, dense, [*lines, f"change a kind with --set {fix}"]
 
     def constant_loss(self) -> float:
-        """Returns the held-out RMSE of the training labels' mean, for a regression.
+        """Returns the held-out loss of the best constant prediction.
 
-        For classes, it is the log loss of their shares in the training rows.
+        It is the RMSE of the training labels' mean for a regression, and the log loss
+        of the training rows' class shares for classes.
         """
         trained, held_out = self._labels
         if self.num_classes is None:
             return float(np.sqrt(np.mean((held_out - trained.mean(dtype=float)) ** 2)))
-        # A class that only held-out rows have counts as half a row.
+        # A class that occurs only in held-out rows counts as half a row.
         counts = np.bincount(trained.astype(int), minlength=self.num_classes)
         counts = np.maximum(counts, 0.5)
         shares = counts / counts.sum()
@@ -227,43 +220,43 @@ class CsvClicks(BlockDataset):
 class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
-    White space around a cell or an element of a list does not count. Columns that are
-    named in no field are recognised from rows all over the file: cells
-    with the separator are lists, numbers and dates are those that all cells are, and
-    the rest are categories. So are integers that have few different values, or
-    identify something.
+    Cells and list elements are stripped of white space. Columns not named in any field
+    are recognised from rows throughout the file. A column is a list if a cell has the
+    separator, and numbers or dates if all cells are. The rest are categories, including
+    integers that have few distinct values or identify something.
 
-    The label selects the task. Two values make a binary task; the positive value is the
+    The label selects the task. Two values make a binary task. The positive value is the
     one that means yes (`1`, `true`, `yes`, `y`, `positive`, `>50K`), or else the
-    greater number, or else the rarer text. Numbers with fractions, and more than 20
-    integers, make a regression. Others are classes. A row without a label is dropped.
+    greater number, or else the rarer text. Numbers with fractions, or more than 20
+    integers, make a regression. All other labels are classes. Rows without a label are
+    dropped.
 
     Attributes:
       label: name of the column of labels.
-      task: what to predict, or None to recognise it: `"binary"`, `"classes"`, or
-        `"regression"`.
-      positive: value of the label that counts as 1; other values count as 0.
-      classes: values of the label, in the order of the model's outputs. By default,
-        all that the file has.
-      positive_from: smallest number in the label's column that counts as 1, for
-        ratings; smaller ones count as 0.
+      task: task to train for: `"binary"`, `"classes"` or `"regression"`. By default, it
+        is recognised from the labels.
+      positive: label value that counts as 1; all other values count as 0.
+      classes: label values, in the order of the model's outputs. Defaults to all values
+        in the file.
+      positive_from: smallest label that counts as 1, for ratings; smaller labels count
+        as 0.
       categories: columns of categories, one string or integer per row.
-      numbers: columns of numbers, of any notation; `true` is 1 and `false` 0.
-      dates: columns of dates or times, of any notation.
+      numbers: columns of numbers in any notation; `true` is 1, and `false` is 0.
+      dates: columns of dates or times in any notation.
       lists: columns of several categories per row.
       ignored: columns that the model does not see.
-      separator: text between the elements of a list.
-      delimiter: text between the fields of a row. By default, it is the one of comma,
-        tab, semicolon, `|`, `::` and blanks that gives the first lines equal numbers
-        of fields. A blank stands for any number of blanks.
-      encoding: name of the file's encoding. By default, UTF-8 is tried, then UTF-16,
-        then Windows' Latin-1.
-      column_names: names of the columns, if the first line is a row already.
-      min_count: occurrences in the training rows that a string needs for a table row
-        of its own.
-      held_out: share of the rows that are held out for the evaluation.
-      split: `"random"` holds out random rows, by a hash of the row's number and the
-        seed; `"last"` the last ones of the file.
+      separator: text between list elements.
+      delimiter: text between the fields of a row. By default, the one of comma, tab,
+        semicolon, `|`, `::` and space that splits the first lines into equal numbers of
+        fields. A space matches any number of spaces.
+      encoding: encoding of the file. By default, UTF-8, UTF-16 or Windows' Latin-1 is
+        detected.
+      column_names: names of the columns, if the first line is already a row.
+      min_count: minimum number of occurrences of a string in the training rows for its
+        own table row.
+      held_out: share of the rows held out for evaluation.
+      split: `"random"` holds out random rows, selected by a hash of the row number and
+        the seed. `"last"` holds out the last rows of the file.
     """
 
     label: str
@@ -290,7 +283,7 @@ class CsvSource:
         named = [*itertools.chain(*self._names_of_kinds().values())]
         if len(set(named)) < len(named):
             raise ValueError(
-                f"CsvSource must name a column for one kind, got {sorted(named)}."
+                f"CsvSource must name each column only once, got {sorted(named)}."
             )
 
     def open(
@@ -298,35 +291,32 @@ class CsvSource:
     ) -> CsvClicks:
         """Reads the file, and returns the data set.
 
-        Args:
-          data_dir: path of the file, in UTF-8, compressed if it ends with `.gz`. Each
-            row is one line; blank lines do not count. Columns without a name get that
-            of their place, as `column 1`.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order, and of the choice of held-out rows.
+        The file is decompressed if its name ends with `.gz`. Blank lines are skipped. A
+        column without a name is named after its position, such as `column 1`. `seed`
+        selects the order and the held-out rows.
 
         Raises:
           DataError: if the file is missing, empty or damaged, a column is missing, or a
-            cell breaks the rule of its column; the message names the line.
+            cell breaks its column's rule. The message names the line.
         """
         path = required_files(data_dir, "a CSV file")
         return CsvClicks(path, self, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> CsvClicks:
-        """Raises a DataError: only the file tells the sizes of the tables."""
+        """Raises a DataError, because the tables' sizes depend on the file."""
         raise DataError(
-            "A CSV file tells the sizes of its tables only when it is read; to compile "
+            "The table sizes of a CSV file are known only after reading it. To compile "
             "for a slice, write a config with a ParquetSource, which declares them."
         )
 
     def columns_of(
         self, cells: Mapping[str, Sequence[str]], rows: np.ndarray | None = None
     ) -> dict[str, Column]:
-        """Returns the columns, without the label, as fields name or cells show them.
+        """Returns all columns except the label, as named in fields or recognised.
 
         Args:
           cells: some cells of each column.
-          rows: rising numbers of the cells' rows. By default, they are consecutive.
+          rows: rising row numbers of the cells. By default, they are consecutive.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
@@ -355,7 +345,7 @@ class CsvSource:
 
     @property
     def named_columns(self) -> frozenset[str]:
-        """Columns that the fields name."""
+        """Columns named in fields, including the label."""
         return frozenset(itertools.chain(*self._names_of_kinds().values()))
 
     def _names_of_kinds(self) -> dict[str, tuple[str, ...]]:
@@ -373,10 +363,10 @@ class CsvSource:
                 )
 
     def is_held_out(self, num_rows: int, seed: int) -> np.ndarray:
-        """Returns bool `[rows]`, True for the rows of the evaluation.
+        """Returns bool `[rows]`, True for held-out rows.
 
         Raises:
-          DataError: if all rows are, or none is.
+          DataError: if all rows or no rows are held out.
         """
         places = 1 - np.arange(num_rows) / num_rows
         if self.split == "random":
@@ -387,21 +377,21 @@ class CsvSource:
         if is_held_out.all() or not is_held_out.any():
             raise DataError(
                 f"data.held_out={self.held_out} must leave rows to train and to "
-                f"evaluate, got {num_rows} rows; give more, or change it."
+                f"evaluate, got {num_rows} rows. Add rows, or change held_out."
             )
         return is_held_out
 
 
 def _rare_strings(name: str, ids: FeatureIds, vocabulary: Vocabulary) -> list[str]:
-    """Returns a warning if most strings have the id of unknown ones."""
+    """Returns a warning if most strings have the id of unknown strings."""
     values = np.asarray(ids.values if isinstance(ids, RaggedIds) else ids)
     values = values[values != PADDING_ROW_ID]
     is_unknown = values < vocabulary.vocabulary_size - len(vocabulary.tokens)
     if not values.size or is_unknown.mean() <= 0.5:
         return []
     return [
-        f"warning: {is_unknown.mean():.0%} of the cells of {name!r} share the row of "
-        "unknown strings, because so few repeat; set data.ignored, or data.numbers"
+        f"warning: {is_unknown.mean():.0%} of the values of {name!r} share the row of "
+        "unknown strings, because so few repeat; set data.ignored or data.numbers"
     ]
 
 
@@ -414,7 +404,7 @@ def _giveaways(
 ) -> list[str]:
     """Returns a warning for each feature that predicts labels of 0 and 1 on its own.
 
-    A feature's score of a row is the mean label of the training rows with its id.
+    A feature scores a row with the smoothed mean label of the training rows of its id.
     """
     if not np.isin(labels[is_trained | is_held_out], (0, 1)).all():
         return []
@@ -439,7 +429,7 @@ def _giveaways(
 
 
 def _auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the AUC, or NaN for fewer than five labels of a kind."""
+    """Returns the AUC, or NaN with fewer than five labels of either kind."""
     _, places = np.unique(scores, return_inverse=True)
     positive = np.bincount(places, labels)
     negative = np.bincount(places) - positive
@@ -450,7 +440,7 @@ def _auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 class _Rows:
-    """A `SampleReader` of some rows of the columns; each row is a block."""
+    """A `SampleReader` of selected rows; each row is a block."""
 
     def __init__(self, columns: Batch, rows: np.ndarray):
         self._columns, self._rows = columns, rows
@@ -463,9 +453,7 @@ class _Rows:
 def signed_log(values: Any, xp: Any = np) -> Any:
     """Returns `sign(x) * log(1 + |x|)`, which keeps the order and shortens tails.
 
-    Args:
-      values: array of numbers.
-      xp: module of the array, `numpy` or `jax.numpy`.
+    `xp` is the array's module, `numpy` or `jax.numpy`.
 
     Example:
       >>> signed_log(np.array([0.0, -1.0])).round(3).tolist()
@@ -475,9 +463,9 @@ def signed_log(values: Any, xp: Any = np) -> Any:
 
 
 def _scale(values: np.ndarray) -> tuple[float, ...]:
-    """Returns mean and standard deviation of logarithms, and of the numbers.
+    """Returns mean and standard deviation of the logarithms, then of the numbers.
 
-    Missing numbers do not count. Without two different ones, each pair is 0 and 1.
+    Missing numbers are ignored. Without two distinct numbers, each pair is 0 and 1.
     """
     present, scales = values[~np.isnan(values)], []
     for scaled in (signed_log(present), present):

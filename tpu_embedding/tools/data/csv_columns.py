@@ -1,4 +1,4 @@
-"""Reads the columns of a CSV file, of kinds that do not depend on the order of rows."""
+"""Reads the columns of a CSV file, and recognises kinds from a sample of all rows."""
 
 import collections
 import dataclasses
@@ -15,10 +15,10 @@ from tpu_embedding.tools.data.csv_text import CsvBlock, find_encoding, read_bloc
 from tpu_embedding.tools.data.teacher import splitmix64
 
 SAMPLE_ROWS: Final = 10_000
-"""Most rows whose cells tell the kinds. Cells that do not fit a kind are added."""
+"""Maximum number of sampled rows. Cells that do not fit a kind are added to them."""
 
 _MAX_ODD: Final = 5
-"""Cells that may change the notation of a column whose kind a field names."""
+"""Maximum number of cells that may change the notation of a column of a named kind."""
 
 
 def read_columns(
@@ -26,17 +26,14 @@ def read_columns(
 ) -> tuple[Any, dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
     """Reads the columns of a file.
 
-    The first rows tell the kinds. A column of another kind in a sample of all rows, or
-    with a cell that does not fit, is read again.
-
-    Args:
-      path: path of the file.
-      source: the `CsvSource`.
+    The first rows determine the kinds. If a sample of all rows gives a column a
+    different kind, or a cell does not fit, the column is read again.
 
     Returns:
-      The source with its encoding and task; and by name each column except the label,
-      numbers and labels, and strings. Numbers and dates are float64 `[rows]`, as
-      `Column.read` returns them, and labels float32 `[rows]`, NaN if missing.
+      The `CsvSource` with its encoding and task. Then three dicts by column name: each
+      column except the label, numbers including labels, and strings. Numbers and dates
+      are float64 `[rows]`, as from `Column.read`. Labels are float32 `[rows]`, NaN if
+      missing.
 
     Raises:
       DataError: see `CsvSource.open`.
@@ -92,11 +89,11 @@ def read_columns(
 
 
 class RowSample:
-    """Cells of random rows of a file, chosen by a hash of the row's number.
+    """Cells of random rows of a file, selected by a hash of the row number.
 
     Attributes:
       cells: texts of each column.
-      rows: numbers of the rows, rising.
+      rows: row numbers, rising.
     """
 
     def __init__(self):
@@ -105,7 +102,7 @@ class RowSample:
         self._num_rows, self._share = 0, 1.0
 
     def add(self, cells: dict[str, list[str]]) -> None:
-        """Adds the next rows, and drops half of all while there are too many."""
+        """Adds the next rows, then drops half of the rows while there are too many."""
         new = self._num_rows + np.arange(len(next(iter(cells.values()))))
         self._num_rows += len(new)
         kept = self._kept(new)
@@ -125,12 +122,12 @@ class RowSample:
 
 
 class _Cells:
-    """Cells of one pass over a file: numbers and strings, and cells that do not fit.
+    """Cells of one pass over a file: numbers, strings, and cells that do not fit.
 
     Attributes:
       strings: strings by column.
-      odd: the first cell of each column that does not fit its kind.
-      errors: the errors of these cells.
+      odd: each column's first cell that does not fit its kind.
+      errors: errors for these cells, by column.
     """
 
     def __init__(self, source: Any, columns: dict[str, Column]):
@@ -145,7 +142,6 @@ class _Cells:
         }
 
     def add(self, block: CsvBlock) -> None:
-        """Adds the rows of a block."""
 
         def note(name: str, row: int, rule: str, fix: str) -> DataError:
             self.odd[name] = block.cells[name][row]
@@ -169,6 +165,6 @@ class _Cells:
                 self.errors[name] = error
 
     def numbers(self) -> dict[str, np.ndarray]:
-        """Returns the numbers of each column, and frees its blocks."""
+        """Returns the numbers of each column, and frees the blocks."""
         names = list(self._blocks)
         return {name: np.concatenate(self._blocks.pop(name)) for name in names}

@@ -1,4 +1,4 @@
-"""Labels of a CSV file: what they predict, and their numbers."""
+"""Labels of a CSV file: the task that they define, and their numbers."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ NUMBER: Final = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+
 Task = Literal["binary", "classes", "regression"]
 
 MAX_INTEGER_CLASSES: Final = 20
-"""More different integers than these are numbers to predict, not classes."""
+"""Maximum number of distinct integers that are classes; more make a regression."""
 
 MAX_CLASSES: Final = 1000
 
@@ -27,17 +27,17 @@ _POSITIVE: Final = frozenset(
 
 
 class LabelColumn:
-    """The cells of a label's column, each numbered by its value.
+    """The cells of the label column, numbered by value.
 
-    `1` and `1.0` are the same value, and so are `true` and `True`. If numbers occur,
-    `true` is 1 and `false` is 0. A missing cell is skipped.
+    `1` and `1.0` are the same value, and so are `true` and `True`. If 0 or 1 occurs,
+    `true` is 1 and `false` is 0. Missing cells are skipped.
 
     Attributes:
-      values: each value, as it occurs first; the key is the same for all its spellings.
+      values: each value in its first spelling. All spellings of a value share a key.
     """
 
     def __init__(self, path: pathlib.Path, name: str):
-        """Begins the column of a file."""
+
         self._path, self._name = path, name
         self._key_of_cell: dict[str, int] = {}
         self._first_lines: dict[str, int] = {}
@@ -58,26 +58,25 @@ class LabelColumn:
         self._numbers.append(np.fromiter(map(known.get, cells), np.int32, len(cells)))
 
     def fields(self, source: Any) -> dict[str, Any]:
-        """Returns `task`, `positive` and `classes` of a `CsvSource`, for these labels.
+        """Returns a `CsvSource`'s `task`, `positive` and `classes` for these labels.
 
-        Args:
-          source: the `CsvSource`, whose fields have precedence.
+        Fields that are set in the `CsvSource` take precedence.
 
         Raises:
-          DataError: if the labels don't determine what to predict.
+          DataError: if the labels do not determine what to predict.
         """
         keys, task = self._merged(), source.task
         if source.positive_from is not None:
             return {"task": "binary", "positive": None, "classes": ()}
         if task is not None and (source.positive is not None or source.classes):
-            return {}  # Known already, maybe from another file.
+            return {}  # Already known, perhaps from another file.
         if source.positive is not None:
             task = "binary"
         elif len(keys) < 2:
             raise self._error(
                 f"the labels of {sum(map(len, self._numbers)):,} rows must have two "
                 f"different values, got {list(self.values.values())}",
-                "add rows of both kinds, or name another column by --label",
+                "add rows with another label, or name another column with --label",
             )
         others = [key for key in keys if not NUMBER.fullmatch(key)]
         has_many = len(keys) > MAX_INTEGER_CLASSES
@@ -91,7 +90,7 @@ class LabelColumn:
         ):
             if others:
                 raise self._error(
-                    f"a label must be a number as others are, got "
+                    f"a label must be a number like the rest, got "
                     f"{self._text(others[0])!r}",
                     "correct it or leave it empty, or set data.task=classes",
                     line=self._first_lines[others[0]],
@@ -103,34 +102,34 @@ class LabelColumn:
             raise self._error(
                 f"the labels must have at most {MAX_CLASSES:,} classes, got "
                 f"{len(keys):,} such as {self._text(others[0])!r}",
-                "name another column by --label, or one class by --positive",
+                "name another column with --label, or one class with --positive",
             )
         rising = sorted(keys, key=float) if not others else sorted(keys)
         classes = tuple(source.classes) or tuple(map(self._text, rising))
         return {"task": "classes", "positive": None, "classes": classes}
 
     def _binary_fields(self, source: Any, keys: list[str]) -> dict[str, Any]:
-        """Returns the fields of a task of two values, or of one value and the rest."""
+        """Returns the fields for two values, or for one value against the rest."""
         positive = source.positive
         if positive is None:
             if len(keys) != 2:
                 raise self._error(
-                    f"data.task=binary needs two values, got {len(keys):,}",
-                    "choose one by --positive",
+                    f"data.task=binary needs two label values, got {len(keys):,}",
+                    "choose one with --positive",
                 )
             positive = self._text(self._default_positive(keys))
         if _key(positive) not in keys:
             some = list(self.values.values())[:20]
             raise self._error(
-                f"the label must have the positive value {positive!r}, got {some}",
-                "choose one of them by --positive",
+                f"the labels must include the positive value {positive!r}, got {some}",
+                "choose one of them with --positive",
             )
         negative = [self._text(key) for key in keys if key != _key(positive)]
         classes = (*negative, positive) if len(negative) == 1 else ()
         return {"task": "binary", "positive": positive, "classes": classes}
 
     def _default_positive(self, keys: list[str]) -> str:
-        """Returns the key of the positive one of two values; see `CsvSource`."""
+        """Returns the positive value's key; see `CsvSource`."""
         if all(map(NUMBER.fullmatch, keys)):
             return max(keys, key=float)
         first, second = sorted(keys)
@@ -144,13 +143,13 @@ class LabelColumn:
         return first if counts[0] < counts[1] else second
 
     def labels(self, source: Any) -> np.ndarray:
-        """Returns the labels, float32 `[rows]`, NaN where the cell is missing.
+        """Returns the labels, float32 `[rows]`, NaN for missing cells.
 
-        Args:
-          source: the `CsvSource` with the `fields` of a column, maybe of another file.
+        `source` has the `fields` of this column, or of another file's column.
 
         Raises:
-          DataError: if a value is not a number, or not among the source's classes.
+          DataError: if a value is not a number or not one of the classes, as the task
+            requires.
         """
         keys = self._merged()
         classes = {_key(value): i for i, value in enumerate(source.classes)}
@@ -172,7 +171,7 @@ class LabelColumn:
                 raise self._error(
                     f"a label {rule}, got {self.values[spelled]!r}",
                     "correct it, leave it empty to drop the row, or name another "
-                    "column by --label",
+                    "column with --label",
                     line=self._first_lines[spelled],
                 )
             if source.positive_from is not None:
@@ -186,12 +185,12 @@ class LabelColumn:
         present = labels[~np.isnan(labels)]
         if len(np.unique(present)) < 2:
             raise self._error(
-                f"the labels of {len(present)} rows must hold both 0 and 1",
+                f"the labels of {len(present)} rows must include both 0 and 1",
                 "add rows of both kinds, or change data.positive or positive_from",
             )
 
     def _merged(self) -> list[str]:
-        """Returns the keys, with 1 and 0 for true and false among numbers."""
+        """Returns the keys; if 0 or 1 is among them, 1 and 0 replace true and false."""
         has_numbers = not self.values.keys().isdisjoint(("0", "1"))
         keys = [_WORDS.get(key, key) if has_numbers else key for key in self.values]
         return list(dict.fromkeys(keys))
@@ -211,8 +210,8 @@ def read_label_fields(path: pathlib.Path, source: Any) -> tuple[Any, float]:
     """Reads the labels of a file.
 
     Returns:
-      The `CsvSource` with its `task`, `positive` and `classes`; and the standard
-      deviation of the labels.
+      The `CsvSource` with `task`, `positive` and `classes`, and the standard deviation
+      of the labels.
     """
     encoding = source.encoding or find_encoding(path)
     source = dataclasses.replace(source, encoding=encoding)
@@ -230,7 +229,7 @@ def read_label_fields(path: pathlib.Path, source: Any) -> tuple[Any, float]:
 
 
 def describe_labels(source: Any, labels: np.ndarray) -> str:
-    """Returns a phrase about what a model predicts, given the labels of the rows."""
+    """Returns a phrase that describes what a model predicts."""
     if source.task == "regression":
         return (
             f"regression: {source.label} from {labels.min():g} to {labels.max():g}, "
@@ -251,7 +250,7 @@ def describe_labels(source: Any, labels: np.ndarray) -> str:
 
 
 def _key(cell: str) -> str:
-    """Returns the same text for all spellings of a value; empty for a missing one."""
+    """Returns the same text for all spellings of a value, or "" if it is missing."""
     if NUMBER.fullmatch(cell):
         return repr(float(cell) + 0.0).removesuffix(".0")  # -0.0 becomes 0.
     lower = cell.lower()

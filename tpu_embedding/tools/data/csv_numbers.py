@@ -1,4 +1,4 @@
-"""Numbers and dates of texts, in the notations that files use."""
+"""Parses numbers and dates in the notations that files use."""
 
 import datetime
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 MISSING: Final = frozenset(
     ("", "?", "-", "--", "na", "n/a", "#n/a", "nan", "nat", "null", "none", "\\n")
 )
-"""Words for a missing value, in lower case."""
+"""Lower-case words for a missing value."""
 
 _WORDS: Final = {"true": 1.0, "false": 0.0, "∞": math.inf, "-∞": -math.inf} | {
     sign + word: float(sign + word)
@@ -21,7 +21,7 @@ _WORDS: Final = {"true": 1.0, "false": 0.0, "∞": math.inf, "-∞": -math.inf} 
 }
 
 _AROUND: Final = "$€£¥₹₩₽% \u00a0\u202f"
-"""Characters around a number that do not change it."""
+"""Characters around a number that are ignored."""
 
 _MARKS: Final = {"": "", " ": "[ \u00a0\u202f]", "'": "['’]", ",": ",", ".": r"\."}
 
@@ -34,12 +34,12 @@ NUMBER_MARKS: Final = (
     (",", "."),
     (",", " "),
 )
-"""Decimal mark and thousands mark of each notation of numbers."""
+"""Decimal and thousands marks of each notation."""
 
 UNIX_FORMATS: Final = {"Unix seconds": 1.0, "Unix milliseconds": 1000.0}
 
 CLOCK_FORMAT: Final = "HHMM"
-"""Format of times of day as numbers: 5 and 1730 are 0:05 and 17:30."""
+"""Format of times of day as numbers: 5 means 0:05, and 1730 means 17:30."""
 
 _ISO: Final = "ISO 8601"
 
@@ -55,7 +55,7 @@ DATE_FORMATS: Final = (
         )
     ),
 )
-"""Formats of `datetime.strptime`, and the ones of `datetime.fromisoformat`."""
+"""Formats for `datetime.strptime`, and the one for `datetime.fromisoformat`."""
 
 _ISO_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9].*)?")
 
@@ -67,16 +67,16 @@ _MAX_NUMBER: Final = float(np.finfo(np.float32).max)
 def numbers_of(
     cells: Sequence[str], decimal: str = ".", thousands: str = ""
 ) -> tuple[np.ndarray, int | None]:
-    """Returns float64 numbers, and the place of the first cell that is not one.
+    """Returns float64 numbers, and the index of the first cell that is not a number.
 
-    A number may have a sign, an exponent, a currency sign or `%`; `true` is 1, `false`
-    0, and a missing one NaN.
+    A number can have a sign, an exponent, a currency sign or `%`. `true` is 1, `false`
+    is 0, and a missing number is NaN.
 
     Args:
       cells: texts `[rows]`.
-      decimal: the decimal mark.
-      thousands: mark between groups of three digits; `" "` includes no-break spaces,
-        and none if empty.
+      decimal: decimal mark.
+      thousands: mark between groups of three digits, or `""`. `" "` includes no-break
+        spaces.
 
     Example:
       >>> numbers_of(["$1,234.50", "?", "-inf", "12 %"], thousands=",")
@@ -88,14 +88,14 @@ def numbers_of(
 
 
 def seconds_of(cells: Sequence[str], date_format: str) -> tuple[np.ndarray, int | None]:
-    """Returns float64 seconds since 1970, and the place of the first wrong cell.
+    """Returns float64 seconds since 1970, and the index of the first wrong cell.
 
-    The time is the one of the clock where the date was written: offsets do not count.
+    Times are local: a UTC offset in a cell is ignored.
 
     Args:
       cells: texts `[rows]`.
-      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT`, whose
-        times are on the first of January 1970.
+      date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT` for times
+        on January 1, 1970.
 
     Example:
       >>> seconds_of(["1970-01-01 01:00", "1970-01-01T00:01:00+05:00"], "ISO 8601")
@@ -121,7 +121,7 @@ def seconds_of(cells: Sequence[str], date_format: str) -> tuple[np.ndarray, int 
 def _by_text(
     cells: Sequence[str], parse: Callable[[str], float | None]
 ) -> tuple[np.ndarray, int | None]:
-    """Parses each different text; None is a wrong one."""
+    """Parses each distinct text. `parse` returns None for a wrong text."""
     parsed = {text: parse(text) for text in set(cells)}
     is_wrong = None in parsed.values()
     wrong = is_wrong and next(i for i, x in enumerate(cells) if parsed[x] is None)

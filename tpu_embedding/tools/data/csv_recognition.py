@@ -1,4 +1,4 @@
-"""Recognises what the columns of a CSV file hold, from cells of a sample of rows."""
+"""Recognises the kinds of a CSV file's columns from the cells of sampled rows."""
 
 import dataclasses
 import re
@@ -19,10 +19,10 @@ from tpu_embedding.tools.data.csv_numbers import (
 from tpu_embedding.tools.data.csv_schema import DAY_SECONDS, Column, ColumnKind
 
 MAX_CATEGORIES: Final = 20
-"""Different integers up to which they are categories."""
+"""Maximum number of distinct integers that are always categories."""
 
 NUM_BUCKETS: Final = 12
-"""Most buckets of a number. With 32, the AUC of a credit file was 0.001 lower."""
+"""Maximum number of buckets. With 32, the AUC of a credit file was 0.001 lower."""
 
 _MIN_BUCKET_ROWS: Final = 16
 
@@ -33,10 +33,11 @@ _CODE_NAME: Final = re.compile(
 _TIME_NAME: Final = re.compile(r"(?i).*(time|date|stamp|unix|epoch)|ts|.*[\W_](ts|at)")
 
 _UNIX_RANGE: Final = (8.5e8, 2.2e9)
-"""Seconds since 1970 from 1996 to 2039."""
+"""Range of Unix seconds, from 1996 to 2039."""
 
 _MIN_CLOCK_TIMES: Final = 120
-"""Different times of day. Of so many other integers, some end with 60 to 99."""
+"""Minimum number of distinct times of day. Among so many other integers, some would
+end with 60 to 99."""
 
 
 def recognise(
@@ -44,15 +45,15 @@ def recognise(
     separator: str,
     rows: np.ndarray | None = None,
 ) -> dict[str, Column]:
-    """Returns what each column holds.
+    """Returns the columns with their kinds.
 
-    A file has one decimal mark. So `1,234` is a decimal number if other columns have
-    decimal commas, and a thousand otherwise.
+    A file has one decimal mark. So `1,234` is 1.234 if other columns have decimal
+    commas, and 1234 otherwise.
 
     Args:
-      cells: some cells of each column, without white space around them.
-      separator: text between the elements of a list.
-      rows: rising numbers of the rows of the cells. By default, they are consecutive.
+      cells: some cells of each column, stripped of white space.
+      separator: text between list elements.
+      rows: rising row numbers of the cells. By default, they are consecutive.
 
     Example:
       >>> made = recognise({"x": ["1,5", "2"], "y": ["1,234", "?"]}, "|")
@@ -66,7 +67,7 @@ def recognise(
         kept = [i for i, text in enumerate(texts) if text.lower() not in MISSING]
         present[name] = [texts[i] for i in kept]
         places[name] = np.array(kept, int)
-        if rows is not None:  # Cells after those of the rows have no place.
+        if rows is not None:  # Further cells lack a row number.
             places[name] = rows[[i for i in kept if i < len(rows)]]
     marks = {name: number_marks(set(texts)) for name, texts in present.items()}
     has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())
@@ -79,8 +80,8 @@ def recognise(
 
 
 def number_marks(texts: Collection[str]) -> list[tuple[str, str]]:
-    """Returns the decimal and thousands marks that all texts may have."""
-    some = list(texts)[:20]  # Most columns of other texts fail on these.
+    """Returns the pairs of decimal and thousands marks that fit all texts."""
+    some = list(texts)[:20]  # A quick check that most other columns fail.
     return [
         marks
         for marks in NUMBER_MARKS
@@ -103,7 +104,7 @@ def _column(
     separator: str,
     marks: tuple[str, str] | None,
 ) -> Column:
-    """Returns what a column holds, from the texts that are not missing."""
+    """Returns a column with its kind, given the texts that are not missing."""
     different = set(texts)
     if not different:
         return Column(name=name, kind="category", because="empty in the rows read")
@@ -115,7 +116,7 @@ def _column(
         date_format = _date_format(different)
         if date_format is None:
             return Column(name=name, kind="category", because="texts")
-        because = f"dates of the format {date_format}"
+        because = f"dates in the format {date_format}"
         return Column(name=name, kind="date", because=because, date_format=date_format)
     decimal, thousands = marks
     values = numbers_of(texts, decimal, thousands)[0]
@@ -124,20 +125,20 @@ def _column(
     is_whole = bool((np.isfinite(values) & (values == np.round(values))).all())
     is_code = _CODE_NAME.fullmatch(name) is not None
     if is_whole and not is_code and _is_clock(texts, different):
-        because = "times of day, hours and minutes"
+        because = "times of day in hours and minutes"
         return Column(name=name, kind="date", because=because, date_format=CLOCK_FORMAT)
     if not is_plain and not (is_whole and is_code):
         return _because(column, "number", _notation(decimal, thousands))
     if any(re.fullmatch("0[0-9]+", text) for text in different):
         return _because(column, "category", "codes with leading zeros")
     if date_format := _integer_dates(name, texts, values):
-        because = f"integers are dates, {date_format}"
+        because = f"dates as {date_format}"
         return Column(name=name, kind="date", because=because, date_format=date_format)
     return _integers(column, values, rows)
 
 
 def _is_clock(texts: list[str], different: set[str]) -> bool:
-    """Returns True for many numbers that are all hours and minutes, such as 1730."""
+    """Returns True for many distinct times such as 1730."""
     if len(different) <= _MIN_CLOCK_TIMES:
         return False
     return seconds_of(texts, CLOCK_FORMAT)[1] is None
@@ -157,27 +158,27 @@ def _notation(decimal: str, thousands: str) -> str:
 
 
 def _integers(column: Column, values: np.ndarray, rows: np.ndarray) -> Column:
-    """Returns a column of numbers, or of categories if they identify something.
+    """Returns a column of numbers, or of categories if the integers are identifiers.
 
-    Identifiers have a name that says so, or nearly all integers of a range, each of
-    which several rows have.
+    Identifiers have a column name that says so, or they are nearly all integers of a
+    range and occur in several rows each.
     """
     different = np.unique(values)
     num, first, last = len(different), different[0], different[-1]
     if num <= MAX_CATEGORIES:
-        return _because(column, "category", f"integers, {num} different")
+        return _because(column, "category", f"{num} distinct integers")
     if _CODE_NAME.fullmatch(column.name):
-        return _because(column, "category", "integers, and the name of a code")
+        return _because(column, "category", "integers with a code's name")
     if num == len(values) and np.array_equal(np.diff(values), np.diff(rows)):
         return _because(column, "ignored", "numbers the rows")
     if num > 120 and num > 0.3 * (last - first) and len(values) >= 4 * num:
-        because = f"{num} integers from {first:.0f} to {last:.0f}, as identifiers"
+        because = f"{num} integers from {first:.0f} to {last:.0f}, like identifiers"
         return _because(column, "category", because)
-    return _because(column, "number", f"integers, more than {MAX_CATEGORIES} different")
+    return _because(column, "number", f"more than {MAX_CATEGORIES} distinct integers")
 
 
 def _integer_dates(name: str, texts: list[str], values: np.ndarray) -> str | None:
-    """Returns the format of integers that are times, or None."""
+    """Returns the format of integers that are dates or times, or None."""
     low, high = values.min(), values.max()
     if 19000101 <= low and high <= 21001231 and seconds_of(texts, "%Y%m%d")[1] is None:
         return "%Y%m%d"
@@ -192,7 +193,7 @@ def _integer_dates(name: str, texts: list[str], values: np.ndarray) -> str | Non
 
 
 def _date_format(different: set[str]) -> str | None:
-    """Returns the format of dates, or None if some text differs."""
+    """Returns the date format that fits all texts, or None."""
     texts = list(different)
     if not all(5 < len(text) < 40 and re.search("[0-9]", text) for text in texts[:20]):
         return None
@@ -204,14 +205,10 @@ def _date_format(different: set[str]) -> str | None:
 
 
 def named_date(name: str, texts: Collection[str]) -> Column:
-    """Returns a column that a field names as dates.
+    """Returns a column that `data.dates` names, given the cells that are not missing.
 
-    Its format is the first one of all texts, or else of any text, so that reading the
-    column raises the error of a cell.
-
-    Args:
-      name: name of the column.
-      texts: cells that are not missing.
+    Its format is the first one that fits all texts, or else the one that fails last, so
+    that reading the column raises an error for that cell.
     """
     cells = sorted(texts)
     formats = [*DATE_FORMATS, CLOCK_FORMAT, *UNIX_FORMATS]
@@ -228,14 +225,10 @@ def named_date(name: str, texts: Collection[str]) -> Column:
 
 
 def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
-    """Returns a column of numbers or dates with its buckets and parts.
+    """Returns a column of numbers or dates with its buckets and date parts.
 
-    Buckets have about as many rows each.
-
-    Args:
-      column: the column.
-      values: values of `Column.read`.
-      is_trained: bool `[rows]`, the rows that count.
+    Buckets have about equally many training rows, for which `is_trained`, bool
+    `[rows]`, is True. `values` are from `Column.read`.
     """
     values = values[is_trained]
     values = values[np.isfinite(values)]

@@ -1,6 +1,6 @@
-"""How the cells of a CSV file become inputs of a model: the same in every file.
+"""The schema that turns the cells of CSV files into inputs of a model.
 
-`CsvClicks` makes the schema of the file that it reads. A run keeps it, and encodes the
+`CsvClicks` creates the schema of the file that it reads. A run stores it, and encodes
 rows of other files with it.
 """
 
@@ -26,24 +26,25 @@ from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 ColumnKind = Literal["category", "list", "number", "date", "ignored"]
 
 Inputs = tuple[dict[str, FeatureIds], dict[str, np.ndarray]]
-"""Ids by feature, int32 `[rows]`, `[rows, columns]` or `RaggedIds`; and float64 numbers
-`[rows]` by name."""
+"""Ids by feature name, int32 `[rows]`, `[rows, columns]` or `RaggedIds`, and numbers by
+name, float64 `[rows]`."""
 
 CellError = Callable[[str, int, str, str], DataError]
-"""Returns the error of a cell, from column, row, rule and fix."""
+"""Returns the error for a cell, given column, row, rule and fix."""
 
 DAY_SECONDS: Final = 86_400
 
 _PARTS: Final = {"weekday": 7, "hour": 24}
-"""Parts of a date that are categories, and their numbers of values."""
+"""Parts of a date that are categories, and how many values each has."""
 
 MAX_FEATURES: Final = 64
-"""Features of one id per row up to which each has a table; more of them share one.
+"""Maximum number of features of one id per row that have their own tables.
 
-A step of 400 tables takes minutes to compile."""
+More features share one table, because a step with 400 tables takes minutes to compile.
+"""
 
 SHARED: Final = "all columns"
-"""Name of the feature of more columns."""
+"""Name of the feature that joins columns if there are more than `MAX_FEATURES`."""
 
 _MAX_EDGES: Final = 2**12
 
@@ -54,18 +55,18 @@ class Column:
 
     Attributes:
       name: name of the column.
-      kind: a category or a list becomes ids of a vocabulary. A number becomes a number
-        `name`, and an id of `name (bucket)` if there are edges. A date becomes a
-        number `name (days)`, its buckets, and ids of `name (weekday)` and
-        `name (hour)`.
-      because: what the kind was recognised by.
-      separator: text between the elements of a list.
+      kind: kind of the column. A category or a list becomes ids of a vocabulary. A
+        number becomes the number `name` and, with edges, an id of `name (bucket)`. A
+        date becomes the number `name (days)` and its bucket, and ids of
+        `name (weekday)` and `name (hour)`.
+      because: why the column has this kind.
+      separator: text between list elements.
       decimal: decimal mark of a number.
-      thousands: mark between groups of three digits of a number, if not empty.
+      thousands: mark between groups of three digits of a number, or "".
       date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT`.
-      newest: date in seconds since 1970 from which days are counted back.
+      newest: date from which days are counted back, in seconds since 1970.
       parts: parts of a date that are categories, `weekday` or `hour`.
-      edges: rising lower bounds of the buckets of a number or of days, except the
+      edges: rising lower bounds of the buckets of a number or of days, without the
         first bucket's.
     """
 
@@ -90,7 +91,7 @@ class Column:
         if self.kind not in get_args(ColumnKind):
             raise self._error("kind", f"one of {get_args(ColumnKind)}")
         if not self.separator:
-            raise self._error("separator", "a text of a character or more")
+            raise self._error("separator", "at least one character")
         if (self.decimal, self.thousands) not in NUMBER_MARKS:
             raise self._error("thousands", "a mark that differs from the decimal mark")
         is_date = self.kind == "date"
@@ -107,7 +108,7 @@ class Column:
     def _error(self, field: str, rule: str) -> ValueError:
         return ValueError(
             f"Column.{field} must be {rule}, got {getattr(self, field)!r:.80} for the "
-            f"column {self.name!r:.80}; train again to write the schema."
+            f"column {self.name!r:.80}. Train again to write a new schema."
         )
 
     @property
@@ -117,7 +118,7 @@ class Column:
         return names.get(self.kind)
 
     def feature_sizes(self, vocabularies: Mapping[str, Vocabulary]) -> dict[str, int]:
-        """Returns the number of ids of each feature of the column, by its name."""
+        """Returns the number of ids of each feature of the column, by feature name."""
         sizes = {}
         if self.kind in ("category", "list"):
             sizes[self.name] = vocabularies[self.name].vocabulary_size
@@ -128,18 +129,18 @@ class Column:
         return sizes
 
     def read(self, cells: Sequence[str], error: CellError) -> np.ndarray:
-        """Returns the numbers of texts, or the seconds since 1970 of dates.
+        """Parses texts as numbers, or as dates in seconds since 1970.
 
-        They are float64 `[rows]`; NaN is missing, and numbers may be infinite.
+        The result is float64 `[rows]`. NaN means missing, and numbers may be infinite.
 
         Raises:
-          DataError: if a text is not a number, or not a date of the format.
+          DataError: if a text is not a number, or not a date in the column's format.
         """
         if self.kind == "date":
-            rule = f"must be a date of the format {self.date_format!r} or empty"
+            rule = f"must be a date in the format {self.date_format!r} or empty"
             values, wrong = seconds_of(cells, self.date_format)
         else:
-            rule = "must be a number of float32 or empty"
+            rule = "must be a number that fits in float32, or empty"
             values, wrong = numbers_of(cells, self.decimal, self.thousands)
         if wrong is not None:
             fix = f"correct it, or set data.categories={self.name}"
@@ -147,12 +148,12 @@ class Column:
         return values
 
     def inputs(self, values: np.ndarray) -> Inputs:
-        """Returns the inputs of the values of `read`."""
+        """Returns a model's inputs, given the values from `read`."""
         features: dict[str, FeatureIds] = {}
         if self.kind == "date":
             for part in self.parts:
                 number = values // (DAY_SECONDS if part == "weekday" else 3600)
-                number += 3 * (part == "weekday")  # 1970 began on a Thursday.
+                number += 3 * (part == "weekday")  # 1970 started on a Thursday.
                 ids = _ids(np.mod(number, _PARTS[part]))
                 features[f"{self.name} ({part})"] = ids
             values = (self.newest - values) / DAY_SECONDS
@@ -170,7 +171,7 @@ def _is_rising(edges: tuple[float, ...]) -> bool:
 
 
 def _ids(numbers: np.ndarray) -> np.ndarray:
-    """Returns int32 ids, and `PADDING_ROW_ID` for NaN."""
+    """Converts numbers to int32 ids, and NaN to `PADDING_ROW_ID`."""
     return np.where(np.isnan(numbers), PADDING_ROW_ID, np.nan_to_num(numbers)).astype(
         np.int32
     )
@@ -203,8 +204,8 @@ class CsvSchema:
                 name for name in names + made if (names + made).count(name) > 1
             )
             raise ValueError(
-                f"The columns of a CSV file and what is made of them must have "
-                f"different names, got {twice!r} twice; rename it, or set "
+                "The columns of a CSV file and their derived features must have "
+                f"different names, got {twice!r} twice. Rename the column, or set "
                 "data.ignored."
             )
 
@@ -214,11 +215,7 @@ class CsvSchema:
         return tuple(x.number_name for x in self.columns if x.number_name is not None)
 
     def feature_sizes(self, vocabularies: Mapping[str, Vocabulary]) -> dict[str, int]:
-        """Returns the number of ids of each feature, the rows of its table.
-
-        Args:
-          vocabularies: vocabulary of each column of categories or lists.
-        """
+        """Returns the number of ids of each feature, that is, of its table's rows."""
         lists = {x.name for x in self.columns if x.kind == "list"}
         sizes: dict[str, int] = {}
         for column in self.columns:
@@ -230,7 +227,7 @@ class CsvSchema:
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
-        """Number of columns of the feature `SHARED`, if there is one."""
+        """Number of columns that the feature `SHARED` joins, if there is one."""
         num = sum(
             len(x.parts) + bool(x.edges) + (x.kind == "category") for x in self.columns
         )
@@ -241,10 +238,10 @@ class CsvSchema:
         features: dict[str, FeatureIds],
         vocabularies: Mapping[str, Vocabulary],
     ) -> dict[str, FeatureIds]:
-        """Returns the features of a model from the features of the columns.
+        """Returns the features of a model, given the features of the columns.
 
-        If there are many, the ones of one id per row become one, int32
-        `[rows, columns]`. The ids of each column follow the ones of the column before.
+        If there are many, all features of one id per row are joined into one, int32
+        `[rows, columns]`. Each column's ids follow the previous column's.
         """
         if not self.sequence_lengths:
             return features
@@ -264,34 +261,34 @@ class CsvSchema:
         vocabularies: Mapping[str, Vocabulary],
         error: CellError | None = None,
     ) -> Inputs:
-        """Returns what the model takes for the rows of any file.
+        """Returns the model's inputs for rows of any file.
 
         Args:
-          cells: texts `[rows]` of each column, of at least one row; further columns do
-            not count.
+          cells: texts `[rows]` of each column, at least one row. Other columns are
+            ignored.
           vocabularies: vocabulary of each column of categories or lists.
-          error: makes the error of a cell, `CsvBlock.error`. By default, the error
-            names column and row.
+          error: returns the error for a cell, such as `CsvBlock.error`. By default, the
+            error names column and row.
 
         Returns:
-          Features: int32 `[rows]`, `PADDING_ROW_ID` where one is missing, or
-          `RaggedIds`; and `SHARED`, as `joined` returns them. Strings that are not in
-          the vocabulary have the id of unknown ones. And numbers, float64 `[rows]`,
-          NaN where one is missing or infinite.
+          Features and numbers. A feature is `RaggedIds`, or int32 `[rows]` with
+          `PADDING_ROW_ID` where a value is missing; `joined` may join several as
+          `SHARED`. Strings missing from the vocabulary have the id of unknown strings.
+          Numbers are float64 `[rows]`, NaN where missing or infinite.
 
         Raises:
-          DataError: if a column is missing, or a number or a date is damaged.
+          DataError: if a column is missing, or a number or a date is invalid.
         """
         columns = [column for column in self.columns if column.kind != "ignored"]
         if missing := [x.name for x in columns if x.name not in cells]:
             raise DataError(
-                f"The rows must have the columns {missing}, got only {list(cells)}; "
-                "add the columns, with empty cells where nothing is known."
+                f"The rows must have the columns {missing}, got only {list(cells)}. "
+                "Add these columns, with empty cells for unknown values."
             )
 
         def default_error(name: str, row: int, rule: str, fix: str) -> DataError:
             return DataError(
-                f"Row {row} from 0, column {name!r}: a value {rule}, got "
+                f"Row {row} (from 0), column {name!r}: a value {rule}, got "
                 f"{cells[name][row]!r:.80}; {fix}."
             )
 
@@ -318,7 +315,7 @@ class CsvSchema:
 
     @classmethod
     def from_json(cls, document: Any) -> "CsvSchema":
-        """Returns the schema of a document of `to_json`, which may come from anyone.
+        """Returns the schema of a document from `to_json`, which need not be trusted.
 
         Raises:
           ValueError: if the document is damaged; the message names the field.

@@ -1,4 +1,4 @@
-"""Strings of a column, numbered by frequency, in few bytes per cell."""
+"""The strings of a column, numbered by frequency, in few bytes per cell."""
 
 import itertools
 import json
@@ -14,9 +14,9 @@ from tpu_embedding.types import PADDING_ROW_ID, FeatureIds, RaggedIds
 class Strings:
     """A column of strings or of lists of strings.
 
-    It numbers the strings of each block, and keeps a hash of 64 bits and the compressed
-    text of each. Python draws the key of its hashes for each process, so a file cannot
-    be made to collide; among ten million strings two do with a probability of 3e-6.
+    Numbers the strings of each block, and stores a 64-bit hash and the compressed text
+    of each. Python's hashes have a random key per process, so no file can provoke
+    collisions. Among ten million strings, two collide with a probability of 3e-6.
 
     Example:
       >>> strings = Strings("|")
@@ -27,12 +27,7 @@ class Strings:
     """
 
     def __init__(self, separator: str | None = None):
-        """Begins a column.
-
-        Args:
-          separator: text between the elements of a list. By default, each cell is one
-            string.
-        """
+        """Starts an empty column of strings, or of lists if a separator is given."""
         self._separator = separator
         self._lengths: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
@@ -51,21 +46,21 @@ class Strings:
         numbers = [distinct.setdefault(cell, len(distinct)) for cell in cells]
         self._numbers.append(np.array(numbers, np.min_scalar_type(len(distinct))))
         self._hashes.append(_hashes(distinct))
-        texts = json.dumps(list(distinct))  # Cells may have line breaks.
+        texts = json.dumps(list(distinct))  # Cells may contain line breaks.
         self._texts.append(zlib.compress(texts.encode(), level=1))
 
     def encode(
         self, is_trained: np.ndarray, min_count: int
     ) -> tuple[int, Vocabulary | None, FeatureIds]:
-        """Numbers the strings, the most frequent ones first; the column is then empty.
+        """Numbers the strings, most frequent first, and empties the column.
 
         Args:
-          is_trained: bool `[rows]`, rows whose strings count.
-          min_count: minimum number of occurrences of a string of the vocabulary.
+          is_trained: bool `[rows]`, True for rows whose strings are counted.
+          min_count: minimum count of a string in the vocabulary.
 
         Returns:
-          Number of different strings; their vocabulary, or None if none is frequent
-          enough; and the ids of the rows.
+          The number of distinct strings; their vocabulary, or None if no string is
+          frequent enough; and the ids of the rows.
         """
         row_splits = None
         if self._separator is not None:
@@ -99,8 +94,8 @@ class Strings:
         """Numbers the strings of all blocks in the order of their hashes.
 
         Returns:
-          int32 number of each string; and by number its hash, and a place that orders
-          the numbers by first occurrence.
+          The int32 number of each string. For each number, its hash, and a value that
+          orders the numbers by first occurrence.
         """
         block_ends = np.cumsum([len(hashes) for hashes in self._hashes])
         hashes = np.concatenate(self._hashes)
@@ -108,7 +103,7 @@ class Strings:
         hashes = hashes[order]
         is_first = np.ones(len(hashes), bool)
         np.not_equal(hashes[1:], hashes[:-1], out=is_first[1:])
-        # The number of each string that is distinct within its block.
+        # Number of each distinct string of each block.
         new_numbers = np.empty(len(hashes), np.int32)
         new_numbers[order] = np.cumsum(is_first, dtype=np.int32) - np.int32(1)
         blocks = zip(np.split(new_numbers, block_ends[:-1]), self._numbers, strict=True)
@@ -118,7 +113,7 @@ class Strings:
         return numbers, hashes[is_first], order[is_first]
 
     def _texts_of(self, hashes: np.ndarray) -> list[str]:
-        """Returns the strings that have some hashes."""
+
         order = np.argsort(hashes)
         rising, texts = hashes[order], np.empty(len(hashes), object)
         for compressed in self._texts:

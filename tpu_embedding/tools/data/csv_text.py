@@ -1,4 +1,4 @@
-"""Rows of a CSV file as texts, in blocks, with the number of each line."""
+"""Reads the rows of a CSV file as texts, in blocks, with line numbers."""
 
 import codecs
 import contextlib
@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 from tpu_embedding.tools.data.batch import DataError
 
 BLOCK_ROWS: Final = 10_000
-"""Rows that are read at a time. The first ones tell the kinds of the columns."""
+"""Number of rows read at a time. The first block determines the columns' kinds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CsvBlock:
 
     Attributes:
       path: path of the file.
-      lines: number of each row's first line.
-      cells: texts of each column, without white space around them.
+      lines: line number at which each row starts.
+      cells: texts of each column, stripped of white space.
     """
 
     path: pathlib.Path
@@ -35,7 +35,7 @@ class CsvBlock:
     cells: dict[str, list[str]]
 
     def error(self, name: str, row: int, rule: str, fix: str) -> DataError:
-        """Returns the error of a cell that breaks a rule."""
+        """Returns the error for a cell that breaks a rule."""
         return DataError(
             f"{self.path}, line {self.lines[row]}, column {name!r}: a value {rule}, "
             f"got {self.cells[name][row]!r}; {fix}."
@@ -44,7 +44,7 @@ class CsvBlock:
 
 @contextlib.contextmanager
 def open_csv(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a CSV file, compressed if its name ends with `.gz`.
+    """Opens a CSV file; decompresses it if its name ends with `.gz`.
 
     Raises:
       DataError: if the file cannot be read.
@@ -55,15 +55,15 @@ def open_csv(path: pathlib.Path) -> Iterator[IO[bytes]]:
             yield file
     except (UnicodeError, OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} must be a CSV file in its encoding, got: {error}; name the "
-            "encoding by --set data.encoding=NAME, or write the file again."
+            f"{path} could not be read as a CSV file: {error}. Set its encoding with "
+            "--set data.encoding=NAME, or write the file again."
         ) from error
 
 
 def find_encoding(path: pathlib.Path) -> str:
-    """Returns the encoding of a file: UTF-8, UTF-16 or a kind of Latin-1.
+    """Returns a file's encoding: UTF-8, UTF-16 or a kind of Latin-1.
 
-    All of the file is read, since the first letter outside of ASCII may be far down.
+    Reads the whole file, since the first non-ASCII character may be far down.
 
     Raises:
       DataError: if the file is not text.
@@ -76,7 +76,7 @@ def find_encoding(path: pathlib.Path) -> str:
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return "utf-16"
         if 0 in start:
-            # Half of the bytes of most texts are 0 in UTF-16.
+            # In UTF-16, half of the bytes of most texts are 0.
             is_little = start[1::2].count(0) >= start[::2].count(0)
             return "utf-16-le" if is_little else "utf-16-be"
         for encoding in ("utf-8", "cp1252"):
@@ -94,7 +94,7 @@ def find_encoding(path: pathlib.Path) -> str:
 
 _MAGIC: Final = {
     b"PK\x03\x04": "an Excel file or another ZIP archive; save the sheet as CSV",
-    b"\x1f\x8b": "one compressed by gzip; let its name end with .gz",
+    b"\x1f\x8b": "a gzip file; rename it to end with .gz",
     b"PAR1": "a Parquet file; write a config with a ParquetSource",
 }
 
@@ -106,18 +106,18 @@ def read_blocks(
     *,
     encoding: str | None = None,
 ) -> Iterator[CsvBlock]:
-    """Yields the rows of a file in blocks; at least one, which may be empty.
+    """Yields the rows of a file in blocks: at least one, which may be empty.
 
     Args:
       path: path of the file.
-      delimiter: text between the fields of a row, or None to find it. A blank stands
-        for any number of blanks and tabs.
-      names: names of the columns. If there are none, the first line has them.
-      encoding: name of the encoding, or None to find it.
+      delimiter: text between the fields of a row. Detected if None. `" "` matches any
+        number of spaces and tabs.
+      names: names of the columns. If empty, the first line has them.
+      encoding: name of the encoding. Detected if None.
 
     Raises:
-      DataError: if the file is empty or damaged, names a column twice, or has a row of
-        another number of fields; the message names the line.
+      DataError: if the file is empty or damaged, has duplicate column names, or has a
+        row with a different number of fields. The message names the line.
     """
     encoding = encoding or find_encoding(path)
     if codecs.lookup(encoding).name == "utf-8":
@@ -134,11 +134,11 @@ def read_blocks(
             names = [name or f"column {i}" for i, name in enumerate(names, 1)]
             owner = "first line"
         if not names:
-            raise DataError(f"{path} must have rows, got an empty file.")
+            raise DataError(f"{path} must have rows, but is empty.")
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
             raise DataError(
                 f"The columns of {path} must have different names, got {twice[0]!r} "
-                "twice; rename one, or set data.column_names if the first line is data."
+                "twice. Rename one, or set data.column_names if the first line is data."
             )
         is_last = False
         while not is_last:
@@ -146,9 +146,9 @@ def read_blocks(
             for line, row in itertools.islice(rows, BLOCK_ROWS):
                 if len(row) != len(names):
                     raise DataError(
-                        f"{path}, line {line}: a row must have the {len(names)} fields "
-                        f"of the {owner}, got {len(row)}: {str(row):.200}; quote "
-                        f"fields that hold {delimiter!r}, close open quotes, or set "
+                        f"{path}, line {line}: a row must have {len(names)} fields "
+                        f"like the {owner}, got {len(row)}: {str(row):.200}. Quote "
+                        f"fields that contain {delimiter!r}, close open quotes, or set "
                         "data.delimiter."
                     )
                 lines.append(line)
@@ -160,16 +160,16 @@ def read_blocks(
 
 _SAMPLE_CHARACTERS: Final = 2**16
 _DELIMITERS: Final = ("\t", "::", ";", ",", "|")
-"""Delimiters by rank. A comma may also be in the numbers of a file with semicolons."""
+"""Delimiters by priority. Numbers in a file with semicolons may contain commas."""
 
 _ONE_CHARACTER: Final = "\x1f"
-"""Takes the role of longer delimiters, since Python's reader needs one character."""
+"""Replaces longer delimiters, because Python's reader needs a single character."""
 
 
 def _find_delimiter(text: str) -> str:
     """Returns the delimiter that occurs equally often in each of the first lines.
 
-    If none does, because a row is damaged, it is the most frequent of the first line.
+    If there is none, as with a damaged row, returns the first line's most frequent one.
     """
     is_cut = len(text) == _SAMPLE_CHARACTERS
     unquoted = re.sub(r'"(?:[^"]|"")*"', '""', text)
@@ -190,9 +190,9 @@ def _find_delimiter(text: str) -> str:
 def _rows(
     path: pathlib.Path, file: IO[str], delimiter: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields the first line's number of each row that is not blank, and its fields.
+    """Yields the start line and the fields of each row that is not blank.
 
-    Warns if all rows of several lines look like rows that an open quote joined.
+    Warns if all rows of several lines look like rows joined by an open quote.
     """
     lines: Iterable[str] = file
     character, replaced = delimiter, None
@@ -205,9 +205,9 @@ def _rows(
     line, joined, has_long_cells = 1, None, False
     try:
         for row in rows:
-            if replaced is not None:  # Quotes may hold the delimiter.
+            if replaced is not None:  # Quoted cells may contain the delimiter.
                 row = [cell.replace(_ONE_CHARACTER, replaced) for cell in row]
-            if rows.line_num > line:  # Joined lines keep the delimiters of each one.
+            if rows.line_num > line:  # Joined lines keep their delimiters.
                 num_delimiters = (rows.line_num - line) * (len(row) - 1)
                 if num_delimiters != sum(cell.count(delimiter) for cell in row):
                     has_long_cells = True
@@ -217,20 +217,20 @@ def _rows(
             line = rows.line_num + 1
         if joined and not has_long_cells:
             warnings.warn(
-                f"{path}, line {joined}: a quoted cell holds line breaks and as many "
-                f"{delimiter!r} as the lines of several rows; if it should not, close "
-                "or remove the quote that opens it.",
+                f"{path}, line {joined}: a quoted cell has line breaks and as many "
+                f"{delimiter!r} as several rows. If this is wrong, close or remove the "
+                "quote that opens it.",
                 stacklevel=2,
             )
     except csv.Error as error:
         limit = csv.field_size_limit()
         if rows.line_num == line and "field larger" in str(error):
             raise DataError(
-                f"{path}, line {line}: a field must have at most {limit:,} characters, "
-                "got more; shorten it, or set data.delimiter."
+                f"{path}, line {line}: a field must have at most {limit:,} characters. "
+                "Shorten it, or set data.delimiter."
             ) from error
         raise DataError(
             f"{path}, line {line}: a field that begins with a quote must end with one "
-            f"before the next, got: {error}; remove the quote or close it, and double "
-            "the quotes inside; or set data.delimiter."
+            f"before the next field, got: {error}. Remove the quote or close it, and "
+            "double quotes inside the field, or set data.delimiter."
         ) from error

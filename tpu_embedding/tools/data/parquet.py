@@ -1,8 +1,8 @@
-"""Samples of Parquet files that may be larger than memory, one column per feature.
+"""Samples of Parquet files that may be larger than memory, with a column per feature.
 
-A row group is the smallest part of a file that can be read by itself. So row groups are
-the blocks of the training order, and a few decoded ones are kept. pyarrow is imported
-only once a file is opened.
+Row groups, the smallest parts of a file that can be read alone, are the blocks of the
+training order. A few decoded ones stay in memory. pyarrow is only imported when a file
+is opened.
 """
 
 import contextlib
@@ -33,14 +33,15 @@ class ParquetFeature:
 
     Attributes:
       name: name of the feature.
-      vocabulary_size: rows of its table.
+      vocabulary_size: number of rows of its table.
       column: name of the column. Defaults to the feature's name.
-      expected_valence: mean number of ids per row in a column of lists of integers. The
-        compile report sizes its buffers by it; the training takes lists of any length.
-        Leave it out for a column of integers, one id per row.
-      out_of_range: `"error"` raises an error for ids outside `[0, vocabulary_size)`,
-        with file and row. `"modulo"` takes ids modulo the size. `"keep"` leaves them to
-        `FeatureConfig.out_of_range_ids`, as int64, or uint64 if the column is.
+      expected_valence: mean number of ids per row, for a column of lists of integers.
+        The compile report sizes buffers with it; training accepts lists of any length.
+        Leave it out for a column of integers, with one id per row.
+      out_of_range: how to handle ids outside `[0, vocabulary_size)`. `"error"` raises
+        an error that names file and row. `"modulo"` takes ids modulo the size. `"keep"`
+        leaves them to `FeatureConfig.out_of_range_ids`, as int64, or as uint64 if the
+        column is.
     """
 
     name: str
@@ -60,13 +61,13 @@ class ParquetFeature:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """A row group of a file, which has a row or more.
+    """A row group of a file, with at least one row.
 
     Attributes:
       path: path of the file.
       number: number of the row group in the file.
-      first_row: first row of the group, counted from 0 in the file.
-      num_rows: number of its rows.
+      first_row: number of the group's first row in the file, from 0.
+      num_rows: number of rows.
     """
 
     path: pathlib.Path
@@ -75,7 +76,7 @@ class RowGroup:
     num_rows: int
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns columns as arrays of Arrow, by name.
+        """Returns columns as Arrow arrays, by name.
 
         Raises:
           DataError: if the row group is damaged.
@@ -90,18 +91,18 @@ class RowGroup:
         return {name: table.column(name).chunk(0) for name in names}
 
     def numbers(self, array: Any, column: str) -> np.ndarray:
-        """Returns a column of numbers; nulls and other types raise a DataError."""
+        """Returns a column of numbers. Nulls and other types raise a DataError."""
         if array.null_count:
             row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
             text = "a value must not be null; fill it, or drop the row"
             raise self.error(column, row, text)
         numbers = array.to_numpy(zero_copy_only=False)
         if numbers.dtype.kind not in "biuf":
-            raise self.error(column, 0, f"it must hold numbers, got {array.type}")
+            raise self.error(column, 0, f"values must be numbers, got {array.type}")
         return numbers
 
     def error(self, column: str, row: int, text: str) -> DataError:
-        """Returns the error of the value in a row of the group."""
+        """Returns the error for a value in a row of the group."""
         return DataError(
             f"{self.path}, row {self.first_row + row} (row group {self.number}), "
             f"column {column!r}: {text}."
@@ -109,24 +110,19 @@ class RowGroup:
 
 
 class ParquetRows:
-    """A `SampleReader` of Parquet files, whose samples are the rows of all files.
+    """A `SampleReader` of Parquet files. The samples are the rows of all files.
 
     Attributes:
-      block_bounds: first row of each row group, and the number of rows.
+      block_bounds: first row of each row group, then the number of rows.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
-        """Reads the footers of the files.
-
-        Args:
-          paths: paths of the files, at least one.
-          source: columns to read.
-        """
+        """Reads the footers of the files, at least one."""
         self._source, self._paths = source, paths
         names = source.column_names
         self._groups = [group for path in paths for group in row_groups(path, names)]
         if not self._groups:
-            raise DataError(f"{paths[0]} must hold a row, got none.")
+            raise DataError(f"{paths[0]} must have rows, but has none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
         # A batch mixes `num_streams` row groups, and one of them may end within it.
         self._decoded = functools.lru_cache(source.num_streams + 1)(self._decode)
@@ -136,19 +132,19 @@ class ParquetRows:
         """Returns the given rows.
 
         Raises:
-          DataError: if a row group is damaged, or has a wrong value; the message names
+          DataError: if a row group is damaged or has a wrong value. The message names
             file, row and column.
         """
         groups = np.searchsorted(self.block_bounds, samples, side="right") - 1
         rows = samples - self.block_bounds[groups]
-        # Consecutive samples of one row group are taken together.
+        # Consecutive samples of a row group are taken together.
         breaks = np.flatnonzero(np.diff(groups)) + 1
         run_groups = groups[np.append(0, breaks)].tolist()
         batches = [self._decoded(number) for number in run_groups]
         return join_samples(batches, np.split(rows, breaks))
 
     def _decode(self, number: int) -> Batch:
-        """Returns all rows of a row group."""
+
         source, group = self._source, self._groups[number]
         arrays = group.read(source.column_names)
 
@@ -160,11 +156,11 @@ class ParquetRows:
         for feature in source.features:
             column = feature.column_name
             ids = _read_ids(arrays[column], feature, group)
-            # Batches join row groups, and NumPy joins int64 and uint64 as floats.
+            # Batches join row groups, and NumPy would join int64 and uint64 as floats.
             is_ragged = isinstance(ids, RaggedIds)
             kind = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
             if self._array_types.setdefault(column, kind) != kind:
-                text = "a column must have one type in all files, got also"
+                text = "a column must have the same type in all files, here it is"
                 raise group.error(column, 0, f"{text} {arrays[column].type}")
             features[feature.name] = ids
         labels, weights = numbers(source.label), np.ones(group.num_rows, np.float32)
@@ -184,13 +180,11 @@ class ParquetRows:
 def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
     """Returns the row groups of a file that have rows.
 
-    Args:
-      path: path of the file.
-      columns: names of columns that the file must have.
+    The file must have the given columns.
 
     Raises:
-      DataError: if the file is missing or damaged, or lacks a column; or if pyarrow is
-        not installed.
+      DataError: if the file is missing or damaged, lacks a column, or pyarrow is not
+        installed.
     """
     with _data_errors(str(path)):
         footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
@@ -219,15 +213,15 @@ def load_pyarrow(module: str) -> Any:
 
 @contextlib.contextmanager
 def _data_errors(owner: str) -> Iterator[None]:
-    """Raises errors of pyarrow as a `DataError` that names the owner of the data."""
+    """Raises pyarrow's errors as a `DataError` that names the data's owner."""
     pyarrow = load_pyarrow("pyarrow")
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         text = str(error).splitlines()[0].rstrip(".")
         raise DataError(
-            f"{owner} is missing, damaged or no Parquet file: {text}; fetch or write "
-            "it again."
+            f"{owner} is missing, damaged or not a Parquet file: {text}. Download or "
+            "write it again."
         ) from error
 
 
@@ -236,13 +230,11 @@ def _read_ids(
 ) -> np.ndarray | RaggedIds:
     """Returns the ids of all rows of a row group.
 
-    A column of integers gives int32 `[rows]`, one of lists of a fixed size int32
-    `[rows, size]`, where a null is a row of `PADDING_ROW_ID`, and one of other lists
-    `RaggedIds`, where a null is an empty list.
+    See `ParquetClicks` for their types.
     """
     if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
-        rule = "integers without expected_valence, and lists of integers with it"
-        text = f"it must hold {rule}, got {array.type}"
+        rule = "integers without expected_valence, or lists of integers with it"
+        text = f"values must be {rule}, got {array.type}"
         raise group.error(feature.column_name, 0, text)
     if feature.expected_valence is None:
         return _check_ids(array, np.arange(len(array) + 1), feature, group)
@@ -262,7 +254,7 @@ def _read_ids(
 def _check_ids(
     values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
-    """Returns ids as int32, or as int64 or uint64 if ids out of range are kept."""
+    """Returns ids as int32, or as int64 or uint64 if out-of-range ids are kept."""
     column, size = feature.column_name, feature.vocabulary_size
 
     def error(is_wrong: np.ndarray, text: str) -> DataError:
@@ -291,23 +283,23 @@ def _check_ids(
 
 
 NUM_STREAMS: Final = 8
-"""Row groups that a batch mixes, by default."""
+"""Default number of row groups that a batch mixes."""
 
 
 class ParquetClicks(BlockDataset):
     """The rows of Parquet files, in an order shuffled by row groups.
 
-    Features: int32 `[batch]` for a column of integers, int32 `[batch, size]` for one of
-    lists of a fixed size, and `RaggedIds` for other lists. Dense: float32
-    `[batch, num_dense]`, or None without columns. A null list is an empty one, or one
-    of `PADDING_ROW_ID` if its size is fixed; any other null raises a DataError.
+    Features are int32 `[batch]` for integers, int32 `[batch, size]` for lists of a
+    fixed size, and `RaggedIds` for other lists. Dense inputs are float32
+    `[batch, num_dense]`, or None without columns. A null list becomes an empty list, or
+    a row of `PADDING_ROW_ID` if the size is fixed. Any other null raises a DataError.
 
     A batch takes consecutive rows of `num_streams` row groups. At most
     `num_streams + 1` decoded row groups are in memory, whatever the files' size.
 
     Attributes:
-      vocabulary_sizes: number of rows by feature name.
-      num_dense: dense inputs per sample.
+      vocabulary_sizes: number of table rows by feature name.
+      num_dense: number of dense inputs per sample.
     """
 
     def __init__(self, source: "ParquetSource", reader: SampleReader, **options: Any):
@@ -318,20 +310,20 @@ class ParquetClicks(BlockDataset):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetSource:
-    """Source of `ParquetClicks`, which skips all columns that are not named here.
+    """Source of `ParquetClicks`. Columns not named here are skipped.
 
     Attributes:
       features: columns of ids.
-      label: name of the column of labels.
+      label: name of the label column.
       dense: names of the columns of dense inputs.
-      weight: name of the column of sample weights. By default, all samples weigh 1.
-      num_evaluation_samples: number of held-out rows: the last ones of the evaluation
+      weight: name of the column of sample weights. By default, all weights are 1.
+      num_evaluation_samples: number of held-out rows: the last rows of the evaluation
         files, or of the training files without `evaluation_files`. Defaults to all rows
         of the evaluation files.
-      files: pattern of the training files within the data directory, in the order of
+      files: pattern of the training files in the data directory, read in the order of
         their names.
       evaluation_files: pattern of the files of held-out rows, or None.
-      num_streams: row groups that a batch mixes. One more than these are in memory.
+      num_streams: number of row groups that a batch mixes. One more is in memory.
     """
 
     features: tuple[ParquetFeature, ...]
@@ -348,7 +340,7 @@ class ParquetSource:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of all columns that are read, each once."""
+        """Names of all columns to read, each once."""
         ids = [feature.column_name for feature in self.features]
         weight = [] if self.weight is None else [self.weight]
         return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
@@ -358,14 +350,11 @@ class ParquetSource:
     ) -> ParquetClicks:
         """Returns the data set.
 
-        Args:
-          data_dir: directory of the files, or one file.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order of the row groups.
+        `data_dir` is a directory or one file. `seed` shuffles the row groups.
 
         Raises:
-          DataError: if a file is missing or damaged or lacks a column; or if
-            pyarrow is not installed.
+          DataError: if a file is missing or damaged, lacks a column, or pyarrow is not
+            installed.
         """
         directory = required_files(data_dir, "Parquet files")
         held_out = []
@@ -374,8 +363,8 @@ class ParquetSource:
         paths = [p for p in _matching(directory, self.files) if p not in held_out]
         if not paths:
             raise DataError(
-                f"{directory} must hold a training file: evaluation_files="
-                f"{self.evaluation_files!r} takes every file of files={self.files!r}."
+                f"{directory} has no training file, because evaluation_files="
+                f"{self.evaluation_files!r} matches every file of files={self.files!r}."
             )
         return ParquetClicks(
             self,
@@ -388,7 +377,7 @@ class ParquetSource:
         )
 
     def outline(self, *, batch_size: int, seed: int) -> ParquetClicks:
-        """Returns a data set of the declared columns: ids of 0, in expected lengths."""
+        """Returns a data set of the declared columns, with ids of 0."""
         return ParquetClicks(
             self,
             _Zeros(self),
@@ -398,7 +387,7 @@ class ParquetSource:
 
 
 class _Zeros:
-    """A `SampleReader` of ids and numbers of 0, in lists of the expected lengths."""
+    """A `SampleReader` of zeros, in lists of the expected lengths."""
 
     block_bounds = np.array([0, 2**31])
 
@@ -421,10 +410,10 @@ class _Zeros:
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Returns the files of a pattern by name; a file matches any pattern."""
+    """Returns the files that match a pattern, by name. A file matches any pattern."""
     if directory.is_file():
         return [directory]
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())
     if not paths:
-        raise DataError(f"{directory} must hold files {pattern!r}, got none.")
+        raise DataError(f"No file in {directory} matches {pattern!r}.")
     return paths

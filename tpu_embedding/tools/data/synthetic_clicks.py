@@ -1,12 +1,11 @@
 """Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
 
-`tpu-embedding train` uses the small one by default. It needs no file and has every kind
-of id column: large and small vocabularies, skew, samples with several ids and with
-none. A good training run comes close to `teacher_log_loss()`.
+The config `synthetic` trains on the small one. It has every kind of id column: large
+and small vocabularies, skew, samples with several ids and with none.
 
-The log in the shape of Criteo's is one-hot or multi-hot. The configs `dlrm` and
-`dlrm_dcnv2` train on it without files. Memory does not grow with the vocabularies: a
-feature of 40 million rows costs no more than one of 40.
+Without files, the configs `dlrm`, `dlrm_dcnv2` and `host_rows_demo` train on the
+Criteo-like log, which is one-hot or multi-hot. Memory does not grow with the
+vocabularies.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ EFFECT_SCALES: Final = dict(user=0.8, item=0.9, category=0.5, device=0.4, tags=1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticClicksSource(SyntheticSource):
-    """Source of `SyntheticClicks`; reads no file.
+    """Source of `SyntheticClicks`, which reads no file.
 
     Attributes:
       num_evaluation_samples: number of held-out samples.
@@ -62,18 +61,17 @@ class SyntheticClicks(TeacherDataset):
 
         b + e_user + e_item + e_category + e_device + mean(e_tag) + <f_user, g_item>
 
-    Each id has an effect `e`; each user has a vector `f` and each item a vector `g`, of
+    Each id has an effect `e`. Each user has a vector `f` and each item a vector `g` of
     `INTERACTION_RANK` elements. All are drawn once from normal distributions. The mean
-    is over the tags of the sample, and 0 without tags. Ids follow `ZipfIds`,
-    independently of each other.
+    over a sample's tags is 0 if it has none. Ids follow `ZipfIds` independently.
 
     Features: int32 `[batch]` for "user", "item", "category" and "device"; int32
     `[batch, valence]` for "tags", filled from the left and padded with
-    `PADDING_ROW_ID`. The number of tags is uniform in `0 .. valence`. An id that occurs
-    twice in a sample counts twice. There are no dense inputs.
+    `PADDING_ROW_ID`. The number of tags is uniform in `0 .. valence`. Repeated tags
+    count repeatedly. There are no dense inputs.
 
-    With the defaults, the log loss is about 0.50 for a constant and about 0.365 for
-    the teacher.
+    With the defaults, the log loss is about 0.50 for a constant and about 0.365 for the
+    teacher.
 
     Example:
       >>> source = SyntheticClicksSource(num_evaluation_samples=10)
@@ -137,9 +135,9 @@ EFFECT_SCALE: Final = 0.3
 
 LOG_COUNT_MEAN: Final = 1.0
 LOG_COUNT_DEVIATION: Final = 1.5
-"""Parameters of the log-normal numbers whose floors are the synthetic counts.
+"""Parameters of the log-normal numbers that are rounded down to synthetic counts.
 
-A quarter of the counts is 0.
+A quarter of the counts are 0.
 """
 
 
@@ -153,16 +151,10 @@ class SyntheticCriteo(TeacherDataset):
 
     where `e_f(id)` is a hash of feature and id, uniform with mean 0 and standard
     deviation 1. The weights `w_k` are normal with standard deviation 0.3. Ids follow
-    `ZipfIds`, independently of each other. Dense inputs are `log(1 + count)` of
-    log-normal counts.
+    `ZipfIds` independently. Dense inputs are `log(1 + count)` of log-normal counts.
 
     Features: int32 `[batch]` for valence 1, otherwise int32 `[batch, valence]` without
     padding. Dense: float32 `[batch, 13]`.
-
-    Args:
-      source: a `CriteoSource`.
-      batch_size: samples per batch.
-      seed: seed of the teacher and of all samples, at least 0.
 
     Example:
       >>> from tpu_embedding.tools.train import CriteoSource
@@ -198,7 +190,7 @@ class SyntheticCriteo(TeacherDataset):
             valence = self._valences[number]
             shape = (num_samples, valence)
             drawn = ZipfIds(vocabulary_size=size).draw(generator, shape)
-            # Hashes need no table of effects, so vocabularies may be large.
+            # Hashes need no table of effects, so vocabularies can be large.
             keys = (np.uint64(number + 1) << np.uint64(32)) + drawn.astype(np.uint64)
             hashes = splitmix64(keys ^ self._salt)
             # A uniform number in [-1, 1) has the standard deviation 1 / sqrt(3).

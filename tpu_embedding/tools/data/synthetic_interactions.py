@@ -31,13 +31,13 @@ _CATEGORY_SALT: Final = np.uint64(2 << 32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InteractionsSource(SyntheticSource):
-    """Source of `Interactions`; reads no file.
+    """Source of `Interactions`, which reads no file.
 
     Attributes:
-      num_users: rows of the user table.
-      num_items: rows of the item table, which "item" and "history" share.
-      history_length: maximum items in a sample's history.
-      num_evaluation_samples: number of held-out samples. New samples of weight 0 pad
+      num_users: number of rows of the user table.
+      num_items: number of rows of the item table, shared by "item" and "history".
+      history_length: maximum number of items in a history.
+      num_evaluation_samples: number of held-out samples. New samples with weight 0 pad
         the last batch.
       num_groups: number of hidden groups of users and items, at most `num_users` and
         `num_items`. More groups are harder to learn.
@@ -67,9 +67,9 @@ class Interactions:
         p = (1 - noise) + noise / num_groups
 
     and an item of each other group with probability `noise / num_groups`. Within a
-    group, users and items are drawn by popularity (`ZipfIds`). The best score of a pair
-    is therefore `log(num_groups * p)` if user and item share a group, and `log(noise)`
-    otherwise, relative to the item's log probability over all users.
+    group, users and items are drawn by popularity (`ZipfIds`). The best score of a
+    pair, relative to the item's log probability over all users, is therefore
+    `log(num_groups * p)` if user and item share a group, and `log(noise)` otherwise.
 
     Features:
 
@@ -82,7 +82,7 @@ class Interactions:
       `0 .. history_length`.
 
     Dense: float32 `[batch, 1]`, the natural log probability of the item over all
-    samples. An in-batch softmax needs it to correct for popularity; a real log would
+    samples. An in-batch softmax needs it to correct for popularity. With a real log,
     estimate it from counts. Labels are 1: every sample is a choice.
 
     Example:
@@ -130,15 +130,14 @@ class Interactions:
     def teacher_log_loss(self) -> float:
         """Returns the in-batch softmax loss of the true scores, in nats.
 
-        It is the mean over the held-out samples of the `in_batch_softmax` loss of
-        `tools/train/models/two_tower.py`, with the best scores of the class docstring.
-        No model has a lower expected loss. The loss depends on the batch size, which is
-        the number of candidates.
+        It is the mean loss of `in_batch_softmax` over the held-out samples, with the
+        best scores of the class docstring. No model has a lower expected loss. The loss
+        depends on the batch size, which is the number of candidates.
         """
         same = math.log(self._num_groups * (1 - self._noise) + self._noise)
         total = 0.0
         for batch, user_groups, item_groups in self._held_out():
-            # A user has only two distinct scores, so counts of candidates suffice.
+            # A user has only two distinct scores, so candidate counts suffice.
             counts = np.bincount(item_groups, minlength=self._num_groups)
             num_same = counts[user_groups]
             num_others = self.batch_size - num_same
@@ -155,7 +154,7 @@ class Interactions:
             yield dataclasses.replace(draw[0], weights=weights), *draw[1:]
 
     def _draw(self, stream: int, step: int) -> tuple[Batch, np.ndarray, np.ndarray]:
-        """Returns a batch, and the groups of its users and of its items."""
+        """Returns a batch, its users' groups and its items' groups."""
         generator = random_generator(seed=self.seed, stream=stream, step=step)
         size, length = self.batch_size, self._source.history_length
         num_groups = self._num_groups
@@ -194,7 +193,7 @@ class Interactions:
     def _draw_item_groups(
         self, generator: np.random.Generator, groups: np.ndarray
     ) -> np.ndarray:
-        """Draws the item group that each user chooses, given the user groups."""
+        """Draws each choice's item group, given the user groups."""
         any_group = generator.integers(self._num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._noise
         return np.where(is_noise, any_group, groups)

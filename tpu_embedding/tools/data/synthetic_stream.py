@@ -1,8 +1,8 @@
 """Synthetic click log whose ids come and go, for tables of 64-bit ids.
 
-Users and items are born, are used for a life time, and never come back. A dynamic table
-with a place per living id can learn them all. A static table of that size hashes ids to
-rows, and mixes them.
+Users and items are born, are used for a lifetime, and never come back. A dynamic table
+with a place per living id can learn them all. A static table of the same size hashes
+ids to rows, so ids collide.
 """
 
 import dataclasses
@@ -24,27 +24,27 @@ from tpu_embedding.tools.data.teacher import (
 )
 
 EFFECT_SCALE: Final = 1.0
-"""Standard deviation of the effect of an id on the logit, for users and for items."""
+"""Standard deviation of an id's effect on the logit, for users and for items."""
 
 DIRECTORY_BYTES: Final = 16
-"""Bytes of keys and scores per place of a dynamic table."""
+"""Bytes of key and score per place of a dynamic table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticStreamSource(SyntheticSource):
-    """Source of `SyntheticStream`; reads no file.
+    """Source of `SyntheticStream`, which reads no file.
 
     Attributes:
-      num_users: number of users that live at a time.
-      num_items: number of items that live at a time.
-      life_steps: number of training steps that an id lives.
-      evaluation_step: training step whose living ids the held-out samples use, at
-        least the number of steps.
+      num_users: number of users alive at a time.
+      num_items: number of items alive at a time.
+      life_steps: lifetime of an id in training steps.
+      evaluation_step: training step whose living ids the held-out samples use; at least
+        the last training step.
       num_evaluation_samples: number of held-out samples.
-      vocabulary: the tables: `"dynamic"`, `"hashed"` of the same memory, or
-        `"unlimited"`, with a row for every id.
-      capacity_ratio: capacity of a dynamic table over the number of living ids.
-      row_bytes: bytes of a row and its slot variables, for the size of hashed tables.
+      vocabulary: kind of the tables: `"dynamic"`, `"hashed"` with the same memory, or
+        `"unlimited"` with a row for every id.
+      capacity_ratio: ratio of a dynamic table's capacity to the number of living ids.
+      row_bytes: bytes of a row and its slot variables, which sizes hashed tables.
       zipf_exponent: skew of the ids; 0 is uniform.
     """
 
@@ -63,9 +63,9 @@ class SyntheticStreamSource(SyntheticSource):
         return SyntheticStream(self, batch_size=batch_size, seed=seed)
 
     def table_size(self, living_ids: int) -> int | Dynamic:
-        """Returns the rows of a feature's table, or its dynamic vocabulary."""
+        """Returns a table's number of rows, or its dynamic vocabulary."""
         if self.vocabulary == "unlimited":
-            # No id that is born after the evaluation step has a row.
+            # Only ids born until the evaluation step need rows.
             last_life = (self.evaluation_step + self.life_steps - 1) // self.life_steps
             return living_ids * (last_life + 1)
         dynamic = Dynamic(capacity=round(self.capacity_ratio * living_ids))
@@ -79,21 +79,21 @@ class SyntheticStream(TeacherDataset):
     """Clicks of users on items that live for `life_steps` training steps each.
 
     A feature has as many places as living ids. The popularity of a place follows
-    `ZipfIds`. After a life time, a new id takes the place. The births of a feature are
-    spread evenly over the steps. The teacher's logit of a sample is
+    `ZipfIds`. After a lifetime, a new id takes the place. Births are spread evenly over
+    the steps. The teacher's logit of a sample is
 
         b + e_user + e_item + <f_user, g_item>
 
-    Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. So a
-    batch is a function of the seed and the step alone.
+    Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. A batch
+    thus depends only on the seed and the step.
 
-    Features: "user" and "item", `[batch]`. What they hold depends on `vocabulary`; all
-    else is the same, bit by bit:
+    Features: "user" and "item", `[batch]`. Their values depend on `vocabulary`;
+    everything else is identical:
 
-    * `"dynamic"`: uint64 ids, which are hashes of a counter by a bijection.
-    * `"hashed"`: int32, the id modulo the rows of a static table that takes as many
-      bytes as the dynamic one, keys and scores included.
-    * `"unlimited"`: int32, the number of the id, counted from 0.
+    * `"dynamic"`: uint64 ids, which are bijective hashes of a counter.
+    * `"hashed"`: int32, the id modulo the number of rows of a static table that takes
+      as many bytes as the dynamic one, including keys and scores.
+    * `"unlimited"`: int32, the number of the id, from 0.
 
     Attributes:
       vocabulary_sizes: sizes of the tables.
@@ -119,7 +119,7 @@ class SyntheticStream(TeacherDataset):
         for salt, name in enumerate(("item", "user")):
             popularity = self._popularity[name]
             places = popularity.draw(generator, num_samples).astype(np.int64)
-            # Ages at step 0, which spread the births over the steps.
+            # Ages at step 0 spread the births over the steps.
             ages = (places * GOLDEN_RATIO % 1.0 * life_steps).astype(np.int64)
             num_predecessors = (step + ages) // life_steps
             numbers[name] = places + num_predecessors * popularity.vocabulary_size
@@ -128,8 +128,7 @@ class SyntheticStream(TeacherDataset):
             ids[name] = _hash(first + numbers[name].astype(np.uint64))
 
         users, items = ids["user"], ids["item"]
-        # Salt 1 is the effect of an id. The salts from 2 on are the elements of its
-        # vector.
+        # Salt 1 gives an id's effect. Salts from 2 on give its vector's elements.
         products = np.zeros(num_samples)
         for salt in range(2, 2 + INTERACTION_RANK):
             products += _uniform(items, salt) * _uniform(users, salt)
@@ -142,7 +141,7 @@ class SyntheticStream(TeacherDataset):
                 features[name] = ids[name]
             elif self._source.vocabulary == "unlimited":
                 features[name] = numbers[name].astype(np.int32)
-            else:  # The ids are hashes already, so the remainders are random rows.
+            else:  # Ids are already hashes, so the remainders are random rows.
                 features[name] = (ids[name] % np.uint64(size)).astype(np.int32)
         return Inputs(features=features, logits=logits)
 
@@ -152,5 +151,5 @@ def _hash(words: np.ndarray) -> np.ndarray:
 
 
 def _uniform(ids: np.ndarray, salt: int) -> np.ndarray:
-    """Returns a number of mean 0 and variance 1 per id, uniform over the ids."""
+    """Returns a uniform number per id, with mean 0 and variance 1."""
     return (_hash(ids ^ np.uint64(salt)) * 2.0**-64 - 0.5) * np.sqrt(12.0)

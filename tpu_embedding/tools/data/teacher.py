@@ -1,13 +1,12 @@
-"""Parts of the synthetic data sets: random streams, popular ids, and a teacher model.
+"""Parts of the synthetic data sets: random streams, popular ids and a teacher model.
 
-Click logs are skewed: a few ids make up most of the traffic. Data without skew would
-not exercise an embedding layer, so ids have a Zipf-like popularity. Each stream of
-random numbers depends on one seed and a name.
+Click logs are skewed: a few ids make up most of the traffic. Ids here have a Zipf-like
+popularity, because data without skew would not exercise an embedding layer. Each random
+stream depends on a seed and the stream's number.
 
-The teacher gives every sample a click probability and draws the label from it. No
-model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
-therefore measures how well a model has learned, which a real log cannot offer.
-`synthetic_clicks.py` and `synthetic_stream.py` define the samples.
+The teacher assigns every sample a click probability and draws the label from it. No
+model has a lower expected log loss, so the gap to `teacher_log_loss()` measures how
+well a model has learned, which a real log cannot offer.
 """
 
 import abc
@@ -30,12 +29,12 @@ WORD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
-    """Returns a random generator, a pure function of its arguments.
+    """Returns a random generator that depends only on the arguments.
 
     Args:
       seed: seed of the data set, at least 0.
-      stream: number of a stream, independent of other streams of the seed, at least 0.
-      step: step of the stream, at least 0, so that any step can be drawn by itself.
+      stream: number of the stream, at least 0. Streams of one seed are independent.
+      step: step of the stream, at least 0. Any step can be drawn by itself.
 
     Example:
       >>> round(random_generator(seed=0, stream=1, step=5).random(), 3)
@@ -49,8 +48,9 @@ def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Gene
 def mix64(words: np.ndarray) -> np.ndarray:
     """Hashes uint64 words; distinct words have distinct hashes.
 
-    It is the finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators" (OOPSLA 2014), constants of Vigna's `splitmix64.c`.
+    This is the finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (OOPSLA 2014), with the constants of Vigna's
+    `splitmix64.c`.
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,7 +63,7 @@ def splitmix64(keys: np.ndarray) -> np.ndarray:
 
 
 GOLDEN_RATIO: Final = (math.sqrt(5.0) - 1.0) / 2.0
-"""Number whose multiples, modulo 1, are spread most evenly.
+"""Number whose multiples modulo 1 are spread most evenly.
 
 Source: Knuth, The Art of Computer Programming, volume 3, section 6.4.
 """
@@ -77,15 +77,15 @@ class ZipfIds:
 
         P(k) proportional to the integral of x**-exponent from k to k + 1.
 
-    This is Zipf's law with an integral instead of the power. Its cumulative law has a
-    closed-form inverse, so drawing needs no table for any vocabulary. A fixed
-    permutation, `id = (rank * multiplier) % vocabulary_size`, turns ranks into ids. It
-    keeps hot ids apart, so no shard owns all of them.
+    This is Zipf's law with an integral instead of the power. Its cumulative
+    distribution has a closed-form inverse, so drawing needs no table. The permutation
+    `id = (rank * multiplier) % vocabulary_size` maps ranks to ids. It spreads hot ids
+    over the shards.
 
     Attributes:
-      vocabulary_size: number of distinct ids, 1 to 2**31 - 2.
-      exponent: 0 is uniform and 1 is Zipf's original law. Far above 1, a few ids take
-        almost all draws.
+      vocabulary_size: number of distinct ids, from 1 to 2**31 - 2.
+      exponent: 0 is uniform, and 1 is Zipf's original law. Far above 1, a few ids make
+        up almost all draws.
 
     Example:
       >>> ids = ZipfIds(vocabulary_size=10, exponent=1.0)
@@ -106,7 +106,7 @@ class ZipfIds:
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> np.ndarray:
         """Draws independent popularity ranks of the given shape, from 0."""
-        # The ranks at which the cumulative law reaches uniform numbers.
+        # Inverts the cumulative distribution at uniform random numbers.
         mass = generator.random(shape) * self._mass(self.vocabulary_size + 1.0)
         if self.exponent == 1.0:
             ranks = np.exp(mass)
@@ -117,7 +117,7 @@ class ZipfIds:
         return np.minimum(ranks, self.vocabulary_size).astype(np.int64) - 1
 
     def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns the int32 ids of popularity ranks; rank 0 is the most popular."""
+        """Returns the int32 ids of popularity ranks. Rank 0 is the most popular."""
         multiplier = max(1, round(GOLDEN_RATIO * self.vocabulary_size))
         while math.gcd(multiplier, self.vocabulary_size) != 1:
             multiplier += 1
@@ -148,16 +148,16 @@ INTERACTION_SCALE: Final = 0.6
 """Standard deviation of the user-item interaction's contribution to the logit."""
 
 CALIBRATION_SAMPLES: Final = 16_384
-"""Samples that fit the bias; the click rate's standard error is below 0.004."""
+"""Number of samples to fit the bias. The click rate's standard error is below 0.004."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Model inputs of a group of samples, and the teacher's logits for them.
+    """Model inputs of some samples, and the teacher's logits for them.
 
     Attributes:
       features: int32 or uint64 ids by feature name.
-      dense: float32 `[samples, num_dense]`; None if the data set has no dense inputs.
+      dense: float32 `[samples, num_dense]`, or None without dense inputs.
       logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
 
@@ -167,16 +167,16 @@ class Inputs:
 
 
 class TeacherDataset(abc.ABC):
-    """A `Dataset` whose labels come from a teacher; subclasses draw the inputs.
+    """A `Dataset` whose labels come from a teacher. Subclasses draw the inputs.
 
     Attributes:
       batch_size: samples per batch.
       seed: seed of the teacher and of all samples.
       num_evaluation_samples: number of held-out samples. They have their own random
-        stream and are the same for every batch size.
-      click_rate: expected mean of the labels; the teacher's bias is fitted to it.
-      evaluation_step: training step whose distribution of ids the held-out samples
-        have. It matters only if the ids change during the training.
+        stream, so they do not depend on the batch size.
+      click_rate: expected mean of the labels, which the teacher's bias is fitted to.
+      evaluation_step: training step whose id distribution the held-out samples have. It
+        only matters if ids change during training.
     """
 
     click_rate: float
@@ -190,7 +190,7 @@ class TeacherDataset(abc.ABC):
     def _draw_inputs(
         self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
-        """Draws samples with the ids in use at a training step."""
+        """Draws samples with the ids that are in use at a training step."""
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
@@ -213,8 +213,8 @@ class TeacherDataset(abc.ABC):
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the evaluation labels.
 
-        Its expectation is the mean entropy of the labels given the inputs. The
-        difference is sampling noise, which a model's loss on the same labels shares.
+        Its expectation is the mean entropy of the labels given the inputs. A model's
+        loss on the same labels has the same sampling noise.
         """
         samples, probabilities = self._held_out
         labels = samples.labels
@@ -223,7 +223,7 @@ class TeacherDataset(abc.ABC):
 
     @functools.cached_property
     def _bias(self) -> float:
-        """Common logit with which the mean probability equals the click rate."""
+        """Number added to all logits so that the mean probability is `click_rate`."""
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
         inputs = self._draw_inputs(generator, CALIBRATION_SAMPLES, self.evaluation_step)
         return bias_of_rate(inputs.logits, self.click_rate)
@@ -252,7 +252,7 @@ class TeacherDataset(abc.ABC):
 
 
 def bias_of_rate(logits: np.ndarray, rate: float) -> float:
-    """Returns the number to add to all logits for which the mean probability is `rate`.
+    """Returns the number to add to all logits to make the mean probability `rate`.
 
     Example:
       >>> round(bias_of_rate(np.array([1.0, 1.0]), 0.5), 3)

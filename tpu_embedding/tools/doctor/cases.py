@@ -1,9 +1,9 @@
-"""Train steps as production runs them, compared with NumPy row by row.
+"""Train steps as in production, compared with NumPy row by row.
 
-Each case trains one table on all devices of this host. Tables and slot variables are
-donated. On a TPU, they are beyond the vector memory of a TensorCore, and the ids are
-so many that SparseCores sort them. Every SparseCore asks every other one for equally
-many ids, so a case knows how close to a limit it is, whatever the placement of rows.
+Each case trains one table on all devices of this host, donating tables and slot
+variables. On a TPU, they exceed the vector memory of a TensorCore, and there are enough
+ids that SparseCores sort them. Every SparseCore asks every other one for equally many
+ids, so a case knows how close to a limit it is, however rows are placed.
 """
 
 import dataclasses
@@ -28,12 +28,13 @@ class Case:
     """A table, its optimizer, and the ids of its batches.
 
     Attributes:
-      dim: elements of a row.
+      dim: number of elements of a row.
       optimizer: rule that updates the rows.
-      valence: ids of a sample. Several have weights, and some of them are padding.
-      is_permuted: whether the mesh has the devices in another order than JAX.
-      max_ids: limit of SparseCores, in multiples of the ids of each pair of them. 0
-        leaves the limit to the plan.
+      valence: number of ids per sample. If more than 1, ids have weights, and some are
+        padding.
+      is_permuted: whether the mesh orders the devices differently from JAX.
+      max_ids: limit of SparseCores, in multiples of the ids of each pair of them. With
+        0, the plan chooses it.
       exchange: see `te.SparseCore`.
     """
 
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def backends(self) -> list[str]:
-        """The backends that the case is meant for."""
+        """Backends to run the case with."""
         is_special = self.max_ids or not self.exchange
         return ["sparse_core"] if is_special else ["xla", "sparse_core"]
 
@@ -62,8 +63,8 @@ CASES: Final = {
     "dim 128, Adagrad, no exchange": Case(dim=128, exchange=False),
 }
 
-# Ids and bytes of the table per device. On a TPU, a step takes some milliseconds,
-# and 0.1 ms to dispatch; the vector memory of a TensorCore has up to 128 MiB.
+# Ids and bytes of the table per device. On a TPU, a step takes a few milliseconds, and
+# 0.1 ms to dispatch. The vector memory of a TensorCore has up to 128 MiB.
 _SIZES_ON_TPU: Final = 2**17, 160 * MEBIBYTE
 _SIZES_ELSEWHERE: Final = 2**10, 2**18
 _CORES_ELSEWHERE: Final = 2
@@ -71,26 +72,27 @@ _CORES_ELSEWHERE: Final = 2
 _CHECKED_STEPS: Final = 2
 _TIMED_STEPS: Final = 10
 
-# Largest relative and absolute difference that rounding explains. A missing gradient
-# changes a row by 1e-2 or more.
+# Largest relative and absolute difference that rounding can cause. A missing gradient
+# changes a row by at least 1e-2.
 _TOLERANCE: Final = 1e-4
 
 _RATE: Final = 0.5
 _ACCUMULATOR: Final = 0.1
 _BETAS: Final = 0.9, 0.99
-_EPSILON: Final = 0.1  # So large that a rounded gradient changes no step much.
+_EPSILON: Final = 0.1  # Large, so that rounded gradients barely change a step.
 
 
 def run_case(name: str, backend: str) -> dict[str, Any]:
-    """Trains some steps, and compares all values with NumPy.
+    """Runs a few training steps, and compares all values with NumPy.
 
     Args:
-      name: of the case.
-      backend: looks the rows up, and updates them.
+      name: name of the case.
+      backend: backend of lookups and updates.
 
     Returns:
-      `problem`, or None if all rows are right; and the milliseconds of a step, and how
-      many of them the host takes to dispatch it, as `step` and `dispatch`.
+      `problem`, None if all rows are right; `step`, the milliseconds of a step; and
+      `dispatch`, how many of them the host takes to dispatch it. If the steps cannot be
+      compared, only `problem`.
     """
     case, devices = CASES[name], np.array(jax.local_devices())
     hardware = hardware_of_device(devices[0])
@@ -129,7 +131,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     batch = te.inputs.shard_batch(({"ids": dense}, {"ids": cotangents}), plan)
     before, after, answer = _train(plan, batch)
     if backend == "sparse_core" and answer["rounds"] > 0:
-        return {"problem": "the ids are beyond the limit of an operation"}
+        return {"problem": "the ids exceed the limit of an operation"}
     rows, expected = _expected(case, before, ids, weights, cotangents)
     problem = None
     for array, values in expected.items():
@@ -141,11 +143,11 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
 def _train(
     plan: te.EmbeddingPlan, batch: tuple[Any, Any]
 ) -> tuple[Values, Values, dict[str, float]]:
-    """Runs some steps on ids and cotangents, and times some more.
+    """Runs some steps on ids and cotangents, then times some more.
 
     Returns:
-      The values before the first step; those after the checked steps, with the last
-      activations; and the milliseconds of a step, and the rounds of the exchange.
+      The values before the first step; the values after the checked steps, with the
+      last activations; and the milliseconds of a step and the rounds of the exchange.
     """
 
     @functools.partial(
@@ -185,11 +187,11 @@ def _train(
 def _draw_batch(
     case: Case, num_cores: int, ids_per_core: int, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws ids and their weights, `[samples, valence]`, and cotangents of the samples.
+    """Draws ids and weights, `[samples, valence]`, and cotangents, `[samples, dim]`.
 
-    Each core asks each other one for equally many ids. Rows are dealt to SparseCores,
-    so the remainder of an id decides which one has it. Half of the ids are of few rows,
-    the first and the last ones.
+    Each core asks every core for equally many ids. Rows are dealt to SparseCores, so an
+    id's remainder determines its core. Half of the ids are of a few rows, the first and
+    last ones.
     """
     random = np.random.default_rng(case.dim)
     shape, rows_per_core = (num_cores, ids_per_core), num_rows // num_cores
@@ -214,18 +216,11 @@ def _expected(
     weights: np.ndarray,
     cotangents: np.ndarray,
 ) -> tuple[np.ndarray, Values]:
-    """Computes the steps in NumPy.
-
-    Args:
-      case: the case.
-      before: values before the first step.
-      ids: `[samples, valence]`.
-      weights: of the ids, 0 for padding.
-      cotangents: of the activations, `[samples, dim]`.
+    """Computes the steps in NumPy, from the values before the first step and a batch.
 
     Returns:
-      The rows that are looked up; and the values after the checked steps, with the
-      last activations.
+      The rows that are looked up, and the values after the checked steps, with the last
+      activations.
     """
     order = np.argsort(ids, axis=None, kind="stable")
     order = order[ids.ravel()[order] != PADDING_ROW_ID]
@@ -262,13 +257,10 @@ def _expected(
 def _difference(
     name: str, actual: np.ndarray, expected: np.ndarray, rows: np.ndarray
 ) -> str | None:
-    """Returns the first row that is wrong, or None.
+    """Describes the wrong rows of an array; returns None if all are right.
 
-    Args:
-      name: of the array.
-      actual: float32 `[rows, dim]`.
-      expected: float32, of the same shape.
-      rows: those that may differ by rounding; all other rows must have the same bits.
+    `rows` may differ by rounding. All other rows must be bitwise equal. Arrays are
+    float32 `[rows, dim]`.
     """
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))

@@ -1,6 +1,6 @@
-"""The program of the doctor's children: `devices`, or `rows` with a case and a backend.
+"""The doctor's child program, called with `devices`, or `rows`, a case and a backend.
 
-The last line of the output is the answer, in JSON.
+The last line of the output is the answer in JSON.
 """
 
 import json
@@ -13,14 +13,14 @@ from tpu_embedding.tools.doctor.cases import run_case
 
 
 def main() -> None:
-    """Prints the answer to the question of the command line."""
+    """Prints the answer to the question on the command line."""
     question, *arguments = sys.argv[1:]
     answer = describe_devices() if question == "devices" else run_case(*arguments)
     print(json.dumps(answer))
 
 
 def describe_devices() -> dict[str, Any]:
-    """Returns platform, kinds of all devices, and memory of this host's devices."""
+    """Returns the platform, all devices' kinds, and this host's device memory."""
     memory = [(device.memory_stats() or {}) for device in jax.local_devices()]
     return {
         "platform": jax.default_backend(),

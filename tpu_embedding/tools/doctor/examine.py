@@ -1,4 +1,4 @@
-"""Checks a machine: versions, environment variables, devices, and rows on them."""
+"""Checks a machine: versions, environment variables, devices, and their rows."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ _SET_BY_JAX: Final = (
     "TPU_SKIP_MDS_QUERY LIBTPU_INIT_ARGS TPU_ML_PLATFORM TPU_ML_PLATFORM_VERSION "
     "GRPC_VERBOSITY TPU_LIBRARY_PATH"
 ).split()
-"""Variables that importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`) changes."""
+"""Variables changed by importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`)."""
 
 _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
     "JAX_PLATFORMS": ("FAILED", "hides the TPU from JAX"),
@@ -48,19 +48,19 @@ _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
     ),
     "ALLOW_MULTIPLE_LIBTPU_LOAD": (
         "warning",
-        "lets two processes open the same chips, which then fail or hang",
+        "lets two processes open the same chips and then fail or hang",
     ),
     "TPU_VISIBLE_DEVICES": ("warning", "hides all other chips"),
     "TPU_VISIBLE_CHIPS": ("warning", "hides all other chips"),
-    "TPU_PROCESS_BOUNDS": ("warning", "sets the grid of processes that libtpu awaits"),
-    "TPU_LIBRARY_PATH": ("warning", "loads another libtpu than the installed one"),
-    "LIBTPU_INIT_ARGS": ("warning", "changes options of libtpu and of its compiler"),
+    "TPU_PROCESS_BOUNDS": ("warning", "sets the process grid that libtpu waits for"),
+    "TPU_LIBRARY_PATH": ("warning", "loads a libtpu other than the installed one"),
+    "LIBTPU_INIT_ARGS": ("warning", "changes options of libtpu and its compiler"),
     "XLA_FLAGS": ("warning", "changes options of the compiler"),
     "MEGASCALE_COORDINATOR_ADDRESS": ("warning", "makes libtpu wait for other slices"),
     "MEGASCALE_NUM_SLICES": ("warning", "makes libtpu wait for other slices"),
 }
-"""Effect of each variable that changes what JAX sees of a TPU. A warning may be set on
-purpose."""
+"""Effects of variables that change how JAX sees a TPU. Variables with status "warning"
+may be set on purpose."""
 
 _OFF_VALUES: Final = ("", "0", "false", "False")
 
@@ -70,9 +70,9 @@ class Finding:
     """The result of one check.
 
     Attributes:
-      check: what was checked.
-      status: its result. Only `"FAILED"` changes the exit status.
-      text: what was found.
+      check: name of the check.
+      status: result of the check. Only `"FAILED"` changes the exit status.
+      text: details of the finding.
       fix: what to do about it, or "".
     """
 
@@ -83,14 +83,14 @@ class Finding:
 
 
 def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
-    """Returns a finding that is ok, or failed with its fix."""
+
     return (
         Finding(check, "ok", text) if is_right else Finding(check, "FAILED", text, fix)
     )
 
 
 def user_environment() -> dict[str, str]:
-    """Returns the environment without the changes that JAX made at its import."""
+    """Returns the environment as it was before importing JAX."""
     try:
         text = pathlib.Path("/proc/self/environ").read_text("utf-8", "replace")
     except OSError:
@@ -101,7 +101,7 @@ def user_environment() -> dict[str, str]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Lists the versions, and checks that libtpu is the one that jax asks for."""
+    """Lists versions, and checks that jax supports the installed libtpu."""
     installed: dict[str, str | None] = dict.fromkeys(_LIBRARIES)
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -113,18 +113,16 @@ def check_versions() -> Iterator[Finding]:
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
         if name == "libtpu" and libtpu and not fnmatch.fnmatchcase(libtpu, wanted):
-            text = f"jax {installed['jax']} needs libtpu {wanted}, but found {libtpu}."
+            text = f"jax {installed['jax']} needs libtpu {wanted}, found {libtpu}."
             yield Finding("libtpu", "FAILED", text, "pip install -U 'jax[tpu]'")
 
 
 def check_variables(
     environment: Mapping[str, str], chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks the variables that switch off or change the detection of TPUs.
+    """Checks environment variables that disable or change the detection of TPUs.
 
-    Args:
-      environment: the user's variables, from `user_environment`.
-      chips: files of this host's TPU chips; without any, variables are only listed.
+    Without `chips`, the device files of this host's TPU chips, all findings are ok.
     """
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
@@ -133,26 +131,22 @@ def check_variables(
         text = f"{name}={value} is set, which {effect}."
         fix = f"Unless you set it on purpose: unset {name}"
         if not chips:
-            status, text, fix = "ok", f"{text} This host has no chips.", ""
+            status, text, fix = "ok", f"{text} This host has no TPU chips.", ""
         yield Finding("variable", status, text, fix)
 
 
 _MIN_MEMORY_SHARE: Final = 0.9
-"""Minimum of a device's memory that programs can use; the runtime reserves the rest."""
+"""Minimum share of a device's memory for programs; the runtime reserves the rest."""
 
 
 def ask_child(
     question: list[str], environment: Mapping[str, str], seconds: float
 ) -> dict[str, Any] | str:
-    """Returns the answer of a child process, or what went wrong.
+    """Returns the answer of a child process, or a description of the failure.
 
-    A TPU belongs to one process at a time, and a program may hang or halt it. So all
-    work on the devices happens in children, each with a time limit.
-
-    Args:
-      question: arguments of `child.py`.
-      environment: variables of the child.
-      seconds: time limit.
+    Only one process at a time can use a TPU, and a program may hang or halt it. So all
+    work on the devices happens in child processes with a time limit. `question` has the
+    arguments of `child.py`.
     """
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
     try:
@@ -166,16 +160,16 @@ def ask_child(
     status = child.returncode
     text = f"ended with exit status {status}"
     if status < 0:
-        text = f"crashed by {signal.Signals(-status).name}"
+        text = f"crashed with {signal.Signals(-status).name}"
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
     return f"{text}: {lines[-1][:300]}" if lines else text
 
 
 def parse_expectation(text: str) -> tuple[str | None, int]:
-    """Returns generation and number of the devices that `--expect` names.
+    """Returns the generation, or None, and the number of devices in `--expect`.
 
     Raises:
-      ValueError: if the text is neither a number of devices, nor a generation and its
+      ValueError: if the text is neither a number of devices nor a generation and its
         chips.
 
     Example:
@@ -185,7 +179,7 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
     name, _, size = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
         raise ValueError(
-            "--expect must be a number of devices, or a generation and its chips such "
+            "--expect must be a number of devices, or a generation and its chips, such "
             f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
         )
     per_chip = hardware_by_name(name).devices_per_chip if name else 1
@@ -195,17 +189,11 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
 def check_devices(
     devices: dict[str, Any] | str, expected: str | None, chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks the devices that JAX found.
-
-    Args:
-      devices: answer of the child to `devices`, or its problem.
-      expected: the devices that should be there, as in `parse_expectation`.
-      chips: files of this host's TPU chips.
-    """
+    """Checks the devices that JAX found, given the child's answer or failure."""
     if isinstance(devices, str):
         fix = (
-            "Another process may hold the TPU. On a slice of several hosts, start the "
-            "doctor on all of them at the same time: each waits for the others."
+            "Another process may use the TPU. On a slice of several hosts, start the "
+            "doctor on all of them at the same time, because each waits for the rest."
         )
         text = f"JAX did not start: {devices}"
         yield Finding("devices", "FAILED", text, fix)
@@ -216,7 +204,7 @@ def check_devices(
     if platform != "tpu" and chips:
         text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
         fix = (
-            "pip install '.[tpu]' in a clone of the repository, and unset the "
+            "Run pip install '.[tpu]' in a clone of the repository, and unset the "
             "variables above."
         )
         yield Finding("fall-back", "FAILED", text, fix)
@@ -228,7 +216,7 @@ def check_devices(
         name, count = parse_expectation(expected)
         is_kind = name is None or (hardware is not None and hardware.name == name)
         text = f"expected {expected}: {count} devices, found {listed}"
-        fix = "Start the doctor on all hosts; check the accelerator type."
+        fix = "Start the doctor on all hosts, and check the accelerator type."
         yield _finding("expected", is_kind and len(kinds) == count, text, fix)
     capacity = None if hardware is None else hardware.device_memory_bytes
     if capacity is None:
@@ -246,26 +234,26 @@ def check_devices(
 def check_holders(
     chips: list[str], processes: pathlib.Path = pathlib.Path("/proc")
 ) -> Iterator[Finding]:
-    """Names the other processes that hold the TPU chips of this host."""
+    """Finds other processes that use this host's TPU chips."""
     for folder in sorted(processes.glob("[0-9]*")):
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
         except OSError:
             continue  # It ended, or belongs to another user.
         if folder.name != str(os.getpid()) and not opened.isdisjoint(chips):
-            text = f"Process {folder.name} holds a TPU, which one process can at a time"
+            text = f"Process {folder.name} uses a TPU, as only one process can"
             yield Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
 
 
 _EMULATED_DEVICES: Final = 4
-"""Devices of the children on a CPU, if it is to be one: rows travel between several."""
+"""Devices that children emulate if there is only one CPU device, to exchange rows."""
 
 
 def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
-    """Yields the finding of each check, in the order of a report.
+    """Yields the findings of all checks, in the order of the report.
 
     Args:
-      expected: the devices that should be there, as in `parse_expectation`.
+      expected: expected devices, as in `parse_expectation`.
       seconds: time limit of each child process.
     """
     environment = user_environment()
@@ -284,8 +272,8 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     check = "SparseCores"
     if platform != "tpu":
         text = (
-            f"{platform} has none: the next checks run their twin, the same operations "
-            "in plain JAX, at a smaller size. They say nothing about a chip."
+            f"{platform} has none. The next checks run their twin, the same operations "
+            "in plain JAX, at a smaller size. They say nothing about a TPU."
         )
         yield Finding(check, "ok", text)
         yield from _check_cases("twin", "sparse_core", environment, seconds)
@@ -309,13 +297,13 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
-    """Compares the steps of a backend with NumPy, each case in a child.
+    """Compares a backend's steps with NumPy, running each case in a child.
 
     Yields:
       The finding of each case.
 
     Returns:
-      Case to the milliseconds of a step, for those whose rows are all right.
+      Milliseconds per step by case, for cases whose rows are all right.
     """
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
@@ -323,13 +311,13 @@ def _check_cases(
         if isinstance(answer, str):
             answer = {"problem": answer}
         if answer["problem"] is not None:
-            fix = "Please report it, with this output."
+            fix = "Please report this with the whole output."
             yield Finding(f"{check}, {name}", "FAILED", answer["problem"], fix)
             continue
         times[name] = answer["step"]
         text = (
-            f"equal to NumPy; {answer['step']:.2f} ms a step, "
-            f"{answer['dispatch']:.2f} ms of it to dispatch"
+            f"equal to NumPy; {answer['step']:.2f} ms per step, including "
+            f"{answer['dispatch']:.2f} ms to dispatch it"
         )
         yield Finding(f"{check}, {name}", "ok", text)
     return times

@@ -1,11 +1,11 @@
 """A training loop for the embedding layer: run configs, models, metrics, reports.
 
-The command `tpu-embedding train` calls `train` of this package.
+The command `tpu-embedding train` calls this package's `train`.
 
-* `run_config`: the value that a file in `configs/` defines, and learning rates.
-* `run`: the loop. `reporting`: lines, records, plot, and means of steps.
+* `run_config`: run configs, which files in `configs/` define, and a warm-up schedule.
+* `run`: the loop. `reporting`: printed lines, records, plot, and means over steps.
 * `run_directory`: a run's files and their lock. `origin`: what a run was started with.
-* `run_steps`: plan, state, train step and evaluation step, and batches ahead of them.
+* `run_steps`: plan, state, train step, evaluation step, and batches read ahead.
 * `models/`: the models of the configs. `losses`: their losses and metrics.
 """
 

@@ -1,7 +1,7 @@
-"""Defines the losses of runs, and the metrics that belong to each.
+"""The losses of runs, and the metrics that belong to each.
 
-The devices merge the metrics of batch after batch. The host reads the values at the end
-of an evaluation.
+Metrics are merged on the devices, batch by batch. The host reads their values at the
+end of an evaluation.
 """
 
 import collections
@@ -20,10 +20,10 @@ from tpu_embedding.tools.train.models.click import Outputs
 LossName = Literal["log_loss", "squared_error", "softmax", "in_batch_softmax"]
 
 TOP_K: Final = 10
-"""The `k` of recall@k and NDCG@k: the sample's own item should be among the top k."""
+"""`k` of recall@k and NDCG@k: the sample's own item should be among the top `k`."""
 
 MAX_AUC_ERROR: Final = 1e-3
-"""Largest error of an AUC, from its bins, that is reported without it."""
+"""Error of a binned AUC above which the error is also reported."""
 
 Metrics = collections.OrderedDict[str, m.Metric]
 """Metrics by name, the main one first; JAX keeps the order of an `OrderedDict`."""
@@ -34,10 +34,10 @@ class Loss:
     """A loss and the metrics that belong to it.
 
     Attributes:
-      metrics: names of the metrics that may be a run's target; lower is better.
-        The first one is the main metric, which a teacher can also have.
-      rising_metrics: names of further ones; higher is better.
-      label_range: minimum and maximum of a label; None if every finite number is one.
+      metrics: names of metrics that can be a run's target, where lower is better. The
+        first one is the main metric, which a teacher can also have.
+      rising_metrics: names of metrics where higher is better.
+      label_range: minimum and maximum label. `None` allows every finite number.
       per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
     """
@@ -60,17 +60,14 @@ def mean_loss(
     labels: Float[Array, " batch"],
     weights: Float[Array, " batch"],
 ) -> jax.Array:
-    """Returns the weighted mean of the loss over the batch. Global."""
+    """Returns the weighted mean loss over the global batch."""
     return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
 
 
 def merge_batches(batches: Iterable[Metrics]) -> Metrics:
-    """Returns the metrics of all batches; no metrics if there are no batches.
+    """Returns the merged metrics of all batches; empty without batches.
 
     Waits for a batch only after the next one is dispatched.
-
-    Args:
-      batches: metrics of each batch, on the devices.
     """
     merged: Metrics = collections.OrderedDict()
     for batch_metrics in batches:
@@ -80,11 +77,11 @@ def merge_batches(batches: Iterable[Metrics]) -> Metrics:
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """Returns the values of the metrics that are defined, in their order.
+    """Returns the values of all metrics that are defined, in order.
 
-    All are missing if no sample has a positive weight. AUC and others are also missing
-    if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
-    too coarse for its scores, by more than `MAX_AUC_ERROR`.
+    No metric is defined if no sample has a positive weight. Some, such as AUC, are also
+    undefined if the samples do not determine them. If the bins of an AUC are too coarse
+    for its scores, by more than `MAX_AUC_ERROR`, an entry `auc_max_error` follows it.
     """
     computed = jax.device_get(_computed(jax.device_get(metrics)))
     result = {}
@@ -102,7 +99,7 @@ _merge = jax.jit(m.merge)
 
 @jax.jit
 def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
-    """Returns of each metric if it is defined, its value, and the error of an AUC."""
+    """Returns for each metric if it is defined, its value, and the error of an AUC."""
     return {
         name: (
             metric.is_defined(),
@@ -132,7 +129,6 @@ def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _class_loss(outputs: Outputs, labels: Array) -> Array:
-    """Returns the cross-entropy of logits `[batch, classes]`; labels are places."""
     return optax.softmax_cross_entropy_with_integer_labels(
         outputs.scores, labels.astype(jnp.int32)
     )
@@ -147,7 +143,7 @@ def _evaluate_classes(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
-    """Returns the negative of the log-softmax that `TwoTower` returns as scores."""
+    """Returns the negated log-softmax; `TwoTower` returns the log-softmax as scores."""
     del labels
     return -outputs.scores
 
@@ -188,4 +184,4 @@ LOSSES: Final[dict[LossName, Loss]] = {
         evaluate=_evaluate_retrieval,
     ),
 }
-"""Losses by their name in `RunConfig.loss`."""
+"""Losses by name, as in `RunConfig.loss`."""

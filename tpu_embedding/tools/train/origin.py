@@ -1,8 +1,8 @@
 """Where the config of a run comes from: a config's name, a Python file or a CSV file.
 
-A run records it for `tpu-embedding export`. Somebody else may have written the record,
-so it selects a config of the package and gives values to its fields. It never names
-code to run, an option, or a file to open.
+A run records its origin for `tpu-embedding export`. The record is not trusted: it only
+selects a config of the package and sets its fields. It never names code to run, an
+option, or a file to open.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ _CSV_CONFIG: Final = "csv_file"
 
 _MAX_RECORDED_INT: Final = 2**20
 _MAX_RECORDED_LAYERS: Final = 64
-"""Limits of recorded values, because each layer of a model takes memory."""
+"""Limits of recorded values, since every layer of a model needs memory."""
 
 
 def is_csv(path: str) -> bool:
-    """Returns True for the path of a CSV file, by its end in any case."""
+    """Returns True if a path has a CSV file's suffix, in upper or lower case."""
     return path.lower().endswith(CSV_SUFFIXES)
 
 
@@ -53,9 +53,9 @@ class RunOrigin:
 
     Attributes:
       config: name of a config, or path of a Python file or of a CSV file.
-      settings: changes of the config, as `apply_overrides` takes them.
-      data_dir: path of the data, or None if the config reads no file. A CSV file that
-        moved is read from here.
+      settings: changes of the config, as in `apply_overrides`.
+      data_dir: path of the data, or None if the config reads no file. For a CSV file,
+        this path has precedence over `config`.
     """
 
     config: str
@@ -78,11 +78,11 @@ class RunOrigin:
             return apply_overrides(load_config(self.config), self.settings)
         data = apply_overrides(config, self.settings).data
         data, deviation = read_label_fields(required_files(path, "a CSV file"), data)
-        # Settings win again, such as another loss.
+        # Settings such as another loss take precedence over the task.
         return apply_overrides(_for_task(config, data, deviation), self.settings)
 
     def record(self) -> dict[str, Any]:
-        """Returns what `config_of_run` reads, with absolute paths for its errors."""
+        """Returns a record for `config_of_run`; its errors show the absolute paths."""
         config, data_dir = self.config, self.data_dir
         if is_csv(config):
             config = _CSV_CONFIG
@@ -113,20 +113,20 @@ def config_of_run(
 ) -> RunConfig:
     """Returns the config of a run's latest start.
 
-    A run of a CSV file records the fields of its data and model, which are checked as
-    data. Other configs come with the package, or from the user.
+    A run of a CSV file records the fields of its data and model, which are validated
+    here. Other configs come from the package or from the user.
 
     Args:
       directory: directory of the run, which somebody else may have written.
-      config: name or path of the config. None selects the config of the package that
-        the run recorded.
-      settings: changes that the user makes, as `apply_overrides` takes them.
-      data_dir: path of the data that the user gave, or None.
+      config: name or path of the config. Defaults to the package's config that the run
+        recorded.
+      settings: changes by the user, as in `apply_overrides`.
+      data_dir: path of the data, or None.
 
     Raises:
       ConfigError: if the config is unknown, or its model differs from the run's.
-      DataError: if the run read data, `data_dir` is None, and it is not a run of a CSV
-        file, which keeps a schema.
+      DataError: if the run read data and `data_dir` is None, unless the run has a CSV
+        schema.
       RunDirectoryError: if a record is damaged.
     """
     origin, run = _latest_start(directory)
@@ -143,23 +143,23 @@ def config_of_run(
         )
     if origin is None:
         raise ConfigError(
-            f"{directory} holds a run that a script started, so its config is "
-            "unknown; pass it with --config, and its changes with --set."
+            f"The config of {directory} is unknown, because a script started the run. "
+            "Pass it with --config, and its changes with --set."
         )
     name, recorded_dir = origin.get("config"), origin.get("data_dir")
     if isinstance(name, str) and is_csv(name):  # Older versions recorded the path.
         name = _CSV_CONFIG
     if name not in list(list_configs()):
         raise ConfigError(
-            f"{directory} was started with {name!r:.200}, and a run cannot name code "
-            "to execute; pass the Python file with --config, and its changes with "
+            f"{directory} was started with {name!r:.200}, which is not executed "
+            "automatically. Pass the Python file with --config, and its changes with "
             "--set."
         )
     has_schema = name == _CSV_CONFIG and (directory / SCHEMA_FILE).exists()
     if recorded_dir is not None and data_dir is None and not has_schema:
         raise DataError(
-            f"{directory} was trained on the data in {recorded_dir!r:.200}, and a run "
-            "cannot name files to read; pass their path with --data-dir."
+            f"{directory} was trained on {recorded_dir!r:.200}, which is not read "
+            "automatically. Pass the path of the data with --data-dir."
         )
     loaded = load_config(name)
     if name == _CSV_CONFIG:
@@ -167,14 +167,14 @@ def config_of_run(
     loaded = apply_overrides(loaded, settings)
     if different := _model_changes(run, loaded, settings):
         raise ConfigError(
-            f"The model of the config {name!r} must equal the run's in {directory}, "
-            f"got {', '.join(different):.400}; pass the run's values with --set."
+            f"The model of the config {name!r} differs from the run's in {directory}: "
+            f"{', '.join(different):.400}. Pass the run's values with --set."
         )
     return loaded
 
 
 def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
-    """Returns the latest records of a run's origin, if there is one, and its config."""
+    """Returns the latest record of a run's origin, or None, and of its config."""
     origin, run = None, {}
     for record in read_records(directory / RECORDS_FILE):
         origin, run = record.get("origin") or origin, record.get("run") or run
@@ -184,10 +184,10 @@ def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
 def _model_changes(
     run: dict[str, Any], config: RunConfig, settings: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the fields of a run's model that differ, except those in settings."""
+    """Returns the model fields that differ from the run's and are not in settings."""
     named = {setting.partition("=")[0].replace("-", "_") for setting in settings}
     before, now = run.get("model"), config.describe()["model"]
-    if before is None:  # A script may leave no record.
+    if before is None:  # A script may record none.
         return []
     return [
         f"{name} {old!r} -> {new!r}"
@@ -200,19 +200,14 @@ def _recorded_csv_run(config: RunConfig, run: dict[str, Any]) -> RunConfig:
     """Returns the config of a run of a CSV file; the seed chose the held-out rows."""
     seed = run.get("seed")
     if type(seed) is not int or not 0 <= seed < 2**32:
-        raise ConfigError(f"The record of seed must be an int of uint32, got {seed!r}.")
+        raise ConfigError(f"The recorded seed must be in [0, 2**32), got {seed!r}.")
     data = _recorded(config.data, run.get("data"), "data")
     model = _recorded(config.model, run.get("model"), "model")
     return _for_task(dataclasses.replace(config, seed=seed, model=model), data)
 
 
 def _recorded(default: Any, values: Any, name: str) -> Any:
-    """Returns a section of a config with recorded values, after checking their types.
-
-    Args:
-      default: the section, a dataclass.
-      values: recorded values by field.
-      name: name of the section, for errors.
+    """Returns a config's section with recorded values, after checking their types.
 
     Raises:
       ConfigError: if a field is unknown, or a value has the wrong type or size.
@@ -223,20 +218,20 @@ def _recorded(default: Any, values: Any, name: str) -> Any:
     for field, value in values.items():
         if field not in hints or not _has_type(value, hints[field]):
             raise ConfigError(
-                f"The record of {f'{name}.{field}'!r:.80} must be a value of "
+                f"The recorded {f'{name}.{field}'!r:.80} must be a value of "
                 f"{type(default).__name__}, with integers from 1 to "
-                f"{_MAX_RECORDED_INT}, got {value!r:.80}; pass --config {_CSV_CONFIG} "
+                f"{_MAX_RECORDED_INT}, got {value!r:.80}. Pass --config {_CSV_CONFIG} "
                 "and the run's settings with --set."
             )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         return dataclasses.replace(default, **values)
     except ValueError as error:
-        raise ConfigError(f"The record of {name} is damaged: {error}") from error
+        raise ConfigError(f"The recorded {name} is damaged: {error}") from error
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Returns True if a value of JSON has the type of a field."""
+    """Returns True if a JSON value has a field's type."""
     kinds = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Literal:
@@ -257,13 +252,10 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _for_task(config: RunConfig, data: CsvSource, deviation: float = 1) -> RunConfig:
-    """Returns the config `csv_file` with the loss and target of its data's task.
+    """Returns the config `csv_file` with the loss and target for the task of `data`.
 
-    Args:
-      config: the config.
-      data: its new data, with a task.
-      deviation: standard deviation of the labels. The loss of a regression is divided
-        by its square, so all scales of labels train alike.
+    A regression's loss is divided by the square of `deviation`, the labels' standard
+    deviation, so that training does not depend on their scale.
     """
     loss, target, weight = "log_loss", config.target, 1.0
     if data.task == "classes":
@@ -278,14 +270,14 @@ def _for_task(config: RunConfig, data: CsvSource, deviation: float = 1) -> RunCo
 
 
 def csv_run(path: pathlib.Path) -> RunConfig:
-    """Returns the config `csv_file` for the size of a file.
+    """Returns the config `csv_file`, adapted to the size of a file.
 
-    A batch has about a 500th of the rows, a power of two from 32 to 4,096. There are
-    20 reports and 5 evaluations, and `EPOCHS` passes over the rows, or one more over
-    less than `SMALL_FILE_ROWS`.
+    A batch has about 1/500 of the rows: a power of two from 32 to 4,096. The run
+    reports 20 times, evaluates 5 times, and passes over the rows `EPOCHS` times, or
+    `EPOCHS + 1` times if there are fewer than `SMALL_FILE_ROWS`.
 
     Args:
-      path: path of the CSV file, which names the run.
+      path: path of the CSV file; its name becomes the run's name.
 
     Raises:
       DataError: if the file is missing or damaged.
@@ -310,9 +302,9 @@ def csv_run(path: pathlib.Path) -> RunConfig:
 
 
 EPOCHS: Final = 2
-"""Passes over a CSV file. With more of them, rows of tables overfit: on a file of
-200,000 rows, the held-out AUC was 0.779 after two and 0.775 after three."""
+"""Passes over a CSV file. More passes overfit the tables' rows: on a file of 200,000
+rows, the held-out AUC was 0.779 after two and 0.775 after three."""
 
 SMALL_FILE_ROWS: Final = 5000
-"""Rows below which a file gets one more epoch. Over ten splits of files of 1,000 and
-2,200 rows, it raised the mean held-out AUC by 0.002."""
+"""Number of rows below which a file is trained on for one more epoch. Over ten splits
+of files of 1,000 and 2,200 rows, this raised the mean held-out AUC by 0.002."""

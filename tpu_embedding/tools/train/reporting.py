@@ -2,8 +2,8 @@
 
 Records are JSON, one per line: `{"run": ...}` at each start, then `{"step": ...,
 "train": ...}` and `{"step": ..., "evaluation": ...}`, and `{"result": ...}` at the end.
-TensorBoard gets the same numbers as scalars. The meter waits for steps, checks their
-numbers, and computes their means.
+TensorBoard gets the same numbers as scalars. The meter waits for steps, checks that
+their metrics are finite, and averages them.
 """
 
 import faulthandler
@@ -31,15 +31,15 @@ from tpu_embedding.tools.train.run_directory import (
 from tpu_embedding.tools.train.run_steps import StepMetrics
 
 STEPS_IN_FLIGHT: Final = 2
-"""Steps that are dispatched before the host waits for the first of them.
+"""Number of steps dispatched before the host waits for the first one.
 
-One step in flight hides the host's work behind the devices' work. Many steps would keep
-many batches in device memory."""
+One step in flight overlaps the work of host and devices. Many steps would keep many
+batches in device memory."""
 
 _STDERR: Final = 2
 
 HANG_SECONDS: Final = 600
-"""Time without a step after which the stacks of all threads are printed."""
+"""Seconds without a step after which the stack traces of all threads are printed."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -47,22 +47,17 @@ class TrainingDivergedError(RuntimeError):
 
 
 class StepMeter:
-    """Keeps the metrics of steps on the devices, and reports their means."""
+    """Keeps step metrics on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: Callable[..., None]):
-        """Starts without a step.
-
-        Args:
-          config: config of the run.
-          report: takes the number of steps done, `"train"` and their means.
-        """
+        """Stores `report`, a function of the steps done, `"train"` and the means."""
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
         self._since = time.perf_counter()
 
     def waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches, and counts the time in which the loop waits for them."""
+        """Yields the batches, and measures how long the loop waits for them."""
         while True:
             begin = time.perf_counter()
             faulthandler.dump_traceback_later(HANG_SECONDS, file=_STDERR)
@@ -73,10 +68,10 @@ class StepMeter:
             yield batch
 
     def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds the metrics of a step that was just dispatched; reports when due.
+        """Adds the metrics of a step that was just dispatched, and reports when due.
 
         Raises:
-          TrainingDivergedError: if a step was not finite whose metrics are read now.
+          TrainingDivergedError: as in `read`, if a report is due.
         """
         self._steps.append(metrics)
         if len(self._steps) > STEPS_IN_FLIGHT:
@@ -100,31 +95,31 @@ class StepMeter:
             self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
-        """Waits for all steps up to the last, `done`.
+        """Waits for all steps up to the last one, `done`, and checks them.
 
         Raises:
-          TrainingDivergedError: if one was not finite, or its ids exceed what the
-            backend holds.
+          TrainingDivergedError: if a step was not finite, or its ids exceeded the
+            backend's limit.
         """
         self._steps = jax.device_get(self._steps)
         for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
             if metrics.get("not_run"):
                 raise TrainingDivergedError(
-                    f"The ids of step {step} exceed what SparseCores hold, or a weight "
-                    "is not finite, and te.SparseCore(exchange=False) leaves no other "
-                    "way. Resume the run with backend='sparse_core', or with a larger "
-                    "max_ids."
+                    f"The ids of step {step} exceed the limit of SparseCores, or a "
+                    "weight is not finite, and te.SparseCore(exchange=False) has no "
+                    "fallback. Resume the run with backend='sparse_core', or with a "
+                    "larger max_ids."
                 )
             if not metrics["is_finite"]:
                 raise TrainingDivergedError(
-                    f"The loss of step {step} is {metrics['loss']}, and the loss, a "
-                    "gradient or a learning rate is not finite; lower the learning "
+                    f"The loss of step {step} is {metrics['loss']}: the loss, a "
+                    "gradient or a learning rate is not finite. Lower the learning "
                     "rates, or check the input data for damaged values."
                 )
 
 
 class RunReport:
-    """Writes the lines, records and plot of one run, on the first process of a job."""
+    """Writes a run's lines, records and plot, on the first process of a job."""
 
     def __init__(
         self,
@@ -133,14 +128,7 @@ class RunReport:
         first_step: int,
         origin: Mapping[str, Any] | None = None,
     ):
-        """Opens the files; prints what changed in the config since the last start.
-
-        Args:
-          directory: directory of the run.
-          config: config of the run.
-          first_step: steps done before.
-          origin: record of what the config was loaded from, or None.
-        """
+        """Opens the files, and prints changes in the config since the last start."""
         self._path, self._config = directory / RECORDS_FILE, config
         self._file = self._board = None
         if not distributed.is_first():
@@ -167,19 +155,13 @@ class RunReport:
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Writes a record at once, so that a kill does not lose it."""
+        """Writes a record at once, so a kill cannot lose it."""
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
 
     def scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Prints and writes some values after a step.
-
-        Args:
-          step: steps done.
-          group: `"train"` or `"evaluation"`.
-          values: by name.
-        """
+        """Prints and records values of a step, for "train" or "evaluation"."""
         num_steps = self._config.num_steps
         text = "  ".join(
             f"{name} {value:.5g}"
@@ -197,11 +179,9 @@ class RunReport:
             self._board.flush()
 
     def plot(self, metric: str, teacher: float | None) -> None:
-        """Plots the training loss and a metric of all recorded steps.
+        """Plots the training loss and a metric over all recorded steps.
 
-        Args:
-          metric: name of the metric.
-          teacher: the teacher's value of the metric, or None.
+        `teacher` is the teacher's value of the metric, or None.
         """
         if self._file is None:
             return
@@ -227,9 +207,9 @@ class RunReport:
 
 
 def format_tables(plan: EmbeddingPlan) -> str:
-    """Returns the tables of a plan: size, optimizer, and memory on each device.
+    """Returns a plan's tables as text: size, optimizer and memory per device.
 
-    A table's memory includes slot variables and its share of the padding.
+    A table's memory includes its slot variables and its share of the padding.
     """
     rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
@@ -244,12 +224,12 @@ def format_tables(plan: EmbeddingPlan) -> str:
         f"{format_table(rows, num_left_aligned=2)}\n"
         f"{plan.num_shards} {'devices' if plan.num_shards > 1 else 'device'}, "
         f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
-        "on each"
+        "per device"
     )
 
 
 def _rule_name(stack: StackPlan) -> str:
-    """Returns the names of the states that an optimizer keeps, as `Adagrad`."""
+    """Returns the names of an optimizer's states, such as `Adagrad`."""
     if stack.optimizer is None:
         return "none"
 
@@ -272,12 +252,9 @@ def _rule_name(stack: StackPlan) -> str:
 def changes(
     before: Mapping[str, Any], now: Mapping[str, Any], section: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the name of each changed field of a config, its value before, and now.
+    """Yields name, old value and new value of each changed field of a config.
 
-    Args:
-      before: fields from `RunConfig.describe`, nested by section.
-      now: fields of the present config.
-      section: beginning of the names.
+    `before` and `now` are from `RunConfig.describe`. `section` is the names' prefix.
 
     Example:
       >>> list(changes({"seed": 1, "model": {"dim": 4}}, {"model": {"dim": 8}}))
@@ -296,12 +273,9 @@ def drop_repeated_records(
 ) -> None:
     """Removes the records of steps that a resumed run repeats.
 
-    The file is replaced as a whole, so a kill leaves the old or the new one.
-
-    Args:
-      directory: directory of the run.
-      step: steps done, after which the run continues.
-      evaluates: True if the run evaluates before the next step.
+    The run continues after `step` steps, with an evaluation before the next step if
+    `evaluates`. The file is replaced atomically, so a kill leaves the old or the new
+    one.
     """
     path = directory / RECORDS_FILE
     kept = ""
@@ -315,7 +289,7 @@ def drop_repeated_records(
 
 
 def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:
-    """Returns the steps in order, and the value of each; the last record counts."""
+    """Returns the steps in order, and each step's value in its last record."""
     values = {}
     for record in read_records(path):
         value = record.get(group, {}).get(name)
@@ -325,19 +299,19 @@ def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[f
 
 
 def _event_file(directory: pathlib.Path, first_step: int) -> Any:
-    """Opens TensorBoard's file of scalars, which is written at once.
+    """Opens TensorBoard's file of scalars, written without a thread.
 
-    So a kill loses nothing. tensorboardX' `SummaryWriter` writes in a thread, where a
-    full disk ends no run.
+    A kill thus loses nothing, and a full disk ends the run. tensorboardX's
+    `SummaryWriter` writes in a thread, whose errors do not end a run.
     """
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2
 
     directory.mkdir(parents=True, exist_ok=True)
-    # Runs that start within a second would share a name otherwise.
+    # Otherwise, runs that start within the same second would share a name.
     suffix = f".{time.time_ns()}"
     file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
-    # TensorBoard then forgets the steps that a resumed run repeats.
+    # Makes TensorBoard drop the steps that a resumed run repeats.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     _write_event(file, first_step + 1, session_log=start)
     return file

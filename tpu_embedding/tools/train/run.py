@@ -1,8 +1,8 @@
-"""Runs a training: steps, evaluations, checkpoints, and the result.
+"""Runs training: steps, evaluations, checkpoints and the result.
 
-`train` is the whole of it, and `evaluate` is its last part for a saved run. In a job of
-several processes, all call them. Each feeds its devices and writes its part of the
-checkpoints; the first one prints, and writes records and plot.
+`train` does all of it, and `evaluate` the last part, for a saved run. All processes of
+a job call them. Each process feeds its devices and writes its part of the checkpoints.
+The first one prints, and writes records and plot.
 """
 
 import contextlib
@@ -51,27 +51,27 @@ from tpu_embedding.tools.train.run_config import RunConfig, RunEvent, RunEventKi
 from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR, RunDirectoryError
 
 _SIZES: Final = "buffer_sizes"
-"""Key of the sizes of ragged features in the description of a checkpoint."""
+"""Key of the ragged features' buffer sizes in a checkpoint's description."""
 
 _Item = TypeVar("_Item")
 
 ExistingRun = Literal["refuse", "resume"]
-"""Treatment of a checkpoint in the output directory: raise an error, or continue from
-it. `"resume"` starts a new run if there is none, so a restarted job can pass it too."""
+"""How to handle a checkpoint in the output directory: raise an error, or continue it.
+Without a checkpoint, `"resume"` starts a new run, so a job can always pass it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
-      step: number of steps done, including those before a resume.
-      best_step: step of the checkpoint with these metrics: the best one if the config
-        keeps it. None if a signal stopped the run.
-      metrics: metrics on the held-out data, the main one first; None if a signal
-        stopped the run, whose state is saved.
-      target_met: True if the config's target is met; None if it has none, or if the
-        teacher's value is unknown.
+      step: number of steps done, including steps before a resume.
+      best_step: step of the checkpoint that has these metrics: the best one if the
+        config keeps it. None if a signal stopped the run.
+      metrics: metrics on the held-out data, the main one first. None if a signal
+        stopped the run, after saving its state.
+      target_met: whether the config's target is met. None if there is no target, or if
+        the teacher's value is unknown.
     """
 
     step: int
@@ -92,37 +92,37 @@ def train(
     origin: RunOrigin | None = None,
     verbose: bool = False,
 ) -> RunResult:
-    """Trains and evaluates a model; writes records, a plot and checkpoints.
+    """Trains and evaluates a model, and writes records, a plot and checkpoints.
 
-    SIGTERM and Ctrl-C save the state after the step in progress, and end the run; a
-    second signal ends it at once. In a job of several processes, a SIGTERM of one stops
-    all of them at the same step.
+    SIGTERM and Ctrl-C save the state after the current step and end the run; a second
+    signal ends it at once. In a job of several processes, a SIGTERM to one process
+    stops all of them at the same step.
 
     Args:
       config: config of the run.
-      output_dir: directory for the files; created if it does not exist. All processes
-        of a job share it.
+      output_dir: directory for the files, shared by all processes of a job. Created if
+        it does not exist.
       data_dir: path of the data, if the config's source reads files.
-      mesh: mesh of the devices; None uses all devices.
-      existing_run: treatment of a checkpoint in `output_dir`; see `ExistingRun`.
-      stop_at: number of steps after which the run stops as if it got SIGTERM; None runs
-        to the end.
-      profile: steps done before and after those whose profile is recorded for xprof, in
-        `profile/` of the output directory; None records none.
-      origin: what the config was loaded from; the run records it for `tpu-embedding
-        export`.
-      verbose: True prints the whole plan, False its tables.
+      mesh: mesh of the devices. Defaults to all devices.
+      existing_run: how to handle a checkpoint in `output_dir`; see `ExistingRun`.
+      stop_at: number of steps after which the run stops as if it had received
+        SIGTERM. By default, it runs to the end.
+      profile: numbers of steps at which recording an xprof profile starts and ends. The
+        profile is written to `profile/` in the output directory. By default, none is
+        recorded.
+      origin: what the config was loaded from, recorded for `tpu-embedding export`.
+      verbose: whether to print the whole plan instead of only its tables.
 
     Raises:
       ConfigError: if the model does not fit the config.
       DataError: if data are missing or damaged.
       CheckpointError: if the checkpoint to resume from is damaged, or does not fit.
-      RunDirectoryError: if another process uses `output_dir`, or if `existing_run`
-        forbids the checkpoint there.
+      RunDirectoryError: if another process uses `output_dir`, or `existing_run` does
+        not allow its checkpoint.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
     """
-    # A run ends with a plot, so a library that it needs then is missed now.
+    # A run ends with a plot. A missing library should not fail only then.
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def train(
         stack.callback(run.report.close)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         if run.train(stop, stop_at or config.num_steps, profile) == "stopped":
-            run.report.line(f"stopped; step {run.step} is saved, --resume continues")
+            run.report.line(f"stopped at step {run.step}; --resume continues from it")
             return RunResult(step=run.step)
         return run.finish()
 
@@ -154,7 +154,7 @@ def evaluate(
 ) -> RunResult:
     """Evaluates the best or newest checkpoint of a run on the held-out data.
 
-    Args and errors as in `train`. The run's records get the metrics.
+    Adds the metrics to the run's records. Arguments and errors are as in `train`.
     """
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     data = open_data(config, data_dir)
@@ -163,7 +163,7 @@ def evaluate(
     checkpoint = run_directory.result_checkpoint(directory)
     if checkpoint is None:
         raise RunDirectoryError(
-            f"{output_dir} holds no checkpoint to evaluate; pass the output directory "
+            f"{output_dir} has no checkpoint to evaluate. Pass the output directory "
             "of a run that saved one."
         )
     run = _Run(config, directory, data, mesh)
@@ -175,12 +175,7 @@ def evaluate(
 
 
 def open_data(config: RunConfig, data_dir: Any) -> Dataset:
-    """Returns the data set of a run.
-
-    Args:
-      config: config of the run.
-      data_dir: path of the data, None, or what else the config's source takes.
-    """
+    """Opens a run's data set; `data_dir` is a path or anything the source accepts."""
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
     return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
@@ -190,7 +185,7 @@ def open_data(config: RunConfig, data_dir: Any) -> Dataset:
 def _stop_on_signals() -> Iterator[threading.Event]:
     """Yields an event that SIGTERM and SIGINT set; a second signal ends the process.
 
-    In a job of several processes, SIGTERM goes to JAX, which tells all of them.
+    In a job of several processes, JAX handles SIGTERM and notifies all of them.
     """
     event, before = threading.Event(), {}
 
@@ -209,7 +204,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
 
 class _Run:
-    """A run in progress, whose `state` is the one after `step` steps."""
+    """A run in progress. `state` is the state after `step` steps."""
 
     def __init__(
         self,
@@ -225,17 +220,12 @@ class _Run:
         self.checkpoints = ocp.CheckpointManager(path, options=options)
         self.tells_events = False
         self.evaluations: dict[int, dict[str, float]] = {}
-        # Batches are prepared ahead, so `sizes` runs ahead of the sizes after `step`.
+        # Batches are prepared ahead, so `sizes` may already include later batches.
         self.sizes, self.sizes_so_far = BufferSizes(), {}
         self.exchanged: dict[str, Any] = {}
 
     def restore(self, existing_run: ExistingRun, step: int | None = None) -> None:
-        """Restores the state, or finds that there is none to restore.
-
-        Args:
-          existing_run: treatment of a checkpoint.
-          step: step of the checkpoint. Defaults to the newest one.
-        """
+        """Restores the state of a step, by default the newest one, if it was saved."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
         self.graph, self.abstract = graph, abstract
@@ -246,8 +236,8 @@ class _Run:
         self.step = step or self.checkpoints.latest_step() or 0
         if self.step and existing_run == "refuse":
             raise RunDirectoryError(
-                f"{self.directory} holds a run, saved at step {self.step}. Continue it "
-                "with --resume, choose another --output-dir, or delete it."
+                f"{self.directory} already has a run, saved at step {self.step}. "
+                "Continue it with --resume, choose another --output-dir, or delete it."
             )
         self.state = None
         if self.step:
@@ -257,15 +247,15 @@ class _Run:
             with errors_of_reading(f"The description of the checkpoint {path}"):
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
-        if step is None:  # Later records are of steps that a resumed run repeats.
+        if step is None:  # A resumed run repeats later steps, and their records.
             recorded = run_directory.evaluations_of(self.directory)
             self.evaluations = {s: x for s, x in recorded.items() if s < self.step}
 
     @property
     def best_step(self) -> int:
-        """Step of the best evaluation whose checkpoint exists, if the config keeps it.
+        """Step of the best evaluation that has a checkpoint, if the config keeps it.
 
-        Otherwise, it is the present step.
+        Otherwise, the current step.
         """
         if not self.config.keep_best:
             return self.step
@@ -275,7 +265,7 @@ class _Run:
 
     @property
     def ends_early(self) -> bool:
-        """True if the latest evaluations are not better than an earlier one."""
+        """True if the last `patience` evaluations did not beat an earlier one."""
         if not self.config.patience or not self.evaluations:
             return False
         best = run_directory.best_step(self.evaluations)
@@ -286,14 +276,14 @@ class _Run:
     def evaluates_first(self) -> bool:
         """True if a resumed run evaluates before its next step.
 
-        The run stopped before that evaluation, or a crash may have interrupted it.
+        The run may have stopped or crashed before or during that evaluation.
         """
         return self.step > 0 and self.config.evaluates_after(self.step)
 
     def start_report(
         self, origin: RunOrigin | None = None, *, verbose: bool = False
     ) -> None:
-        """Reports the start, and makes the state of a new run."""
+        """Reports the start, and creates the state of a new run."""
         config, data, plan = self.config, self.data, self.plan
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
@@ -308,13 +298,13 @@ class _Run:
         self.report.line(str(plan) if verbose else format_tables(plan))
         if self.state is None:
             _, self.state = run_steps.init_train_state(config, data, plan)
-        # Rows on the host are a static part of the state, so shapes need the same.
+        # Rows on the host are a static part of the state's structure.
         structure = jax.tree.structure(self.state)
         abstract = structure.unflatten(jax.tree.leaves(self.abstract))
         self.train_step = run_steps.make_train_step(self.graph, abstract, config, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
-        """Calls the config's `on_event`, on the first process of a training."""
+        """Calls the config's `on_event`, on the first process of a training run."""
         if self.tells_events:
             event = RunEvent(
                 kind=kind,
@@ -329,7 +319,7 @@ class _Run:
     def report_scalars(
         self, step: int, group: Literal["train", "evaluation"], values: dict[str, float]
     ) -> None:
-        """Reports numbers of a step, also as an event."""
+        """Reports a step's numbers, also as an event."""
         self.report.scalars(step, group, values)
         self.tell(group, **values)
 
@@ -339,7 +329,7 @@ class _Run:
         stop_at: int,
         profile: tuple[int, int] | None,
     ) -> Literal["done", "stopped"]:
-        """Runs steps, evaluates and saves when due, and saves the state at the end."""
+        """Runs the steps, evaluating and saving when due and saving at the end."""
         config = self.config
         self.tell("start")
         meter = StepMeter(config, self.report_scalars)
@@ -376,7 +366,7 @@ class _Run:
                     self.evaluate()
                     if self.ends_early:
                         num = f"{config.patience} evaluations"
-                        self.report.line(f"ends early: no better one in {num}")
+                        self.report.line(f"ends early: no improvement in {num}")
                         break
         with _named_errors(self.directory):
             self.checkpoints.wait_until_finished()
@@ -386,15 +376,11 @@ class _Run:
     def with_host_rows(
         self, batches: Iterable[_Item], features_of: Callable[[_Item], Any]
     ) -> Generator[_Item, None, None]:
-        """Yields batches once their rows of tables with `te.HostRows` are in the state.
+        """Yields batches once their rows of `te.HostRows` tables are in the state.
 
-        Batches are drawn ahead if there are such tables, and only then. `exchanged`
-        gets the figures of each batch: `hit_rate`, the share of its distinct rows that
-        the devices had, and `exchanged_bytes`, the size of other rows, there and back.
-
-        Args:
-          batches: batches of training or evaluation.
-          features_of: returns the prepared features of a batch.
+        With such tables, batches are drawn ahead, and `exchanged` is set for each
+        batch: `hit_rate`, the share of its distinct rows that were on the devices, and
+        `exchanged_bytes`, the size of all other rows, there and back.
         """
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches
@@ -420,17 +406,17 @@ class _Run:
             self.state = nnx.state((model, optimizer))
             yield batch
             nnx.update((model, optimizer), self.state)
-            before = total()  # Evaluations exchange rows in between.
+            before = total()  # Evaluations also exchange rows.
 
     def _save(self) -> None:
-        """Starts to save the state; the next step may then donate it."""
+        """Starts saving the state. On return, the next step may donate it."""
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
             self.checkpoints.save(self.step, args=state, force=True)
 
     def evaluate(self) -> None:
-        """Computes the metrics on the held-out data, and reports them."""
-        # New sizes each time, so a resumed run sums in the same order.
+        """Computes and reports the metrics on the held-out data."""
+        # New buffer sizes each time, so a resumed run sums in the same order.
         sizes = BufferSizes()
 
         def prepared() -> Iterator[Batch]:
@@ -450,18 +436,18 @@ class _Run:
         if not metrics:
             raise DataError(
                 f"{type(self.data).__name__}.evaluation_batches() must yield a sample "
-                "of positive weight, got none."
+                "with a positive weight, but yielded none."
             )
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise TrainingDivergedError(
-                    f"The evaluation after step {self.step} has the {name} {value}."
+                    f"The {name} of the evaluation after step {self.step} is {value}."
                 )
         self.report_scalars(self.step, "evaluation", metrics)
         self.evaluations[self.step] = metrics
 
     def finish(self) -> RunResult:
-        """Evaluates the trained model; reports the result and the target.
+        """Evaluates the trained model, and reports the result and the target.
 
         With `keep_best`, the result is the best checkpoint's.
         """
@@ -505,7 +491,7 @@ class _Run:
 
 
 class _Kept:
-    """Orbax's policy of kept checkpoints: the latest ones, and the best one."""
+    """Policy for Orbax: keeps the latest checkpoints and the best one."""
 
     def __init__(self, run: _Run):
         self._run = run
@@ -524,4 +510,4 @@ def _named_errors(directory: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise OSError(f"A checkpoint of {directory} is not saved: {error}") from error
+        raise OSError(f"Could not save a checkpoint of {directory}: {error}") from error

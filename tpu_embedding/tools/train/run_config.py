@@ -1,4 +1,4 @@
-"""Run configs: the value that a Python file in `configs/` defines, and how to read it.
+"""Run configs, and the functions that load one from a Python file and change it.
 
 A config is plain data in sections, plus two functions that make the optimizers. They
 are functions because a learning rate schedule depends on `num_steps`, which the command
@@ -31,14 +31,14 @@ from tpu_embedding.tools.train.models.click import ModelConfig
 
 
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
-    """Returns a schedule that rises linearly from 0, and then stays.
+    """Returns a schedule that rises linearly from 0, then stays constant.
 
-    `optax.linear_schedule` computes it as a difference, which is 0.14 % off at the
-    first of 24,000 steps.
+    `optax.linear_schedule` computes the same as a difference, with an error of 0.14 %
+    at the first of 24,000 steps.
 
     Args:
-      learning_rate: learning rate after the rise.
-      num_steps: steps of the rise; the first step has a learning rate of 0.
+      learning_rate: final learning rate.
+      num_steps: number of steps of the rise. The first step's learning rate is 0.
 
     Raises:
       ValueError: if `num_steps` is less than 1.
@@ -49,8 +49,8 @@ def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
     """
     if num_steps < 1:
         raise ValueError(
-            f"warm_up: num_steps must be at least 1, got {num_steps!r}. Without a "
-            "warm-up, use the learning rate itself."
+            f"warm_up: num_steps must be at least 1, got {num_steps!r}. To train "
+            "without a warm-up, use the learning rate itself."
         )
     return lambda step: learning_rate * jnp.minimum(1.0, step / num_steps)
 
@@ -61,28 +61,29 @@ CONFIGS_DIR: Final = next(
     filter(pathlib.Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")),
     _PACKAGE / "configs",
 )
-"""Folder of the configs in an installed package, or else in a checkout."""
+"""Folder of the configs: in the installed package, or in a checkout."""
 
 
 class ConfigError(ValueError):
-    """Raised if a run config is missing or invalid, or does not fit its data."""
+    """Raised if a run config is missing, is invalid, or does not fit its data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The metric that a config promises to reach on the held-out data.
+    """The metric value that a config promises to reach on the held-out data.
 
     Attributes:
-      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, as the run's loss
-        has it, for which lower is better; or `"auc"`.
-      at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
-        teacher's value. None for `"auc"`.
-      at_least: minimum value of `"auc"`; None for other metrics. With `relative_to`, it
-        is a share of what the teacher's AUC has above 0.5, the AUC of chance.
-      relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
-        that generated the labels; no trained model can beat it. `"constant"` is the
-        best prediction without inputs: the mean of the training labels for `"rmse"`,
-        and the shares of the classes for `"log_loss"`.
+      metric: one of the loss's metrics: `"log_loss"`, `"rmse"`, `"mae"` or
+        `"softmax_loss"`, where lower is better, or `"auc"`.
+      at_most: maximum value, for metrics other than `"auc"`. With `relative_to`, a
+        multiple of the reference's value.
+      at_least: minimum value, for `"auc"`. With `relative_to`, a share of the amount by
+        which the teacher's AUC exceeds 0.5, the AUC of chance.
+      relative_to: reference that the limit is relative to. `"teacher"` is the model
+        that generated the labels of synthetic data; no trained model can beat it.
+        `"constant"` is the best prediction without inputs: the mean of the training
+        labels for `"rmse"`, and the class shares for `"log_loss"`. `None` makes the
+        limit absolute.
     """
 
     metric: str
@@ -93,16 +94,16 @@ class Target:
     def __post_init__(self):
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError(
-                "Target must have at_most or at_least, and not both, got "
-                f"{self.at_most!r} and {self.at_least!r}."
+                "Target must have either at_most or at_least, got "
+                f"at_most={self.at_most!r} and at_least={self.at_least!r}."
             )
 
     def is_met(self, value: float, teacher: float | None) -> bool | None:
-        """Returns True if a value reaches the target; None if that is unknown.
+        """Returns True if a value reaches the target, or None if that is unknown.
 
         Args:
-          value: value of the metric.
-          teacher: value of the teacher, or None.
+          value: the metric's value.
+          teacher: the reference's value, or None if unknown.
         """
         chance, scale = 0.0, 1.0
         if self.relative_to is not None:
@@ -130,24 +131,24 @@ RunEventKind = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that happened in a run, as `RunConfig.on_event` gets it.
+    """Something that happened in a run, passed to `RunConfig.on_event`.
 
     Attributes:
       kind: what happened.
 
-        * `"init"`: the run begins, or resumes if `step` is positive. It then repeats
-          what an earlier start told of later steps, and an evaluation after this step
-          if `config.evaluates_after(step)`.
+        * `"init"`: the run begins, or resumes if `step` is positive. A resumed run
+          repeats events of later steps that an earlier start already reported. It also
+          repeats an evaluation after this step if `config.evaluates_after(step)`.
         * `"start"`: the state is ready, and the next step follows.
-        * `"train"`: a line of progress, with its means since the last one.
+        * `"train"`: progress is reported; the values are means since the last report.
         * `"evaluation_start"`: an evaluation begins.
-        * `"evaluation"`: it has ended, with the metrics on the held-out data.
-        * `"result"`: the run is done, with the fields of `RunResult`.
+        * `"evaluation"`: an evaluation has ended; the values are held-out metrics.
+        * `"result"`: the run is done; the values are the fields of `RunResult`.
       step: number of steps done.
-      values: values of the event by name; empty if it has none.
+      values: the event's values by name; may be empty.
       config: config of the run.
       data: opened data set.
-      directory: directory of the run, for files of your own.
+      directory: directory of the run, where you can add files.
 
     Example:
       >>> def log(event):
@@ -178,45 +179,44 @@ class RunConfig:
       model: sizes and other hyperparameters of the model, a frozen dataclass; see
         `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for one
-        of several classes (labels are their places, scores `[batch, classes]`), or
+        of several classes (labels are class numbers, scores `[batch, classes]`), or
         `"in_batch_softmax"` for choices among the items of the batch.
-      loss_weight: factor of the loss in training, positive; metrics do without it.
+      loss_weight: positive factor of the training loss; metrics do not use it.
       batch_size: samples per step, over all devices. It need not be divisible by the
         number of devices.
       num_steps: number of training steps.
-      table_learning_rate: learning rate that `make_table_optimizer` uses.
-      dense_learning_rate: learning rate that `make_dense_optimizer` uses.
-      make_table_optimizer: returns the optimizer of the tables, given this config.
+      table_learning_rate: learning rate for `make_table_optimizer`.
+      dense_learning_rate: learning rate for `make_dense_optimizer`.
+      make_table_optimizer: returns the tables' optimizer, given this config.
       make_dense_optimizer: returns the optax optimizer of all other parameters, given
         this config.
-      max_dense_norm: largest norm of all dense gradients together; longer ones are
-        scaled down to it. Gradients of tables do not count or change. None sets no
+      max_dense_norm: maximum global norm of the dense gradients. Larger gradients are
+        scaled down; table gradients are neither counted nor scaled. `None` sets no
         limit.
-      target: metric that the config promises to reach, or None.
-      capacity: ids per destination and round of the exchange; None lets the plan
-        choose. It changes the speed, never the results.
-      backend: what looks up and updates rows, as `make_plan` takes it. It changes the
-        speed, never the results.
-      tables_split_over: devices that the rows of a table are split over: `"all"`, or
-        `"slice"`, the devices of a slice, with a copy of the table in each. A table's
-        own placement wins.
-      cache_rows: rows of each table that all devices cache together, while the host
+      target: metric value that the config promises to reach, or None.
+      capacity: ids per destination and round of the exchange. By default, the plan
+        chooses. It affects the speed, never the results.
+      backend: backend of lookups and updates, as in `make_plan`. It affects the speed,
+        never the results.
+      tables_split_over: devices that a table's rows are split over: `"all"`, or
+        `"slice"`, with a copy of the table in each slice. A table's own placement wins.
+      cache_rows: rows of each table that all devices together cache while the host
         keeps all rows; see `te.HostRows`. 0 keeps all rows on the devices. A table's
         own placement wins.
-      rows_directory: a directory for mapped files of such tables; None keeps their rows
-        in the host's memory.
+      rows_directory: directory for memory-mapped files of such tables. By default,
+        their rows are in the host's memory.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
-      log_every: steps per line of progress.
-      evaluate_every: steps between evaluations; 0 evaluates only at the end.
-      evaluate_from: step before which nothing is evaluated.
-      checkpoint_every: steps between checkpoints; 0 saves only at the end.
+      log_every: number of steps per progress line.
+      evaluate_every: number of steps between evaluations; 0 evaluates only at the end.
+      evaluate_from: first step after which the model may be evaluated.
+      checkpoint_every: number of steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
-      keep_best: True also keeps the checkpoint with the lowest main metric on the
-        held-out data, and makes it the result. Each evaluation then saves one.
-      patience: number of evaluations without a lower main metric after which a run
-        ends; 0 runs all steps.
-      on_event: gets each `RunEvent` of `train`, on the first process of a job, for a
-        log of your own. It may be a dataclass with `__call__`, whose fields `--set`
+      keep_best: whether to also keep the checkpoint with the lowest main metric on the
+        held-out data, and make it the result. Every evaluation then saves a checkpoint.
+      patience: number of evaluations without a lower main metric that end the run; 0
+        runs all steps.
+      on_event: called with each `RunEvent` of `train` on the job's first process, for
+        your own logging. It can be a dataclass with `__call__`, whose fields `--set`
         can change.
     """
 
@@ -252,8 +252,8 @@ class RunConfig:
         problems = [*broken_rules(self, _RULES)]
         if self.tables_split_over == "slice" and self.cache_rows:
             problems.append(
-                "RunConfig.tables_split_over must be 'all' with cache_rows, since "
-                "te.HostRows keeps one copy of a table, got 'slice'"
+                "RunConfig.tables_split_over must be 'all' with cache_rows, because "
+                "te.HostRows keeps one copy of each table, got 'slice'"
             )
         if self.target is not None:
             loss = LOSSES[self.loss]
@@ -268,14 +268,14 @@ class RunConfig:
         raise_all(problems)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as values of JSON, without the functions."""
-        # An object that listens may hold files, which cannot be copied.
+        """Returns the fields as JSON values, without the functions."""
+        # An event listener may hold open files, which cannot be copied.
         fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
         fields = {name: field for name, field in fields.items() if not callable(field)}
         return json.loads(json.dumps(fields, default=str))
 
     def evaluates_after(self, step: int) -> bool:
-        """Returns True if an evaluation is due after so many steps."""
+        """Returns True if an evaluation is due after `step` steps."""
         is_due = self.evaluate_every > 0 and step % self.evaluate_every == 0
         return step >= self.num_steps or (is_due and step >= max(1, self.evaluate_from))
 
@@ -284,7 +284,7 @@ _RULES: Final = {
     "batch_size": int_rule(1),
     "num_steps": int_rule(1),
     "cache_rows": int_rule(0),
-    "seed": int_rule(0, 2**32 - 1),  # JAX would take the lower bits of a larger one.
+    "seed": int_rule(0, 2**32 - 1),  # JAX would truncate a larger seed.
     "log_every": int_rule(1),
     "evaluate_every": int_rule(0),
     "evaluate_from": int_rule(0),
@@ -295,15 +295,14 @@ _RULES: Final = {
 
 
 def list_configs() -> dict[str, pathlib.Path]:
-    """Returns the configs of the package, name to file."""
+    """Returns the package's configs, a dict of name to file."""
     return {path.stem: path for path in sorted(CONFIGS_DIR.glob("*.py"))}
 
 
 def load_config(name_or_path: str) -> RunConfig:
     """Returns the run config that a Python file defines as `config`.
 
-    The file may import modules of its own folder, as a script may. Errors that it
-    raises pass.
+    Like a script, the file can import modules from its folder. Its errors propagate.
 
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
@@ -322,7 +321,7 @@ def load_config(name_or_path: str) -> RunConfig:
             f"There is no config {name_or_path!r}. Pass a CSV file (.csv, .tsv, .txt), "
             f"a Python file, or one of {', '.join(sorted(known))}."
         )
-    # A name that another process cannot import either.
+    # Other processes cannot import a module of this name either.
     module = ModuleType(f"config_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # Dataclasses look their module up.
@@ -334,16 +333,16 @@ def load_config(name_or_path: str) -> RunConfig:
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"The config {path} must define `config`, a "
-            f"tpu_embedding.tools.train.RunConfig, got a {type(config).__name__}."
+            f"{path} must define `config` as a tpu_embedding.tools.train.RunConfig, "
+            f"got a {type(config).__name__}."
         )
     return config
 
 
 def _type_of_setting(value: Any, hint: Any) -> Any:
-    """Returns the type of a field for `--set`, which makes no sections."""
+    """Returns a field's type for `--set`, which cannot create sections."""
     if dataclasses.is_dataclass(value):
-        return type(value)  # Whatever protocol the section follows.
+        return type(value)  # The hint may be a protocol.
     simple = [x for x in typing.get_args(hint) if not dataclasses.is_dataclass(x)]
     has_sections = len(simple) < len(typing.get_args(hint))
     return typing.Union[tuple(simple)] if has_sections else hint  # noqa: UP007
@@ -352,13 +351,13 @@ def _type_of_setting(value: Any, hint: Any) -> Any:
 def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     """Returns a copy of a config with some fields replaced.
 
-    A wrong key or value ends the program with status 2 and a message that names similar
+    A wrong key or value ends the program with status 2 and a message that lists similar
     keys. The setting `help` prints all keys.
 
     Args:
-      config: a frozen dataclass, whose sections are dataclasses.
-      settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Values of
-        a tuple are separated by spaces; `None` is also a value.
+      config: a frozen dataclass, whose sections are also dataclasses.
+      settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Spaces
+        separate the values of a tuple, and `None` is a valid value.
 
     Example:
       >>> config = apply_overrides(load_config("synthetic"), ["model.dim=8"])

@@ -1,7 +1,7 @@
-"""The files of a run's directory, its lock, and checks of what somebody else wrote.
+"""The files of a run's directory, its lock, and checks of downloaded runs.
 
-A run may be downloaded. Its files are data: a link in it is not followed, and a damaged
-record raises an error that names the file.
+Files of a downloaded run are untrusted data. Links in the directory are not followed,
+and a damaged record raises an error that names the file.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _FILES: Final = (
 )
 
 _MAX_LINE_BYTES: Final = 2**22
-"""Longest line of records that is parsed: JSON takes up to 25 times its size."""
+"""Maximum length of a parsed record. Parsed JSON takes up to 25 times its size."""
 
 _RECORD_FIELDS: Final = {
     "run": dict,
@@ -49,18 +49,20 @@ _RECORD_FIELDS: Final = {
 
 
 class RunDirectoryError(ValueError):
-    """Raised if a run cannot start in its directory, or a file there is damaged."""
+    """Raised if a run cannot use its directory, or a file there is damaged."""
 
 
 @contextlib.contextmanager
 def claimed(directory: pathlib.Path) -> Iterator[None]:
     """Creates and locks a directory on the first process of a job.
 
-    The lock file exists while a process uses the directory. If nothing was written, the
-    directory is removed again. The operating system frees the lock of a killed process.
+    The lock file exists while a process uses the directory. The operating system
+    releases the lock of a killed process. A new directory is removed again if nothing
+    was written to it.
 
     Raises:
-      RunDirectoryError: if another process uses the directory, or it has a link.
+      RunDirectoryError: if another process uses the directory, or it contains a link, a
+        pipe or a device.
     """
     check_files(directory)
     if not distributed.is_first():
@@ -76,7 +78,7 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
             if is_new and not (directory / RECORDS_FILE).exists():
                 for empty in (directory / CHECKPOINTS_DIR, directory):
-                    with contextlib.suppress(OSError):  # It has files.
+                    with contextlib.suppress(OSError):  # It is not empty.
                         empty.rmdir()
 
 
@@ -90,26 +92,26 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunDirectoryError(
-                    f"{path.parent} is in use by another process. Wait for it to end, "
+                    f"{path.parent} is in use by another process. Wait until it ends, "
                     "or choose another --output-dir."
                 ) from error
             except OSError:
-                break  # Some network file systems have no locks.
-            # A process that ended may have removed the file after it was opened.
+                break  # Some network file systems do not support locks.
+            # Another process may have removed the file after it was opened here.
             with contextlib.suppress(FileNotFoundError):
                 is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
         yield
 
 
 def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
-    """Checks that the files of a run are files or directories of its own.
+    """Checks that a run's files are regular files or directories.
 
     Args:
-      directory: directory of the run, which may be a link itself.
-      names: entries of the directory to check. Defaults to the ones that a run uses.
+      directory: directory of the run, which may itself be a link.
+      names: entries of the directory to check. Defaults to the files of a run.
 
     Raises:
-      RunDirectoryError: if an entry is a link, a pipe or a device; names it.
+      RunDirectoryError: if there is a link, a pipe or a device; the message names it.
     """
     unchecked = [directory / name for name in names]
     while unchecked:
@@ -119,16 +121,16 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
         except FileNotFoundError:
-            continue  # A process that trains removes old checkpoints.
+            continue  # A running training deletes old checkpoints.
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise RunDirectoryError(
-                f"{path} must be a file or directory, got a link, pipe or device; copy "
-                "what it leads to, or make the directory of the whole run a link."
+                f"{path} must be a file or directory, got a link, pipe or device. Copy "
+                "its target, or make the whole run directory a link."
             )
 
 
 def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the checkpoint of the latest step in a directory of checkpoints."""
+    """Returns the checkpoint of the latest step in a directory, or None."""
     if not directory.is_dir():
         return None
     saved = ocp.utils.checkpoint_steps_paths(directory)
@@ -151,7 +153,7 @@ def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of a run's evaluations by step; the last record counts."""
+    """Returns the metrics of a run's evaluations by step, from their last records."""
     evaluations = {}
     for record in read_records(directory / RECORDS_FILE):
         values = list(record.get("evaluation", {}).values())
@@ -161,17 +163,18 @@ def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
 
 
 def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int:
-    """Returns the first step with the lowest main metric, which comes first."""
+    """Returns the first step with the lowest main metric, the first metric."""
     return min(evaluations, key=lambda step: next(iter(evaluations[step].values())))
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a run, except incomplete lines of a killed one.
+    """Yields the records of a run, skipping lines that a killed run left incomplete.
 
-    There are none before the run has written the file.
+    Yields nothing if the file does not exist.
 
     Raises:
-      RunDirectoryError: if a line is not a record in UTF-8; names file and line.
+      RunDirectoryError: if a line is not a UTF-8 record; the message names file and
+        line.
     """
     if not path.exists():
         return
@@ -196,13 +199,13 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise RunDirectoryError(
                     f"{path}, line {number}: a record must be a JSON object in UTF-8, "
-                    f"got {error}; remove the line."
+                    f"got {error}. Remove the line."
                 ) from error
             yield record
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file of a run as a whole, so a kill leaves the old or the new one."""
+    """Replaces a run's file atomically, so a kill leaves the old or the new one."""
     unfinished = path.with_name(f"{path.name}.partial")
     unfinished.unlink(missing_ok=True)  # It may be a link.
     try:
@@ -214,7 +217,7 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 
 
 def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
-    """Returns the vocabularies of a run, by the names of their features.
+    """Returns the vocabularies of a run by feature name.
 
     Raises:
       RunDirectoryError: if a file is missing or damaged.
@@ -228,20 +231,16 @@ def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
 
 
 def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
-    """Checks that strings have the ids that a run was trained on.
-
-    Args:
-      data: opened data set, which may have vocabularies.
-      directory: output directory of the run.
+    """Checks that strings have the same ids as when the run was trained.
 
     Raises:
-      DataError: names the feature.
+      DataError: if they differ; the message names the feature.
     """
     now = getattr(data, "vocabularies", {})
     for name, vocabulary in vocabularies_of(directory).items() if now else ():
         if name in now and now[name].tokens != vocabulary.tokens:
             raise DataError(
-                f"The strings of {name!r} must be those that the run in {directory} "
-                "began with, but its data have changed since; restore them, or start "
-                "a new run."
+                f"The strings of {name!r} differ from the ones that the run in "
+                f"{directory} started with, because the data have changed. Restore the "
+                "data, or start a new run."
             )

@@ -1,7 +1,7 @@
-"""The compiled part of a run: its plan, its state, and its two steps.
+"""The compiled part of a run: its plan, its state and its two steps.
 
 A step is a pure function of the state and a batch. The state is the `nnx.State` of the
-pair (model, optimizer); the graph definition that rebuilds the pair from it is fixed.
+pair (model, optimizer). A fixed graph definition rebuilds the pair from it.
 
 Batches are read, prepared and transferred ahead of the loop.
 """
@@ -40,18 +40,18 @@ from tpu_embedding.tools.train.models.click import ModelConfig, Outputs
 from tpu_embedding.tools.train.run_config import ConfigError, RunConfig
 
 READ_AHEAD: Final = 2
-"""Batches that are prepared, or on the devices, before the loop asks for them."""
+"""Batches that are prepared or on the devices before the loop needs them."""
 
 
 class ReadyBatch(NamedTuple):
     """A training batch that was read ahead.
 
     Attributes:
-      step: number of its step.
+      step: number of the step.
       batch: the batch on the devices.
-      sizes_so_far: `BufferSizes.to_json` after the batch. A checkpoint keeps it, as
-        batches are prepared ahead.
-      features: features of the batch on the host, prepared.
+      sizes_so_far: `BufferSizes.to_json` after this batch. Checkpoints store it because
+        later batches are already prepared.
+      features: prepared features of the batch on the host.
     """
 
     step: int
@@ -70,22 +70,16 @@ def train_batches(
     """Yields the batch of each step.
 
     A thread prepares the next batches while the caller uses the current one. In a job
-    of several processes, each one reads the samples of its own devices if the data set
-    has a method `train_part`, and whole batches otherwise.
-
-    Args:
-      config: config of the run.
-      data: opened data set.
-      plan: plan of the embedding layer.
-      steps: numbers of the steps, from 0.
-      sizes: buffer sizes after the steps before. By default, the first batch sets them.
+    of several processes, each process reads the samples of its own devices if the data
+    set has a method `train_part`, and otherwise whole batches. `sizes` are the buffer
+    sizes after earlier steps; by default, the first batch sets them.
 
     Raises:
-      DataError: if the data are damaged, or ids are outside their tables.
+      DataError: if the data are damaged, or ids are out of range.
     """
     sizes = sizes or BufferSizes()
     process_samples = plan.process_samples(config.batch_size)
-    # An output shape counts the samples of the whole batch, so its ids are read whole.
+    # An output shape counts the whole batch's samples, so all ids must be read.
     can_split = all(
         feature.config.output_shape is None or feature.config.has_own_batch
         for feature in plan.features
@@ -114,7 +108,7 @@ def train_batches(
         for made in pending:
             yield made.result()
     finally:
-        # Several processes prepare the same batches, as they agree on their sizes.
+        # Processes agree on buffer sizes, so all must prepare the same batches.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
 
 
@@ -126,20 +120,20 @@ def prepare_batch(
     samples: Samples = "global",
     model: ModelConfig | None = None,
 ) -> Batch:
-    """Returns a batch on the host with static shapes, as the steps take it.
+    """Returns a batch on the host with static shapes, ready for the steps.
 
-    Labels, weights and dense inputs become float32, and integers in a dict of dense
-    inputs int32.
+    Labels, weights and dense inputs become float32. In a dict of dense inputs, integers
+    become int32.
 
     Args:
       batch: batch of a data set.
       plan: plan of the embedding layer.
-      sizes: buffer sizes of ragged features. By default, the batch has its own.
+      sizes: buffer sizes of ragged features. By default, the batch determines them.
       samples: samples of the batch, as in `prepare_features`.
       model: config of the model, which may change the batch; see `ModelConfig`.
 
     Raises:
-      DataError: if the features do not match the plan, or ids are outside their tables.
+      DataError: if the features do not match the plan, or ids are out of range.
     """
     try:
         with_inputs = getattr(model, "with_inputs", None)
@@ -163,18 +157,18 @@ def prepare_batch(
 
 
 def _narrow(array: Any) -> np.ndarray:
-    """Returns an array of int32 if it has integers, else of float32."""
+    """Converts integers to int32 and other numbers to float32."""
     array = np.asarray(array)
     return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
 
 
 def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
-    """Rejects labels and weights that give the loss no meaning.
+    """Rejects labels and weights that make the loss meaningless.
 
-    A label of 4 under `log_loss`, for example, has a loss without a lower bound.
+    For example, the `log_loss` of a label of 4 has no lower bound.
 
     Raises:
-      DataError: names the batch, and the sample by its place in it.
+      DataError: if there is one; the message names the batch and the sample in it.
     """
     label_range = LOSSES[config.loss].label_range or (-np.inf, np.inf)
     for name, values, (low, high) in (
@@ -192,12 +186,16 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
 
 
 StepMetrics = dict[str, jax.Array]
-"""Global scalars of a train step: `loss` and `is_finite`, of the loss, all gradients
-and the tables' learning rates; `rounds`, the most that a stack needed; the number of
-ids `out_of_range`; `beyond_limit` if a backend replaces the exchange, 1 if one of its
-stacks needed the exchange nevertheless, else 0; `not_run` if a program lacks the
-exchange, 1 if one of its stacks needed it; and counts of dynamic tables, by
-`table/count`."""
+"""Global scalars of a train step.
+
+* `loss`.
+* `is_finite`: if the loss, all gradients and the tables' learning rates are finite.
+* `rounds`: maximum number of rounds over the stacks.
+* `out_of_range`: number of ids out of range.
+* `beyond_limit`: only if a backend replaces the exchange. 1 if one of its stacks needed
+  the exchange nevertheless, else 0.
+* `not_run`: only if a program lacks the exchange. 1 if one of its stacks needed it.
+* `table/count`: counts of dynamic tables."""
 
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
@@ -207,10 +205,7 @@ def make_run_plan(
 ) -> EmbeddingPlan:
     """Returns the plan of the model's embedding layer; see `make_plan`.
 
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline.
-      mesh: mesh of the devices; None uses all devices.
+    `data` can be an outline. `mesh` defaults to all devices.
     """
     mesh = choose_mesh(mesh)
     features = config.model.feature_config(data)
@@ -234,23 +229,18 @@ def make_run_plan(
 def init_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the state before the first step: parameters, tables, optimizer states.
+    """Returns the initial state: parameters, tables and optimizer states.
 
     The values depend on the seed, never on the number of devices.
 
-    Args:
-      config: config of the run.
-      data: opened data set, which determines the sizes of the model.
-      plan: plan from `make_run_plan`.
-
     Returns:
-      Graph definition of the pair (model, optimizer), and its state on the mesh.
+      The graph definition of the pair (model, optimizer), and its state on the mesh.
     """
     if not all(stack.storage.holds_all_rows for stack in plan.stacks):
         return nnx.split(_build(config, data, plan))
     graphdef, abstract = abstract_train_state(config, data, plan)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # One program, because each small one takes some 30 ms to compile.
+    # A single program, because each small one takes about 30 ms to compile.
     init = jax.jit(
         lambda: nnx.state(_build(config, data, plan)), out_shardings=shardings
     )
@@ -260,17 +250,16 @@ def init_train_state(
 def abstract_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns shapes, dtypes and shardings of the state, without touching devices.
+    """Returns shapes, dtypes and shardings of the state, without using devices.
 
-    Arguments and result are as in `init_train_state`, with values of type
-    `jax.ShapeDtypeStruct` instead of arrays.
+    Like `init_train_state`, but with `jax.ShapeDtypeStruct` instead of arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, abstract_arrays(state, plan)
 
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
-    """Returns the model and its optimizer, for tables and dense parameters."""
+    """Returns the model, and the optimizer of its tables and dense parameters."""
     model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     return model, Optimizer(model, config.make_dense_optimizer(config))
 
@@ -280,7 +269,7 @@ def abstract_model_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns the part of `abstract_train_state` without the optimizer.
 
-    Its tree is the tree of `(model,)`, so it has the names of a checkpoint of the run.
+    It is the state of the tuple `(model,)`, so its names match a checkpoint of the run.
     """
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
@@ -292,14 +281,13 @@ def make_train_step(
 ) -> Any:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`.
 
-    It runs under `jax.jit`, and donates the state. New ids of dynamic tables get rows
-    first.
+    The step is jitted and donates the state. New ids of dynamic tables get rows first.
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
-      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`; the new state keeps their
-        shardings.
-      config: config of the run: its loss and weight, and its `max_dense_norm`.
+      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`, whose shardings the new
+        state keeps.
+      config: config with the loss, `loss_weight` and `max_dense_norm`.
       plan: plan of the embedding layer.
     """
     loss = LOSSES[config.loss]
@@ -338,16 +326,13 @@ def make_train_step(
 def abstract_step(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[Any, nnx.State, Batch]:
-    """Returns the train step of a run and its arguments, to compile it ahead of time.
+    """Returns a run's train step and arguments to compile it ahead of time.
 
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline. Its first batch determines the shapes.
-      plan: plan from `make_run_plan`.
+    `data` can be an outline. Its first batch determines the shapes.
 
     Returns:
-      The jitted step and its two arguments, the state and the batch. The leaves of the
-      arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
+      The jitted step, the state and the batch. The leaves of state and batch are
+      `jax.ShapeDtypeStruct`s, so nothing is allocated.
     """
     graphdef, state = abstract_train_state(config, data, plan)
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)
@@ -358,8 +343,8 @@ def abstract_step(
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
     """Returns the evaluation step, `(state, batch) -> Metrics`.
 
-    The model runs as after `eval()`: without dropout, and with its stored statistics.
-    The graph is the one of a tuple whose first item is the model.
+    The model runs in `eval()` mode: without dropout, and with its stored statistics.
+    `graphdef` must describe a tuple whose first item is the model.
     """
     loss = LOSSES[loss_name]
 
@@ -377,7 +362,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
 
 
 def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
-    """Finds the rows of dynamic tables; returns the share of known ids by table."""
+    """Finds rows of dynamic tables; also returns each table's share of known ids."""
     hits: Metrics = collections.OrderedDict()
     layer = _dynamic_layer(model)
     if layer is None:
@@ -390,13 +375,13 @@ def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
 
 
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
-    """Returns the layer with dynamic tables; `insert_ids` rejects several of them."""
+    """Returns the layer with dynamic tables; `insert_ids` rejects more than one."""
     layers = embedding_layers(model).values()
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
 def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
-    """Calls the model; rejects outputs that the loss would broadcast."""
+    """Calls the model, and rejects outputs that the loss would broadcast."""
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     wanted = batch.labels.shape
@@ -404,14 +389,13 @@ def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
         wanted += np.shape(outputs.scores)[1:2] or (2,)
     if not isinstance(outputs, Outputs) or set(shapes) != {wanted}:
         raise ConfigError(
-            f"{type(model).__name__}.__call__ must return Outputs of two arrays "
-            f"{list(wanted)}, got {type(outputs).__name__} of {shapes}."
+            f"{type(model).__name__}.__call__ must return Outputs with two arrays of "
+            f"shape {list(wanted)}, got {type(outputs).__name__} with shapes {shapes}."
         )
     return outputs
 
 
 def _layer_counts(model: nnx.Module) -> StepMetrics:
-    """Returns what the embedding layers counted in a step."""
     out_of_range, by_name = [], collections.defaultdict(list)
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()

@@ -1,7 +1,7 @@
-"""The trained model of a CSV run: it needs only the run's directory.
+"""The trained model of a CSV run, opened from the run's directory alone.
 
-`tpu-embedding predict`, `evaluate` and `export` open it. The directory is data that
-somebody else may have written: nothing in it is executed, and it names no files.
+`tpu-embedding predict`, `evaluate` and `export` use it. Somebody else may have written
+the directory, so nothing in it is executed, and no file that it names is opened.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ from tpu_embedding.tools.train.run_directory import (
 from tpu_embedding.types import PADDING_ROW_ID
 
 BATCH_ROWS: Final = 4096
-"""Rows that are predicted at a time."""
+"""Number of rows predicted at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CsvEncoder:
-    """Encodes rows of texts as a run did: its schema and vocabularies.
+    """Encodes rows of text as a run did, with its schema and vocabularies.
 
-    It also tells the sizes of the model, as the data set of a run does.
+    Like the run's data set, it also has the sizes for building the model.
     """
 
     schema: CsvSchema
@@ -75,13 +75,13 @@ class CsvEncoder:
             schema.feature_sizes(vocabularies)
         except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise RunDirectoryError(
-                f"{path} must be the schema of a CSV run: {str(error)[:300]}; an older "
-                "run has none, so pass its file by --data-dir, or train again."
+                f"{path} must be the schema of a CSV run: {str(error)[:300]}. An older "
+                "run has none; pass its file with --data-dir, or train again."
             ) from error
         return cls(schema, vocabularies, **fields)
 
     def write(self, directory: pathlib.Path) -> None:
-        """Writes the files that `read` reads."""
+        """Writes the files for `read`."""
         text = json.dumps(self.schema.to_json())
         (directory / SCHEMA_FILE).write_text(text, encoding="utf-8")
         save_vocabularies(directory, self.vocabularies)
@@ -93,29 +93,29 @@ class CsvEncoder:
 
     @property
     def sequence_lengths(self) -> Mapping[str, int]:
-        """Columns of a feature of several columns."""
+        """Number of columns of each feature that joins several columns."""
         return self.schema.sequence_lengths
 
     @property
     def number_scales(self) -> dict[str, tuple[float, ...]]:
-        """Placeholders: the checkpoint has the scales."""
+        """Placeholders for the scales in the checkpoint."""
         return dict.fromkeys(self.schema.number_names, (0.0, 1.0) * 2)
 
     @property
     def label_scale(self) -> tuple[float, float] | None:
-        """A placeholder in a regression, as `number_scales`; otherwise None."""
+        """A placeholder in a regression, like `number_scales`; otherwise None."""
         return (0.0, 1.0) if self.source.task == "regression" else None
 
     @property
     def num_classes(self) -> int | None:
-        """Classes of the label, or None if it is not one of several classes."""
+        """Number of classes of the label, or None for other tasks."""
         source = self.source
         return len(source.classes) if source.task == "classes" else None
 
     def encode(
         self, cells: Mapping[str, Sequence[str]], error: CellError | None = None
     ) -> Batch:
-        """Returns rows of texts as a batch without labels."""
+        """Returns rows of text as a batch without labels."""
         features, dense = self.schema.encode(cells, self.vocabularies, error)
         num_rows = len(next(iter(cells.values())))
         zeros = np.zeros(num_rows, np.float32)
@@ -124,10 +124,10 @@ class CsvEncoder:
         )
 
     def features_of_cell(self, name: str, text: str) -> dict[str, list[int]]:
-        """Returns the rows that a text of a column looks up, by table.
+        """Returns the rows that a cell of a column looks up, by table.
 
         Raises:
-          DataError: if the text is not a value of the column, or looks nothing up.
+          DataError: if the text is not a value of the column, or looks up no row.
         """
         cells = {column.name: [""] for column in self.schema.columns} | {name: [text]}
         empty = {column.name: [""] for column in self.schema.columns}
@@ -137,11 +137,11 @@ class CsvEncoder:
             if changed := [x for x in row if x not in nothing]:
                 found[table] = changed
         if not found:
-            raise DataError(f"{text!r} in the column {name!r} looks up no row.")
+            raise DataError(f"{text!r} in column {name!r} looks up no row.")
         return found
 
     def train_batch(self, step: int) -> Batch:
-        """Returns a batch whose shapes are the ones of a training batch."""
+        """Returns a batch with the shapes of a training batch."""
         del step
         cells = {}
         for column in self.schema.columns:
@@ -154,8 +154,8 @@ class CsvEncoder:
         """Yields the rows of `file`, all of them held out."""
         if self.file is None:
             raise DataError(
-                "A run keeps no rows; pass the path of a CSV file with the label's "
-                "column: tpu-embedding evaluate RUN FILE"
+                "A run stores no rows. Pass a CSV file with the label column: "
+                "tpu-embedding evaluate RUN FILE."
             )
         for block in self.blocks(self.file):
             num_rows = len(block.lines)
@@ -163,7 +163,7 @@ class CsvEncoder:
                 continue
             name = self.source.label
             if name not in block.cells:
-                raise DataError(f"{self.file} has no column {name!r} of the labels.")
+                raise DataError(f"{self.file} has no label column {name!r}.")
             column = LabelColumn(self.file, name)
             column.add(block)
             labels = column.labels(self.source)
@@ -177,7 +177,7 @@ class CsvEncoder:
             )
 
     def blocks(self, path: pathlib.Path) -> Iterator[CsvBlock]:
-        """Yields the rows of a file that is written as the run's."""
+        """Yields the rows of a file in the format of the run's file."""
         source = self.source
         encoding = source.encoding or find_encoding(path)
         yield from read_blocks(
@@ -186,12 +186,12 @@ class CsvEncoder:
 
 
 def saved_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the best or newest checkpoint of a run, or raises a CheckpointError."""
+    """Returns a run's best or newest checkpoint, or raises a CheckpointError."""
     checkpoint = run_directory.result_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(
-            f"{run_dir / CHECKPOINTS_DIR} must have a complete checkpoint; pass the "
-            "output directory of a run that saved one."
+            f"{run_dir / CHECKPOINTS_DIR} has no complete checkpoint. Pass the output "
+            "directory of a run that saved one."
         )
     return checkpoint
 
@@ -199,10 +199,10 @@ def saved_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
 def restored_model(
     config: RunConfig, data: Any, run_dir: pathlib.Path, mesh: Mesh | None
 ) -> tuple[Any, EmbeddingPlan, pathlib.Path]:
-    """Returns the model of a run's best or newest checkpoint, its plan, and the path.
+    """Returns the model of a run's best or newest checkpoint, its plan, and its path.
 
     Raises:
-      CheckpointError: if the checkpoint is missing, or has another config.
+      CheckpointError: if the checkpoint is missing, or does not fit the config.
     """
     checkpoint = saved_checkpoint(run_dir)
     plan = run_steps.make_run_plan(config, data, mesh)
@@ -213,7 +213,6 @@ def restored_model(
 
 
 def _ids_of(ids: Any) -> list[int]:
-    """Returns the rows that the inputs of one sample look up."""
     values = np.asarray(getattr(ids, "values", ids)).ravel()
     return values[values != PADDING_ROW_ID].tolist()
 
@@ -224,10 +223,10 @@ def evaluate_rows(
     data: Dataset | CsvEncoder,
     plan: EmbeddingPlan,
 ) -> dict[str, float]:
-    """Returns the metrics of a model on the evaluation batches of some data.
+    """Returns a model's metrics on the evaluation batches of a data set.
 
     Raises:
-      DataError: if rows are missing, or labels have no meaning for the loss.
+      DataError: if there are no rows, or labels have no meaning for the loss.
     """
     graph, state = nnx.split((model,))
     step = jax.jit(run_steps.make_evaluation_step(graph, config.loss))
@@ -241,20 +240,14 @@ def evaluate_rows(
 
     metrics = values_of(merge_batches(evaluated()))
     if not metrics:
-        raise DataError("The file must have rows to evaluate, got none.")
+        raise DataError("The file must have rows to evaluate, but has none.")
     return metrics
 
 
 def predictor(
     model: Any, encoder: CsvEncoder, plan: EmbeddingPlan
 ) -> Callable[[CsvBlock], np.ndarray]:
-    """Returns `block -> predictions [rows]` or `[rows, classes]`.
-
-    Args:
-      model: the restored model.
-      encoder: what the run encoded its rows by.
-      plan: plan of the tables.
-    """
+    """Returns a function from a block to predictions `[rows]` or `[rows, classes]`."""
     model.eval()
     graph, state = nnx.split(model)
     sizes = BufferSizes()
@@ -283,19 +276,19 @@ def predictor(
 
 @dataclasses.dataclass(frozen=True)
 class ServedCsv:
-    """An exported model of a CSV run, which takes raw rows."""
+    """An exported model of a CSV run that takes raw rows."""
 
     served: ServedModel
     encoder: CsvEncoder
 
     def __call__(self, cells: Mapping[str, Sequence[str]]) -> Any:
-        """Returns the model's outputs for rows of texts, as in the CSV file.
+        """Returns the model's outputs for rows of text, as in the CSV file.
 
         Args:
           cells: texts `[rows]` of each column, such as `{"tags": ["a|b", ""]}`.
 
         Raises:
-          DataError: if a column is missing, or a number or date is damaged.
+          DataError: if a column is missing, or a number or date is invalid.
         """
         batch = self.encoder.encode(cells)
         return self.served(batch.features, batch.dense)
@@ -306,7 +299,7 @@ def load_served(directory: str | pathlib.Path) -> ServedCsv:
 
     Raises:
       ExportError: if a file is damaged; see `te.export.load`.
-      RunDirectoryError: if the export has no schema, as other models.
+      RunDirectoryError: if the export has no schema, like exports of other models.
     """
     served = load(directory, takes_ids=True)
     path = local_path(directory) / PREPROCESSING_DIR

@@ -1,6 +1,6 @@
-"""Models of the run configs; each owns one `TPUEmbedding`.
+"""Models of the run configs; each one owns a `TPUEmbedding`.
 
-`click` has what they share. `click` and `dlrm` (also DLRM-DCNv2) predict clicks, and
+`click` (which also has the shared parts) and `dlrm` (also DLRM-DCNv2) predict clicks.
 `two_tower` retrieves items.
 """
 

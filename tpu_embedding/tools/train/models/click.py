@@ -1,6 +1,6 @@
 """The interface of a model to the training loop, and a click model.
 
-The click model is an MLP over activations and numbers, which gives a logit.
+The click model is an MLP that maps activations and numbers to a logit.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class Outputs:
     `click_outputs` makes them from logits.
 
     Attributes:
-      scores: input of the loss: logits `[batch]` or `[batch, classes]`, unclipped
+      scores: inputs of the loss: logits `[batch]` or `[batch, classes]`, unclipped
         ratings, or log-softmax values.
-      predictions: input of the metrics: probabilities, ratings clipped to their valid
+      predictions: inputs of the metrics: probabilities, ratings clipped to their valid
         range, or `te.metrics.Ranks`.
     """
 
@@ -43,12 +43,11 @@ class ModelConfig(Protocol):
 
     A frozen dataclass, whose fields `--set` can change.
 
-    `feature_config` comes first, then the plan is made from it, then `build` runs. The
-    plan can therefore be printed, and compared with a checkpoint's, before anything is
-    allocated.
+    `feature_config` is called first. The plan is made from its result, before `build`
+    allocates anything, so it can be printed and compared with a checkpoint's plan.
 
-    A model whose features differ from the data set's has an optional further method.
-    It runs on the host, and takes `sizes` and `samples` as `prepare_features` does::
+    A model whose features differ from the data set's can have one more method. It runs
+    on the host, with `sizes` and `samples` as in `prepare_features`::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
@@ -60,7 +59,7 @@ class ModelConfig(Protocol):
           data: data set that the config's source opened.
 
         Returns:
-          Feature name to its config; the names are in `Batch.features`.
+          A dict of feature name to config. `Batch.features` uses the same names.
         """
         ...
 
@@ -69,14 +68,14 @@ class ModelConfig(Protocol):
 
         Args:
           data: data set that the config's source opened.
-          plan: plan of the embedding layer, which the model makes by
+          plan: plan of the embedding layer. The model creates the layer with
             `TPUEmbedding(None, plan=plan, rngs=rngs)`.
           rngs: random streams for the initial parameters.
 
         Returns:
-          An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`. It gets
-          the prepared features and the float32 dense inputs of a batch, or None if
-          there are none.
+          An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`.
+          `features` are the prepared features of a batch. `dense` are its float32 dense
+          inputs, or None if it has none.
         """
         ...
 
@@ -84,7 +83,7 @@ class ModelConfig(Protocol):
 class MLP(nnx.Module):
     """Linear layers with an activation function between them.
 
-    `last_activation` says if the last layer is followed by an activation too.
+    With `last_activation`, an activation also follows the last layer.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Initialises weights by He before an activation, and by LeCun otherwise."""
+        """Uses He initialisation before an activation, and LeCun otherwise."""
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
@@ -109,7 +108,7 @@ class MLP(nnx.Module):
         self.layers = nnx.Sequential(*layers)
 
     def __call__(self, inputs: Float[Array, "batch inputs"]) -> jax.Array:
-        """Returns the output of the last layer, `[batch, layer_sizes[-1]]`."""
+        """Returns the last layer's output, `[batch, layer_sizes[-1]]`."""
         return self.layers(inputs)
 
 
@@ -129,13 +128,12 @@ def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
 def features_of_columns(
     vocabulary_sizes: Mapping[str, int], dim: int, **options: Any
 ) -> dict[str, FeatureConfig]:
-    """Returns one feature per column of a data set, each with a table of its own.
+    """Returns one feature per column of a data set, each with its own table.
 
     Args:
-      vocabulary_sizes: rows of each table, by the names of the columns.
+      vocabulary_sizes: number of rows of each table, by column name.
       dim: dimension of every table.
-      **options: further fields of every `TableConfig`; lists of ids are averaged if
-        it names no combiner.
+      **options: further fields of every `TableConfig`. `combiner` defaults to `"mean"`.
     """
     options = {"combiner": "mean"} | options
     return {
@@ -147,10 +145,10 @@ def features_of_columns(
 
 
 MAX_DEVIATIONS: Final = 5.0
-"""Deviations from its mean that a number enters the MLP with, at most."""
+"""Limit that numbers are clipped to, in standard deviations from the mean."""
 
 MAX_PAIRED: Final = 64
-"""Activations up to which the MLP gets each, and a product for each pair."""
+"""Maximum number of activations that enter the MLP one by one, and in pairs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,15 +156,15 @@ class ClickModelConfig:
     """Sizes of `ClickModel`.
 
     Attributes:
-      dim: dimension of every table. A feature with several ids takes the mean of
-        their rows.
+      dim: dimension of every table. The rows of a feature with several ids are
+        averaged.
       hidden_sizes: widths of the MLP's hidden layers.
-      interactions: `"products"` also gives the MLP the scalar product of each pair of
-        activations, as DLRM does; `"none"` does not. If there are more than
-        `MAX_PAIRED` activations, the MLP gets their sum, and the sum of the pairs'
-        products by dimension.
-      initial_deviation: standard deviation of the tables' initial values. Defaults to
-        the initializer of `TableConfig`.
+      interactions: `"products"` also feeds the scalar product of each pair of
+        activations to the MLP, as DLRM does; `"none"` does not. With more than
+        `MAX_PAIRED` activations, their sum and the sum of the pairs' elementwise
+        products are used instead.
+      initial_deviation: standard deviation of the tables' initial values. By default,
+        `TableConfig` chooses the initializer.
     """
 
     dim: int
@@ -177,8 +175,8 @@ class ClickModelConfig:
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table.
 
-        A feature of several columns is a sequence of one row for each of them; the
-        data set names its length in `sequence_lengths`.
+        A feature that joins several columns is a sequence with one row per column; the
+        data set gives its length in `sequence_lengths`.
         """
         options: dict[str, Any] = {}
         if self.initial_deviation is not None:
@@ -195,11 +193,11 @@ class ClickModelConfig:
 
         Args:
           data: data set. If its dense inputs are a dict of numbers, it has
-            `number_scales`: mean and standard deviation of each number's logarithm,
-            then of the number itself. It may also have `num_classes`, or `label_scale`
-            for a label to predict.
+            `number_scales`: for each number, mean and standard deviation of its
+            logarithm, then of the number itself. It may also have `num_classes`, or
+            `label_scale` for a regression.
           plan: plan of the tables.
-          rngs: random streams.
+          rngs: random streams for the initial parameters.
         """
         return ClickModel(self, data, plan, rngs=rngs)
 
@@ -209,14 +207,14 @@ class ClickModel(nnx.Module):
 
     Many activations enter as sums; see `ClickModelConfig.interactions`.
 
-    A number `x` enters as `(f(x) - mean) / deviation`, once with the logarithm
-    `f(x) = signed_log(x)`, and once with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Its
-    differences from other numbers would be lost in logarithms. Both are 0 if it is
-    missing, and another input says that it is. The model keeps means and deviations,
-    so a server passes the numbers as they are in the data.
+    A number `x` enters twice as `(f(x) - mean) / deviation`: with the logarithm
+    `f(x) = signed_log(x)`, and with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Logarithms
+    alone would lose small differences. Both are 0 for a missing number, which a further
+    input flags. The model stores means and deviations, so a server passes the numbers
+    as they are in the data.
 
-    With classes, the scores are logits `[batch, classes]`. With the scale of a label,
-    they are `mean + deviation * MLP(...)`, in the label's units.
+    With classes, the scores are logits `[batch, classes]`. With a label scale, they are
+    `mean + deviation * MLP(...)`, in the label's units.
     """
 
     def __init__(
@@ -253,18 +251,18 @@ class ClickModel(nnx.Module):
             num_inputs,
             (*config.hidden_sizes, num_classes or 1),
             last_activation=False,
-            # A smooth activation, because a ReLU turns rounding of inputs near 0 into
-            # different gradients, and runs on different devices would diverge.
+            # A smooth activation: near 0, a ReLU turns rounding into different
+            # gradients, and runs on different devices would diverge.
             activation=nnx.silu,
             rngs=rngs,
         )
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
-        """Returns the logit and the probability of a click, or others, by sample.
+        """Returns each sample's outputs: for clicks, a logit and a probability.
 
         Args:
           features: inputs of the tables.
-          dense: numbers `[batch]` by name, NaN where one is missing; or None.
+          dense: numbers `[batch]` by name, NaN where missing; None without numbers.
         """
         activations = self.embedding(features)
         by_feature = [activations[name] for name in sorted(activations)]
@@ -276,8 +274,8 @@ class ClickModel(nnx.Module):
         if self.has_products and self.has_pairs:
             inputs.append(DotInteraction()(list(jnp.moveaxis(rows, 1, 0))))
         elif self.has_products:
-            # The sum over pairs is (square of the sum - sum of the squares) / 2. The
-            # division by the number of rows keeps the first steps small.
+            # The sum over pairs is (square of the sum - sum of the squares) / 2.
+            # Dividing by the number of rows keeps the first steps small.
             pairs = inputs[0] ** 2 - (rows**2).sum(axis=1)
             inputs.append(pairs / (2 * self.num_rows))
         if self.number_names:

@@ -1,12 +1,11 @@
-"""DLRM and DLRM-DCNv2: dense and categorical inputs, combined by products or crosses.
+"""DLRM and DLRM-DCNv2: click models over dense and categorical inputs.
 
-DLRM combines vectors by scalar products: Naumov et al., "Deep Learning Recommendation
+DLRM combines vectors with scalar products: Naumov et al., "Deep Learning Recommendation
 Model for Personalization and Recommendation Systems", arXiv 1906.00091.
 
-DCNv2 combines them by low-rank cross layers. It is the recommendation model of MLPerf
-Training since round 3.0 (`recommendation_v2/torchrec_dlrm` of
-github.com/mlcommons/training). The cross layers follow Wang et al., "DCN V2:
-Improved Deep & Cross Network", arXiv 2008.13535.
+DLRM-DCNv2 combines them with low-rank cross layers: Wang et al., "DCN V2: Improved Deep
+& Cross Network", arXiv 2008.13535. It is the recommendation model of MLPerf Training
+since round 3.0 (`recommendation_v2/torchrec_dlrm` of github.com/mlcommons/training).
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ class DLRMConfig:
         if not self.initial_deviation > 0:
             raise ValueError(
                 "DLRMConfig.initial_deviation must be positive, got "
-                f"{self.initial_deviation!r}. Scalar products of zero rows have zero "
+                f"{self.initial_deviation!r}: scalar products of zero rows have zero "
                 "gradients, so the tables would never train."
             )
 
@@ -82,15 +81,15 @@ class _TwoMLPs(nnx.Module):
         self.top = MLP(num_inputs, sizes, last_activation=False, rngs=rngs)
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Makes what `_combine` needs; returns the size of its result."""
+        """Creates the layers for `_combine`; returns the size of its result."""
         raise NotImplementedError
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
-        """Combines vectors `[batch, dim]`: the bottom MLP's, and the activations."""
+        """Combines vectors `[batch, dim]`: the bottom MLP's output and activations."""
         raise NotImplementedError
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns the logit and the probability of a click for each sample."""
+        """Returns each sample's logit and click probability."""
         assert dense is not None
         activations = self.embedding(features)
         vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
@@ -104,7 +103,6 @@ class DLRM(_TwoMLPs):
     """
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Returns the size of a vector and a product for each pair."""
         del rngs
         return config.dim + num_vectors * (num_vectors - 1) // 2
 
@@ -118,13 +116,13 @@ class DLRMDCNv2Config:
     """Sizes of `DLRMDCNv2`.
 
     Attributes:
-      dim: dimension of every table and of the bottom MLP's output. A feature with
-        several ids takes the sum of their rows.
+      dim: dimension of every table and of the bottom MLP's output. The rows of a
+        feature with several ids are summed.
       bottom_sizes: widths of the hidden layers of the MLP over the dense inputs.
       top_sizes: widths of the hidden layers of the MLP over the crossed vectors.
       num_cross_layers: number of cross layers.
-      cross_rank: rank of each cross layer's matrix. Typically at most a quarter of
-        the layer's width, which is `(1 + features) * dim`.
+      cross_rank: rank of each cross layer's matrix, typically at most a quarter of the
+        layer's width, `(1 + features) * dim`.
     """
 
     dim: int
@@ -152,30 +150,29 @@ class DLRMDCNv2(_TwoMLPs):
     """The DCNv2 click model: `logit = top(cross([bottom(dense), activations]))`."""
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Makes the cross layers; returns the size of all vectors together."""
+
         num_inputs = num_vectors * config.dim
         keys = jax.random.split(rngs.params(), config.num_cross_layers)
         self.cross = _make_layers(keys, num_inputs, config.cross_rank)
         return num_inputs
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
-        """Applies the cross layers to the concatenated vectors."""
+
         return cross_all(self.cross, jnp.concatenate(vectors, axis=1))
 
 
 @nnx.vmap(in_axes=(0, None, None), out_axes=0)
 def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> FeatureCross:
-    """Returns one layer per key, with parameters stacked along their first axis."""
+    """Returns one layer per key, with parameters stacked along the first axis."""
     return FeatureCross(num_inputs, rank, rngs=nnx.Rngs(key))
 
 
 def cross_all(
     layers: FeatureCross, first: Float[Array, "batch inputs"]
 ) -> Float[Array, "batch inputs"]:
-    """Applies stacked layers one after the other.
+    """Applies stacked layers one after another.
 
-    The layers run in a loop, so that XLA:TPU compiles the body once. One layer takes
-    6 s to compile.
+    They run in a loop, so XLA:TPU compiles its body only once, which takes 6 s.
     """
 
     @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)

@@ -1,8 +1,8 @@
-"""A two-tower model: the scalar product of a user and an item vector scores the pair.
+"""A two-tower model, which scores a user and an item by a scalar product.
 
 See Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
 Recommendations" (RecSys 2019). The other items of a batch serve as a sample's
-negatives. Scores are corrected for the frequency at which an item is sampled.
+negatives. Scores are corrected for how often an item is sampled.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ ITEM_FEATURES: Final = ("item", "category")
 CONTEXT_FEATURES: Final = ("country", "device", "category")
 
 SQUARED_NORM_EPSILON: Final = 1e-12
-"""Added to squared norms, so that a zero vector has finite values and gradients."""
+"""Added to squared norms, so a zero vector has finite values and gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,9 @@ class TwoTowerConfig:
     """Hyperparameters of `TwoTower`.
 
     Attributes:
-      dim: dimension of the tables of users and items.
-      context_dim: dimension of the small tables: country and device of a user,
-        category of an item.
-      hidden_sizes: widths of the hidden layers of each tower.
+      dim: dimension of the user and item tables.
+      context_dim: dimension of the small tables: country, device and category.
+      hidden_sizes: widths of each tower's hidden layers.
       output_dim: dimension of the user and item vectors.
       temperature: divisor of the cosines; positive. Scores are in
         `[-1 / temperature, 1 / temperature]`.
@@ -68,9 +67,9 @@ class TwoTowerConfig:
 class TwoTower(nnx.Module):
     """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`.
 
-    Both vectors are outputs of an MLP, scaled to norm 1. The user's MLP reads the rows
-    of the user and its context, and the mean row of its history. The item's MLP reads
-    the rows of the item and its category.
+    Both vectors are MLP outputs scaled to norm 1. The user's MLP reads the rows of the
+    user, country and device, and the mean row of the history. The item's MLP reads the
+    rows of the item and its category.
     """
 
     def __init__(self, config: TwoTowerConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs):
@@ -82,8 +81,8 @@ class TwoTower(nnx.Module):
                 sum(map(config.dim_of, names)),
                 sizes,
                 last_activation=False,
-                # A smooth activation, because a ReLU turns rounding of inputs near 0
-                # into different gradients.
+                # A smooth activation: near 0, a ReLU turns rounding into different
+                # gradients.
                 activation=nnx.silu,
                 rngs=rngs,
             )
@@ -99,7 +98,7 @@ class TwoTower(nnx.Module):
             contains the item.
 
         Returns:
-          Outputs with the log-softmax as `scores` and the ranks as `predictions`; see
+          The log-softmax as `scores` and the ranks as `predictions`; see
           `te.nn.in_batch_softmax`.
         """
         assert dense is not None
