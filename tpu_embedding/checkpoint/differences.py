@@ -42,7 +42,7 @@ _FIXES: Final = {
     "checkpoint, or leave it out of tables=.",
     "dtype": "Pass dtypes='convert' to round the rows to the state's types.",
     "abstract": "Pass a state of arrays, whose new rows have their initial values.",
-    "rule": "Restore with the optimizer of the checkpoint, or pass rules='ignore' to "
+    "rule": "Restore with the checkpoint's optimizer, or pass rules='ignore' to "
     "keep slots that fit, or slots='initialize' to keep none.",
     "shared": "Give these tables different optimizers, so that they are not stacked. "
     "Or start their slot variables again with slots='initialize'.",

@@ -234,7 +234,7 @@ def _make_public(
             similar = difflib.get_close_matches(unknown, signature.parameters, 1, 0.8)
             fix = f"Write {similar[0]}=... " if similar else ""
             if unknown and not similar:
-                fix = f"It takes {', '.join(signature.parameters)}. "
+                fix = f"The arguments are {', '.join(signature.parameters)}. "
             raise TypeError(
                 f"{name}: {error}. {fix}Only {', '.join(positional)} may be given by "
                 "position."

@@ -477,7 +477,7 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
         text = textwrap.shorten(str(error), 90, placeholder=" ...")
         reason = f"{type(error).__name__}: {text}"
         if "no attribute fast" in str(error):
-            reason = f"it is {LOOKAHEAD}; give the table its fast_optimizer alone."
+            reason = f"it is {LOOKAHEAD}; pass only its fast_optimizer."
         if "takes 0 positional arguments" in str(error):
             reason += (
                 ". A schedule is a function of the step, counted from 0; for a "
