@@ -53,7 +53,7 @@ def test_arrays_by_name(tmp_path, write):
 
 
 UNREADABLE = {
-    "nothing": (lambda path: None, "There is no file or directory"),
+    "nothing": (lambda path: None, "does not exist"),
     "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
     "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
     ".npz": (lambda path: path.write_bytes(b"PK"), "arrays of np.load"),
