@@ -236,8 +236,7 @@ def _make_public(
             if unknown and not similar:
                 fix = f"The arguments are {', '.join(signature.parameters)}. "
             raise TypeError(
-                f"{name}: {error}. {fix}Only {', '.join(positional)} may be given by "
-                "position."
+                f"{name}: {error}. {fix}Only {', '.join(positional)} may be positional."
             ) from None
         bound.apply_defaults()
         return make_checked(**bound.arguments)
