@@ -369,7 +369,7 @@ def _translate(
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
         raise ValueError(
-            f"The class must be one of {sorted(_OWN_FIELDS)}, got "
+            f"The Keras class must be one of {sorted(_OWN_FIELDS)}, got "
             f"{name!r}; pass class_name=, or write the optimizer as an optax "
             "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
         )
