@@ -54,7 +54,7 @@ def render(results: Results) -> str:
             if "left_out" in row:
                 found = [f"left out: {row['left_out']}"]
             cpu = row.get("cpu", {}).get("model", "not recorded")
-            cells = (name, case, "; ".join(found), cpu, row["date"])
+            cells = (name, case, "; ".join(found), cpu, row.get("date", ""))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

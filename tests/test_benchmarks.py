@@ -164,4 +164,4 @@ def test_a_peer_that_ends_is_left_out(monkeypatch):
     (row,) = peers.Comparison(TINY, {}, turns).run(["torch"])
     assert row["left_out"] == "torch ended with status -9"
     table = record.render({"peers": {"results": [row]}})
-    assert "| T0, torch | left out: torch ended with status -9 |" in table
+    assert "| T0, torch | left out: torch ended with status -9 | " in table

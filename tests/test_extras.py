@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -41,4 +42,4 @@ def test_a_run_without_a_library_of_its_reports(library, monkeypatch, tmp_path):
 def test_an_export_without_flatbuffers_traces_nothing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(te.export.ExportError, match="extra `serving`"):
-        te.export.save(None, tmp_path / "served")
+        te.export.save(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), tmp_path / "served", [0])

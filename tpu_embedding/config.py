@@ -305,8 +305,8 @@ class TableConfig:
         always float32. `bfloat16` halves the memory and rounds updates stochastically.
         `int8` takes about a quarter, with a scale and a bias per row, and is only for
         tables that are not trained.
-      placement: where the rows live on the mesh: `te.Sharded`, `te.Replicated` or
-        `te.HostRows`. Never changes results. Defaults to `make_plan`'s placement.
+      placement: where the rows live, such as `te.Sharded()` or `te.Replicated()`. Never
+        changes results. Defaults to `make_plan`'s placement.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")

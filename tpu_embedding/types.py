@@ -220,15 +220,8 @@ class RowIds:
         `ShardedRaggedIds`. An id without a row is `PADDING_ROW_ID`.
 
     Example:
-      >>> import tpu_embedding as te
-      >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=10), dim=4)
-      >>> plan = te.make_plan(te.FeatureConfig(table=users), optimizer="adagrad")
-      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
-      >>> slots = te.functional.init_slots(tables, plan)
-      >>> ids = te.inputs.prepare_features([7, 2**40], plan)
-      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
-      >>> isinstance(result.features, RowIds)
-      True
+      >>> RowIds(jax.numpy.array([3, 1])).ids.tolist()
+      [3, 1]
     """
 
     ids: Any

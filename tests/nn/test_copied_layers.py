@@ -19,7 +19,7 @@ from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 
 SIZE, DIM = 12, 2
-LOST = "would lose the gradient of its tables"
+LOST = "loses the gradient of its tables"
 READ = "reads the tables of an embedding layer without a lookup"
 
 

@@ -382,5 +382,5 @@ def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     found = call(model, ids)
     for activations, of_ids in zip(found, ids, strict=False):
         np.testing.assert_allclose(activations, model.embedding(of_ids), rtol=1e-6)
-    with pytest.raises(ValueError, match="would lose the gradient of its tables"):
+    with pytest.raises(ValueError, match="loses? the gradient of its tables"):
         te.value_and_grad(lambda m: jnp.sum(call(m, ids) ** 2))(model)

@@ -147,8 +147,7 @@ def test_two_tables_of_one_name(options):
         plan_of(table("a"), table("a", **options))
     message = str(error.value)
     assert "'a'" in message
-    assert str(table("a")) in message
-    assert str(table("a", **options)) in message
+    assert [name for name in options if f"{name} " not in message] == []
 
 
 @pytest.mark.parametrize("named_first", [True, False])

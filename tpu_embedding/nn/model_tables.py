@@ -163,10 +163,10 @@ def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
     if path is None and len(fitting) == 1:
         (path,) = fitting
     if path not in fitting:
-        fix = "Set TableConfig.vocabulary_size to te.Dynamic(capacity=...)."
+        fix = "Set a table's vocabulary_size to a vocabulary that gives ids rows."
         raise ValueError(
-            f"{owner}: layer must be the path of a layer with a te.Dynamic table, one "
-            f"of {fitting}, got {path!r}. "
+            f"{owner}: layer must be the path of a layer whose ids are not row numbers, "
+            f"one of {fitting}, got {path!r}. "
             + ("Leave it out if there is only one." if fitting else fix)
         )
     return path

@@ -110,11 +110,15 @@ READ = SourceTable(values=RowArray((20, 4), np.dtype("f4"), lambda *_: None, dam
 WHOLE = {"a": np.zeros((20, 4)), "b": np.zeros((7, 4)), "a/accumulators": np.ones(20)}
 SLOT = {"slots": {"accumulators": "accumulators"}}
 REFUSED = {
-    "dim": ({"a": np.zeros((20, 5))}, {}, "20 rows of dim 5, .*model has 20 of dim 4"),
-    "rows": ({"b": np.zeros((9, 4))}, {}, "has 9 rows of dim 4, .*model has 7 of"),
+    "dim": (
+        {"a": np.zeros((20, 5))},
+        {},
+        "table 'a': .*20 rows of dim 5, .*20 .*dim 4",
+    ),
+    "rows": ({"b": np.zeros((9, 4))}, {}, "table 'b': .*9 rows of dim 4, .*7 of"),
     "axes": ({"a": np.zeros(20)}, {}, r"must be \[rows, dim\], got \(20,\)"),
     "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
-    "names": ({"x": np.zeros((20, 4))}, {}, "none of the model's tables.*rename="),
+    "names": ({"x": np.zeros((20, 4))}, {}, r"model, \['a', 'b'\].*rename="),
     "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),
     "rename": (WHOLE, {"rename": {"a": "x"}}, "table 'x'"),
     "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators': 'float64\[20\]'"),

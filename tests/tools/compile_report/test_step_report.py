@@ -78,7 +78,7 @@ def test_rows_on_the_host():
     assert "  maps of cached rows    390.62 KiB" in lines
     assert (
         "stack_0: 200,000 rows in host memory, 24.41 MiB; 20,000 of them (10.0%) "
-        "cached on devices, whose map of rows takes 390.62 KiB on each"
+        "cached on the devices; the map of rows takes 390.62 KiB per device"
     ) in lines
 
 

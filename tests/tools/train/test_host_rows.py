@@ -124,7 +124,7 @@ def test_files_are_mapped(on_devices, tmp_path):
 
 
 def test_a_cache_that_is_too_small(tmp_path):
-    with pytest.raises(ValueError, match=r"raise HostRows.cache_rows to at least \d+"):
+    with pytest.raises(ValueError, match=r"HostRows.cache_rows to at least \d+"):
         run(tmp_path, "cache_rows=20")
 
 
