@@ -321,8 +321,8 @@ def read_table(
         tables = checkpoint.record.tables
         if table not in tables:
             raise CheckpointError(
-                f"The checkpoint {checkpoint.root} has no table {table!r}. It has "
-                f"{sorted(tables)}."
+                f"Table {table!r} is not in the checkpoint {checkpoint.root}, which "
+                f"has {sorted(tables)}."
             )
         arrays = tables[table].arrays
         if slot not in arrays:

@@ -108,7 +108,7 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape of a row, or of the whole array if it has no rows."""
+        """Type and shape of a row, or of the whole array otherwise."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:

@@ -163,11 +163,10 @@ def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
     if path is None and len(fitting) == 1:
         (path,) = fitting
     if path not in fitting:
-        fix = "Set a table's vocabulary_size to a vocabulary that gives ids rows."
         raise ValueError(
-            f"{owner}: layer must be the path of a layer whose ids are not row numbers, "
-            f"one of {fitting}, got {path!r}. "
-            + ("Leave it out if there is only one." if fitting else fix)
+            f"{owner}: layer must be the path of a layer with a table whose vocabulary "
+            f"assigns rows to ids, one of {fitting}, got {path!r}. Leave it out if "
+            "there is only one."
         )
     return path
 
