@@ -81,7 +81,8 @@ class _Axis:
     """Maps milliseconds to pixels; begins and ends at powers of ten."""
 
     def __init__(self, times: list[float]):
-        self._first = math.floor(math.log10(min(times)))
+        # Half the shortest time, to leave room for its label on the left.
+        self._first = math.floor(math.log10(min(times) / 2))
         self._last = max(math.ceil(math.log10(max(times))), self._first + 1)
 
     def x(self, milliseconds: float) -> float:
