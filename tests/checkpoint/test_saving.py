@@ -204,7 +204,7 @@ def test_a_checkpoint_is_read_without_its_plan(saved):
     np.testing.assert_array_equal(part, slots["movie"]["accumulators"][5:20])
     with pytest.raises(IndexError, match="between 0 and 39, got 40"):
         read(directory, "movie", [40])
-    with pytest.raises(CheckpointError, match="no table 'film'"):
+    with pytest.raises(CheckpointError, match="'film' is not in the checkpoint"):
         read(directory, "film")
     with pytest.raises(CheckpointError, match="no slot variable 'mu'"):
         read(directory, "movie", slot="mu")
