@@ -65,7 +65,7 @@ _describe_host()
 
 
 class _Package(_types.ModuleType):
-    """The type of this package. Its public modules list only their public names."""
+    """The type of this package. `dir` of a public module shows only public names."""
 
     def __setattr__(self, name: str, value: _Any) -> None:
         if isinstance(value, _types.ModuleType) and name in __all__:

@@ -222,8 +222,8 @@ def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
     """Returns an initializer with normally distributed values.
 
     Args:
-      stddev: standard deviation, at least 0. The default is Keras' (`RandomNormal`);
-        `jax.nn.initializers.normal` has 0.01.
+      stddev: standard deviation, at least 0. The default is that of Keras'
+        `RandomNormal`; `jax.nn.initializers.normal` defaults to 0.01.
       mean: the mean.
 
     Example:

@@ -169,11 +169,11 @@ def optimizer_differences(
 
 
 def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
-    """Returns the slot variables to restore, with their saved names.
+    """Returns the name in the checkpoint of each slot variable to restore.
 
-    Their names, types and shapes are equal. A rule with a different number of step
-    counts also names them differently, so a count whose name the checkpoint lacks is
-    restored from the checkpoint's first one.
+    A slot variable is restored if the checkpoint has one of the same name, type and
+    shape. The names of step counts depend on how many a rule has, so a count whose name
+    the checkpoint lacks is restored from the checkpoint's first count.
     """
     counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
     names = {}

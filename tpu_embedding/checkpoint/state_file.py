@@ -170,7 +170,7 @@ def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def checksum_at(checksums: str, position: int) -> str:
-    """Returns one checksum: the metadata's at 0, and chunk i's at `i + 1`."""
+    """Returns the checksum at a position: 0 is the metadata, `i + 1` is chunk `i`."""
     width = 2 * CRC_BYTES
     return checksums[width * position : width * (position + 1)]
 

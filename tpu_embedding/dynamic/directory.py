@@ -34,8 +34,8 @@ class IdDirectory:
     Shapes are per shard. The global arrays are the concatenated shards.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, mixed words of 64 ids; see `ids_64`. Empty lanes
-        have all bits set.
+      keys: uint32 `[buckets, 128]`, the first mixed words of 64 ids, then their second
+        ones; see `ids_64`. Empty lanes have all bits set.
       scores: uint32 `[buckets, 128]`, the clock at each id's last use, then the number
         of steps that used it. 0 in empty lanes.
       sketch: uint32 `[buckets, 128]`, counters of unknown ids. None without

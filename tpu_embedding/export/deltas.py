@@ -78,7 +78,7 @@ def save_delta(
     if different := sorted(new_files.keys() ^ old_files.keys()):
         raise ExportError(
             f"A delta needs two exports with the same files, but {different} are in "
-            f"only one of {new} and {old}. Serve the whole newer export."
+            f"only one of {new} and {old}. Serve the newer export in full."
         )
     with new_directory(directory) as path:
         if path is None:
@@ -107,7 +107,7 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
             raise ExportError(
                 f"Tensor {name!r} of {new} and {old} must have one shape and dtype, "
                 f"got {tensor.dtype}{list(tensor.shape)} and "
-                f"{other.dtype}{list(other.shape)}. Serve the whole newer export."
+                f"{other.dtype}{list(other.shape)}. Serve the newer export in full."
             )
         size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
@@ -148,7 +148,7 @@ def apply_delta(
         raise ExportError(
             f"The delta {change} does not follow the export {old}: its {BASE_FILE} is "
             "different or missing. Apply deltas in the order in which they were made, "
-            "or copy the whole newer export."
+            "or copy the newer export in full."
         )
     with new_directory(directory) as path:
         if path is None:

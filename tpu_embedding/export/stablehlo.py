@@ -248,8 +248,8 @@ def load(
         the caller encodes strings itself.
 
     Raises:
-      ExportError: a ValueError, if the directory has no program, a damaged file, or a
-        symbolic link.
+      ExportError: if the directory has no program, a damaged file, or a symbolic link.
+        It is a ValueError.
       ValueError: if `unknown_strings` is not one of its choices.
     """
     check_unknown(unknown_strings, "load: unknown_strings")

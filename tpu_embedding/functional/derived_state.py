@@ -74,8 +74,8 @@ def with_table_values(
 ) -> Any:
     """Returns the stacks with the values of the given tables replaced.
 
-    With `slots`, state that an optimizer derived from the old values restarts from the
-    new ones: the moving averages of all rows of these tables, and Adafactor's scale of
+    With `slots`, optimizer state derived from the old values is reset to match the new
+    ones: the moving averages of all rows of these tables, and Adafactor's scale of
     a table. Other slot variables don't change.
 
     Args:

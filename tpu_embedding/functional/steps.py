@@ -293,8 +293,8 @@ def _route(
         return routings
 
     def fill_up_and_route(leaves):
-        # Batches of any size are split by shard, so pad them. This doesn't change ids
-        # that `route` has already padded.
+        # Pad the batch, because its size may not be a multiple of the number of shards.
+        # Ids that `route` has already padded don't change.
         filled = [
             fill_up(ids, shape, plan.num_shards)
             for ids, shape in zip(leaves, shapes, strict=True)

@@ -58,7 +58,7 @@ class _Undo(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The changes to the cache before a batch trains.
+    """The changes to the cache before a batch's step.
 
     Attributes:
       batch: number of the batch.

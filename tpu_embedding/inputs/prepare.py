@@ -331,7 +331,8 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
     """Returns each id's sample and position, both checked."""
     indices = np.asarray(ids.indices).astype(np.int64, copy=False)
     shape = [int(size) for size in ids.dense_shape]
-    # As unsigned numbers, negative coordinates are large, so one check finds both.
+    # As unsigned numbers, negative coordinates are large, so one check finds them and
+    # the ones past the end.
     unsigned = indices.view(np.uint64)
     for axis, size in enumerate(shape):
         if len(indices) and unsigned[:, axis].max() >= size:

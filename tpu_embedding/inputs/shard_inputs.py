@@ -308,9 +308,10 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts the shard's part of `fill_up` to the input of the stages. Per shard.
+    """Converts a shard's part of `fill_up`'s result to a `FeatureInput`. Per shard.
 
-    Without `sample_axes`, the mesh axes of the samples, there is one shard.
+    `sample_axes` are the mesh axes that split the samples. Without them, there is one
+    shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)

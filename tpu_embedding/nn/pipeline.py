@@ -441,7 +441,10 @@ def _check_agreements(agreements: Mapping[str, Any]) -> None:
 
 
 def _take_agreements(model: nnx.Module) -> dict[str, Any]:
-    """Returns and clears whether layers were called with the prefetched features."""
+    """Returns whether each layer was called with the prefetched features.
+
+    Clears these values in the layers.
+    """
     agreements = {}
     for path, layer in embedding_layers(model).items():
         # Empty if the loss has not called the layer.

@@ -1,8 +1,8 @@
 """Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
-While a row does not move for `k` steps, its average `a` has a closed form,
-`a = momentum**k * a + (1 - momentum**k) * row`. So an average is updated only in steps
-that move its row, and catches up when it is read.
+After `k` steps that do not move a row, its average `a` has become
+`momentum**k * a + (1 - momentum**k) * row`. So an average is updated only in steps that
+move its row, and catches up when it is read.
 """
 
 import dataclasses

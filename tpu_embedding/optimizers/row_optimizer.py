@@ -204,7 +204,7 @@ def wrap_rule(
     if inner.averages != "none":
         raise ValueError(
             "with_ema must be the outermost wrapper, because it averages the rows "
-            "after all updates, got a rule with with_ema inside. Write "
+            "after all updates, but another wrapper is around it. Write "
             "with_ema(with_options(rule, ...))."
         )
     wrapped = dataclasses.replace(

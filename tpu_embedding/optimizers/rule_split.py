@@ -279,7 +279,7 @@ def _compute_by_numpy(equation: Equation, operands: Sequence[Any]) -> Sequence[A
 
 
 def _on_host(value: Any) -> Any:
-    """Returns a NumPy array, or a random key unchanged."""
+    """Converts a value to a NumPy array. Random keys are unchanged."""
     return value if _is_key(value) else np.asarray(value)
 
 

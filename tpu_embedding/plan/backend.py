@@ -119,9 +119,9 @@ class Backend:
     ) -> tuple[PackedRows, Any]:
         """Returns the updated table and rule state, in place if they are donated.
 
-        `gradient` is a `StackGradient` of `lookup/_backward.py`. Its routing has
-        `backend_ids` if the backend replaces the update. `otherwise` runs the rule's
-        driver.
+        `gradient` is a `StackGradient` of `lookup/_backward.py`. If this backend
+        replaces the update, `backend_ids` of its routing are from `prepare_ids`.
+        `otherwise` runs the rule's driver.
         """
         return otherwise(table, state)
 

@@ -238,8 +238,8 @@ def pairwise_loss(
       using Clickthrough Data" (KDD 2002);
     * soft zero-one: `jax.nn.sigmoid`.
 
-    TensorFlow Ranking and Keras Recommenders form the same pairs. The mean of Keras
-    Recommenders divides the sum by the number of items.
+    TensorFlow Ranking and Keras Recommenders form the same pairs. To average,
+    Keras Recommenders divides the sum by the number of items.
 
     Args:
       scores: score `s` of each item, optionally divided by a temperature.

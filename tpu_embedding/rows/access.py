@@ -240,8 +240,8 @@ def _line_ids(
 ) -> Int[Array, " lines"]:
     """Returns the lines of named rows, and numbers past the last line for other rows.
 
-    These numbers are distinct, so that ids stay unique, and are dropped. In a table of
-    2**31 lines they wrap to negative numbers, which are also dropped.
+    These numbers are distinct, so they add no duplicates, and writes drop them. In a
+    table of 2**31 lines they wrap to negative numbers, which are also dropped.
     """
     line_ids = _lines_of_rows(row_ids, layout)
     dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)

@@ -155,7 +155,7 @@ class RowLayout:
 
     @property
     def is_flat(self) -> bool:
-        """True if rows take a single lane. A line is then one lane."""
+        """True if each row takes a single lane. Lines are then one lane wide."""
         return self.lanes_per_row == 1
 
     @property

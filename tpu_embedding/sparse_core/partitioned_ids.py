@@ -242,8 +242,9 @@ class _Cut(NamedTuple):
     """The minibatches of all groups.
 
     Attributes:
-      first: int32 `[64, groups]`, number of ids before each minibatch and group.
-      counts: int32 `[64, groups]`, number of ids in each minibatch and group.
+      first: int32 `[64, groups]`, number of sorted ids before each minibatch's part of
+        each group.
+      counts: int32 `[64, groups]`, number of ids in that part.
       num_minibatches: int32, from 1 to 64, the same on all devices.
       is_complete: whether all ids of all devices are in minibatches.
     """

@@ -398,8 +398,8 @@ class Vocabulary:
         Raises:
           TypeError: if an element is not a string.
           ValueError: if a string is unknown and there are no buckets, or
-            `unknown="error"`; if there are several buckets and it is longer than 65,536
-            bytes; or if `unknown` is neither choice.
+            `unknown="error"`; if an unknown string is longer than 65,536 bytes and
+            there are several buckets; or if `unknown` is not one of its choices.
         """
         check_unknown(unknown, "Vocabulary.ids: unknown")
         read = read_ids(strings, "Vocabulary.ids", "Strings")

@@ -254,7 +254,8 @@ class NamedSlot:
         new = array.astype(dtype)
         if jnp.issubdtype(dtype, np.integer) and not np.array_equal(new, array):
             raise ValueError(
-                f"{owner} must be integers of dtype {dtype}, got other values."
+                f"{owner} must be integers of dtype {dtype}, got values that this "
+                "dtype cannot hold."
             )
         return new
 

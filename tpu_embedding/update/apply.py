@@ -65,8 +65,8 @@ rows and a new state."""
 def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
-    Totals are summed block by block. Storage that keeps rows elsewhere sums blocks in
-    the same order, so both get the same bits.
+    Totals are summed block by block. Rows that are stored on the host are summed in the
+    same order, so totals have the same bits wherever the rows are.
     """
     totals: list[Array] = []
     if stack.optimizer.takes_totals:

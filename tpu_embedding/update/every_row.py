@@ -230,9 +230,9 @@ class _Sweep:
     Attributes:
       step: the rule's step.
       writer: writes the table's rows.
-      gradient_of: maps a block's start, size and kept gradient to its gradient
-        `[size, dim]` and touches `[size]`.
-      rows: range of rows that move, or `None` for all.
+      gradient_of: maps a block's start, size and kept gradient to the block's gradient
+        `[size, dim]` and its touches `[size]`, above 0 for rows that were looked up.
+      rows: range of rows that the pass updates, or `None` for all.
     """
 
     step: RuleStep

@@ -160,8 +160,8 @@ def import_tables(
     """Imports a model's tables and slot variables from another library's files.
 
     Dense parameters and step counts don't change. Static tables are written in place,
-    block by block, without a copy of a whole table. State that an optimizer derives
-    from these tables' values, such as moving averages, restarts from the new values.
+    block by block, without a copy of a whole table. Optimizer state derived from
+    these tables' values, such as moving averages, is reset to match the new values.
     Numbers outside the range of a table's type become infinite, with a warning.
 
     Args:

@@ -80,8 +80,8 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
     if num_bytes > max_bytes_of_files(packed_bytes):
         raise CheckpointError(
             f"The arrays of {path} may be at most {MAX_EXPANSION} times as large as "
-            f"the file, got {num_bytes} bytes from {packed_bytes}. Write them with "
-            "np.savez, which doesn't compress."
+            f"the file, got {num_bytes} bytes from {packed_bytes} compressed bytes. "
+            "Write them with np.savez, which doesn't compress."
         )
     try:
         return {name: array_of(values) for name, values in source.items()}

@@ -154,8 +154,9 @@ class TrainState(struct.PyTreeNode):
           **fields: fields of a subclass.
 
         Raises:
-          ValueError: if the variables lack tables, or if `tx` collects gradients of
-            several steps, as `optax.MultiSteps` does, but tables do not.
+          ValueError: if the variables lack tables, or if `tx` accumulates gradients
+            over several steps, as `optax.MultiSteps` does, but the tables'
+            optimizers do not.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)

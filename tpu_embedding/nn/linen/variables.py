@@ -76,8 +76,8 @@ def with_embedding_tables(
 ) -> Any:
     """Returns the variables with the values of some tables replaced.
 
-    With `slots`, state that an optimizer derived from the old values restarts from the
-    new values, as in `tpu_embedding.functional.with_table_values`.
+    With `slots`, optimizer state derived from the old values is reset to match the new
+    ones, as in `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
@@ -92,7 +92,8 @@ def with_embedding_tables(
     Raises:
       TypeError: if `values`, or a layer's values, are not a dict.
       ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
-        `slots` is missing. For a `TrainState`, call its `with_embedding_tables`.
+        `slots` is needed but missing. For a `TrainState`, call its
+        `with_embedding_tables`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -181,7 +181,7 @@ class SliceShapes:
     """The chip grids of a generation's slices.
 
     Attributes:
-      fixed: grids that follow no rule, smallest first, with sides in this order.
+      fixed: grids listed individually, smallest first. The order of sides matters.
       cube_side: chips per side of the cubes that make up larger slices. None if there
         are no larger slices.
       max_chips: number of chips of the largest slice.

@@ -215,7 +215,7 @@ class CsvSchema:
         return tuple(x.number_name for x in self.columns if x.number_name is not None)
 
     def feature_sizes(self, vocabularies: Mapping[str, Vocabulary]) -> dict[str, int]:
-        """Returns the number of ids of each feature, that is, of its table's rows."""
+        """Returns each feature's number of ids, which is its table's number of rows."""
         lists = {x.name for x in self.columns if x.kind == "list"}
         sizes: dict[str, int] = {}
         for column in self.columns:

@@ -1,8 +1,8 @@
 """Runs training: steps, evaluations, checkpoints and the result.
 
-`train` does all of it, and `evaluate` the last part, for a saved run. All processes of
-a job call them. Each process feeds its devices and writes its part of the checkpoints.
-The first one prints, and writes records and plot.
+`train` does all of it. `evaluate` only evaluates a saved run and reports the result.
+All processes of a job call them. Each process feeds its devices and writes its part of
+the checkpoints. The first one prints, and writes the records and the plot.
 """
 
 import contextlib

@@ -168,7 +168,7 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
     For example, the `log_loss` of a label of 4 has no lower bound.
 
     Raises:
-      DataError: if there is one; the message names the batch and the sample in it.
+      DataError: if any does; the message names the batch and the sample in it.
     """
     label_range = LOSSES[config.loss].label_range or (-np.inf, np.inf)
     for name, values, (low, high) in (
