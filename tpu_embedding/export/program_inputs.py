@@ -54,8 +54,8 @@ class ExportError(ValueError):
       >>> try:
       ...     te.export.load("/nowhere")
       ... except ExportError as error:
-      ...     print("cannot be served")
-      cannot be served
+      ...     print(str(error).partition(",")[0])
+      /nowhere must be a directory written by te.export
     """
 
 
