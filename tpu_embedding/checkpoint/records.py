@@ -37,7 +37,16 @@ _ERRORS_OF_FILES = (
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is missing, damaged, or does not fit the state."""
+    """Raised if a checkpoint is missing, damaged, or does not fit the state.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> try:
+      ...     te.checkpoint.describe("/nowhere")
+      ... except CheckpointError as error:
+      ...     print(str(error).partition(":")[0])
+      The directory /nowhere holds no checkpoint
+    """
 
 
 @contextlib.contextmanager
@@ -100,6 +109,10 @@ class ArrayRecord:
       shape: shape of the array; `[rows, *row_shape]` if it has rows.
       dtype: name of the element type.
       has_rows: False for values of a whole table, such as a step count.
+
+    Example:
+      >>> print(ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True))
+      float32[10, 4]
     """
 
     shape: tuple[int, ...]
@@ -131,6 +144,13 @@ class TableRecord:
         the table has no optimizer.
       dynamic: `capacity` and `default_row` of a dynamic table. None for a static one.
       directory: ids of a dynamic table and their statistics, by name.
+
+    Example:
+      >>> values = ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True)
+      >>> sizes = {"vocabulary_size": 10, "dim": 4, "dtype": "float32"}
+      >>> movie = TableRecord(**sizes, values=values, slots={}, optimizer=None)
+      >>> print(movie.values)
+      float32[10, 4]
     """
 
     vocabulary_size: int
@@ -160,6 +180,11 @@ class CheckpointRecord:
       checksums: array name to the CRC-32 of its metadata followed by the CRC-32C of
         each chunk, in hexadecimal. Empty in format 2.
       digest: digest of all of the above, which identifies the save.
+
+    Example:
+      >>> dense = {"linear.bias": "float32[1]"}
+      >>> CheckpointRecord(tables={}, dense=dense, description={}).array_names
+      ['dense.linear.bias']
     """
 
     tables: Mapping[str, TableRecord]

@@ -35,7 +35,17 @@ Keras optimizer, which is read when the plan is made."""
 
 
 class NotRowLocalError(ValueError):
-    """Raised if a layer cannot apply a transformation to a table's rows one by one."""
+    """Raised if a layer cannot apply a transformation to a table's rows one by one.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> rule = optax.stateless(lambda gradients, rows: gradients / gradients.shape[0])
+      >>> try:
+      ...     te.optimizers.check_row_local(rule, 4)
+      ... except NotRowLocalError as error:
+      ...     print("mixes rows" in str(error))
+      True
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +113,11 @@ class RowOptimizer:
         the rows with them.
       named: Text with the name that the table passed instead of a rule, and its
         learning rate. Ignored when rules are compared.
+
+    Example:
+      >>> rule = RowOptimizer(transformation=optax.sgd(0.1), driver=EveryRow())
+      >>> rule.moves_every_row
+      True
     """
 
     transformation: optax.GradientTransformation

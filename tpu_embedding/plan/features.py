@@ -311,6 +311,13 @@ class InputPlan(FeatureNest):
       feature_tree: structure of the user's nest of features.
       num_shards: devices of the layer.
       num_process_parts: see `EmbeddingPlan`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> mesh = te.device_mesh(jax.devices()[:1])
+      >>> te.make_plan({"watched": te.FeatureConfig(table=table)}, mesh).for_loaders()
+      InputPlan(1 features, 1 shards)
     """
 
     num_shards: int

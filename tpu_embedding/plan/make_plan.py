@@ -120,6 +120,14 @@ def make_plan(
     Raises:
       TypeError: if an option has the wrong type.
       ValueError: if the configuration is inconsistent. The message says where.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> movie = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> features = {"watched": te.FeatureConfig(table=movie)}
+      >>> plan = te.make_plan(features, te.device_mesh(), optimizer="adagrad")
+      >>> [table.name for table in plan.stacks[0].tables]
+      ['movie']
     """
     mesh = choose_mesh(mesh)
     hardware = choose_hardware(hardware, mesh)

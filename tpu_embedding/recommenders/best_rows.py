@@ -48,6 +48,11 @@ class TopK(NamedTuple):
     Attributes:
       scores: float32 `[queries, k]`, scalar products.
       ids: int32 `[queries, k]`, numbers of the rows in their table.
+
+    Example:
+      >>> best = TopK(scores=jnp.array([[1.0, 0.5]]), ids=jnp.array([[7, 2]]))
+      >>> best.ids[:, 0].tolist()  # the best row for each query
+      [7]
     """
 
     scores: Float[Array, "queries k"]

@@ -99,7 +99,12 @@ class _MeanOfErrors(Mean):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MAE(_MeanOfErrors):
-    """The mean absolute error."""
+    """The mean absolute error.
+
+    Example:
+      >>> float(MAE.from_batch([1.0, 2.0], [1.0, 4.0]).compute())
+      1.0
+    """
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
@@ -109,7 +114,12 @@ class MAE(_MeanOfErrors):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSE(_MeanOfErrors):
-    """The root of the mean squared error."""
+    """The root of the mean squared error.
+
+    Example:
+      >>> float(RMSE.from_batch([1.0, 2.0], [4.0, 6.0], weights=[0.0, 1.0]).compute())
+      4.0
+    """
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
@@ -181,6 +191,10 @@ class NormalizedEntropy(ClickMetric):
       losses: total of weight times log loss.
       positives: total weight of the positive samples.
       negatives: total weight of the negative samples.
+
+    Example:
+      >>> float(NormalizedEntropy.from_batch([0.0, 0.0], [1.0, 0.0]).compute())
+      1.0
     """
 
     losses: Sum = dataclasses.field(default_factory=Sum.zeros)

@@ -32,6 +32,11 @@ class Sum:
     Attributes:
       high: float32, the total rounded to float32.
       low: float32, the remainder.
+
+    Example:
+      >>> total = Sum.zeros().add(Sum.of(jnp.float32(3)))
+      >>> float(total.value())
+      3.0
     """
 
     high: Array
@@ -108,6 +113,12 @@ class Metric:
 
     `from_batch` makes a metric from a batch, `merge` adds two, and `compute` returns
     the value. Beyond rounding, the order and grouping of samples don't matter.
+
+    Example:
+      >>> from tpu_embedding.metrics import MAE
+      >>> metric = MAE.empty().update([1.0, 2.0], [1.0, 4.0]).update([3.0], [3.5])
+      >>> isinstance(metric, Metric), round(float(metric.compute()), 4)
+      (True, 0.8333)
     """
 
     @classmethod
@@ -165,7 +176,14 @@ def _value_of(metric: Metric) -> Float[Array, ""]:
 
 
 def merge(metrics: Nest, others: Nest) -> Nest:
-    """Merges two nests of metrics with equal structure, such as dicts."""
+    """Merges two nests of metrics with equal structure, such as dicts.
+
+    Example:
+      >>> from tpu_embedding.metrics import MAE
+      >>> first, second = MAE.from_batch([1.0], [2.0]), MAE.from_batch([4.0], [4.0])
+      >>> float(merge({"mae": first}, {"mae": second})["mae"].compute())
+      0.5
+    """
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     try:
         return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)

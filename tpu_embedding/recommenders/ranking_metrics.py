@@ -33,6 +33,11 @@ class Ranks(NamedTuple):
         NaN.
       num_equal: number of candidates with the relevant one's score, including itself;
         shaped like `num_higher`.
+
+    Example:
+      >>> ranks = Ranks(jnp.array([0.0, 1.0]), num_equal=jnp.array([2.0, 1.0]))
+      >>> float(RecallAtK.from_ranks(ranks, k=1).compute())  # the mean of 1/2 and 0
+      0.25
     """
 
     num_higher: Float[Array, "..."]

@@ -33,6 +33,12 @@ class UniqueIds(NamedTuple):
       index: nest like the ids, of int32 `[batch]` or `[batch, valence]`: the position
         of each id among its device's unique ids, or `size` for padding.
       size: ids per device, including padding.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> unique = te.inputs.unique_ids(np.array([7, 2, 7]), None, "songs")
+      >>> unique.index.tolist()
+      [1, 0, 1]
     """
 
     ids: np.ndarray

@@ -72,6 +72,14 @@ def unstack_tables(
 
     Raises:
       ValueError: if the arrays were made for another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> te.functional.unstack_tables(tables, plan)["movie"].shape
+      (10, 4)
     """
     values = {}
     for stack in plan.stacks:
