@@ -123,12 +123,11 @@ class CsvEncoder:
         Raises:
           DataError: if the text is not a value of the column, or looks up no row.
         """
-        cells = {column.name: [""] for column in self.schema.columns} | {name: [text]}
         empty = {column.name: [""] for column in self.schema.columns}
-        found = {}
-        for table, ids in self.encode(cells).features.items():
-            row, nothing = _ids_of(ids), _ids_of(self.encode(empty).features[table])
-            if changed := [x for x in row if x not in nothing]:
+        found, nothing = {}, self.encode(empty).features
+        for table, ids in self.encode(empty | {name: [text]}).features.items():
+            row, of_empty = _ids_of(ids), _ids_of(nothing[table])
+            if changed := [x for x in row if x not in of_empty]:
                 found[table] = changed
         if not found:
             raise DataError(f"{text!r} in column {name!r} looks up no row.")
