@@ -18,6 +18,7 @@ import dataclasses
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from etils import epath
@@ -49,40 +50,35 @@ class CheckpointError(ValueError):
     """
 
 
-@contextlib.contextmanager
-def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Turns errors raised while a checkpoint is written into `CheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        # Tensorstore and Orbax raise any of these for a full disk.
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be written: {_first_words(error)}. "
-            "Free disk space, choose a writable directory, or convert leaves whose "
-            "dtype files cannot store."
-        ) from error
+    fix = "Free disk space, choose a writable directory, or convert leaves whose dtype "
+    fix += "files cannot store."
+    # Tensorstore and Orbax raise any of these for a full disk.
+    kinds = (OSError, RuntimeError, ValueError)
+    return _as_checkpoint_error(kinds, f"The checkpoint {path} cannot be written", fix)
+
+
+def errors_of_reading(owner: str) -> AbstractContextManager[None]:
+    """Turns errors raised while an array or file is read into `CheckpointError`."""
+    problem = f"{owner} is missing or damaged"
+    fix = "Restore an earlier checkpoint or copy the files again."
+    return _as_checkpoint_error(_ERRORS_OF_FILES, problem, fix)
 
 
 @contextlib.contextmanager
-def errors_of_reading(owner: str) -> Iterator[None]:
-    """Turns errors raised while an array or file is read into `CheckpointError`."""
+def _as_checkpoint_error(
+    kinds: tuple[type[Exception], ...], problem: str, fix: str
+) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
         raise
-    except _ERRORS_OF_FILES as error:
-        raise CheckpointError(
-            f"{owner} is missing or damaged: {_first_words(error)}. Restore an earlier "
-            "checkpoint or copy the files again."
-        ) from error
-
-
-def _first_words(error: Exception) -> str:
-    """Returns an error's type and first line, without tensorstore's source location."""
-    text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
-    return f"{type(error).__name__}: {text}"
+    except kinds as error:
+        # The first line, without tensorstore's source location.
+        text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
+        text = f"{problem}: {type(error).__name__}: {text}. {fix}"
+        raise CheckpointError(text) from error
 
 
 STATE_FILE: Final = "state.json"

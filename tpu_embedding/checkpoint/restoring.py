@@ -216,7 +216,7 @@ def _check_fit(
             differences += restore.shared_differences()
     if differences:
         raise CheckpointError(
-            f"The checkpoint {checkpoint.root} does not fit the state:"
+            f"The checkpoint {checkpoint.root} does not fit the state: "
             f"{format_differences(differences)}"
         )
     for restore in restores:
