@@ -213,8 +213,9 @@ def _place_tables(
 ) -> list[NamedTable]:
     """Returns each table once, with the mesh axes that split its rows.
 
-    `placement` is for tables that don't set their own. A function chooses by name and
-    number of rows. By default, rows are split over the whole mesh.
+    `placement` is for tables that don't set their own. If it is a function, it chooses
+    by a table's name and number of rows. By default, rows are split over the whole
+    mesh.
 
     Raises:
       TypeError: if `placement` is not a placement or a function that returns one.
@@ -274,8 +275,8 @@ def _wrong_type(rule: str, value: Any) -> TypeError:
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    An int32 must identify each row of a stack, so a larger group is split into several
-    stacks. Each table goes into the first one with room.
+    An int32 must identify each row of a stack, so a group with too many rows is split
+    into several stacks. Each table goes into the first stack that has room.
     """
     groups: dict[Any, list[list[NamedTable]]] = {}
     for table in sorted(tables, key=lambda table: table.name):
