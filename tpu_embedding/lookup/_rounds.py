@@ -1,8 +1,9 @@
 """Stages 2 to 4: which ids travel when, and the exchange with their owners.
 
-An id is one word, the key of a row, or several: the key of a bucket and the words of a
-64-bit id. Keys are int32 and include the owner: `owner * keys_per_shard + local key`.
-`dedup` merges equal ids into one request and groups requests by owner.
+An id is one word or several words. A single word is the key of a row. Several words are
+the key of a bucket and the words of a 64-bit id. Keys are int32 and include the owner:
+`owner * keys_per_shard + local key`. `dedup` merges equal ids into one request and
+groups requests by owner.
 
 A round carries at most `capacity` ids from each shard to each owner. An owner's ids are
 split into *ranges* that are equal for all source shards, so all requests for an id
@@ -282,8 +283,8 @@ class Round:
 
     Attributes:
       buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
-        requests, and of its row in the buffer of answers; past the end if the id is not
-        part of this round.
+        requests. Its row has the same position in the buffer of answers. The position
+        is past the end if the id is not part of this round.
       requests: requests to this shard, one bucket per source shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
         first. Unused positions, including the last, have the key `PADDING_ROW_ID`.
@@ -310,8 +311,8 @@ class SentIds:
     Attributes:
       unique: the unique ids of the shard.
       first: the first round.
-      companions: uint32 `[ids]` each, words that travel with the sorted ids, equal for
-        equal ids.
+      companions: uint32 `[ids]` each, words that travel with the sorted ids. Equal ids
+        have equal words.
       size: buffer sizes of each round.
     """
 
@@ -468,8 +469,9 @@ def _agree_on_range(
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    # The smallest end over all devices, word by word: a word counts only where all
-    # earlier words are the smallest. So copies of a shard get the same ids in a round.
+    # Find the smallest end over all devices, word by word. A word counts only where all
+    # earlier words are the smallest. The minimum includes copies of a shard, so they
+    # get the same ids in a round.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:
