@@ -38,7 +38,7 @@ class RowStorage:
         return self
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns why a table can't use this storage and the fix, or None."""
+        """Returns why a table can't use this storage, with the fix. None if it can."""
         return None
 
     def device_layout(self, layout: RowLayout) -> RowLayout:
