@@ -405,7 +405,7 @@ def _add_repeats(
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
     chunk_size = round_up(-(-num_occurrences // _MAX_CHUNKS), LANES)
     chunk_size = min(max(chunk_size, _MIN_CHUNK_SIZE), num_occurrences)
-    # A sort moves repeats to the front: a TPU scatters single integers slowly.
+    # A sort moves repeats to the front, because a TPU scatters single integers slowly.
     positions, value_ids = jax.lax.sort(
         (jnp.where(is_repeat, positions, num_positions), value_ids),
         num_keys=1,

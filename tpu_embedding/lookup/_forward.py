@@ -271,7 +271,7 @@ def _apply_id_policies(
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
     """Returns the value of each id's feature, or a scalar if all values are equal."""
-    # Not the default integer type, which jax_enable_x64 changes.
+    # Don't use the default integer type, which jax_enable_x64 changes.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
         return jnp.asarray(values[0], dtype)
@@ -474,7 +474,7 @@ def _pool(
         return rows
     if pooling.valence > _MAX_UNROLLED_VALENCE:
         return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
-    # Adding slices reads the rows in place; a reduction copies them first.
+    # Adding slices reads the rows in place; a reduction would copy them first.
     return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
 
 

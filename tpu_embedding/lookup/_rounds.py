@@ -14,9 +14,9 @@ A round's range ends before the first id that doesn't fit for some source. The s
 find it with an all-reduce (minimum) of one number per owner and word of the id.
 
 `send_unique` sends the first round, which callers run as straight-line code. Later
-rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
-folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", and a
-vocabulary "find or insert". All shards agree on when to stop.
+rounds exist only under skew. `fold_later_rounds` is the only loop over rounds: the
+forward pass folds "fetch, combine" over it, an update "spread, send, merge, apply the
+rule", and a vocabulary "find or insert". All shards agree on when to stop.
 
 Ids, rows and gradients travel by all-to-all, in buckets of equal size, one per
 destination. If several devices hold copies of a shard, each copy serves its own group
@@ -232,7 +232,7 @@ def fetch_rows(
         if stack.hardware.name == "cpu":
             # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)
-    # Rows stored in bfloat16 also travel in it. The conversion is exact.
+    # Rows stored in bfloat16 also travel in bfloat16. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -254,7 +254,7 @@ def exchange(buffer: Array, stack: StackPlan) -> Array:
         return buffer
     shape = buffer.shape
     if buffer.ndim == 1 and buffer.size % (stack.num_shards * LANES) == 0:
-        # On TPU, an int32 array of this shape has the memory layout of the flat one.
+        # On TPU, an int32 array of this shape has the flat array's memory layout.
         buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
         buffer, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
@@ -463,7 +463,7 @@ def _agree_on_range(
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
     key, *others = id_at_rank(cut, unique)
-    # The range ends at the first id that doesn't fit, or with the shard's keys.
+    # The range ends at the first id that doesn't fit, or after the shard's last key.
     fits = cut >= unique.first_ranks[1:]
     end = (
         jnp.where(fits, unique.keys_per_shard, key - first_keys),

@@ -121,8 +121,8 @@ class Backend:
         """Returns the updated table and rule state, in place if they are donated.
 
         `gradient` is a `StackGradient` of `lookup/_backward.py`. If this backend
-        replaces the update, `backend_ids` of its routing are from `prepare_ids`.
-        `otherwise` runs the rule's driver.
+        replaces the update, the `backend_ids` of the gradient's routing are from
+        `prepare_ids`. `otherwise` runs the rule's driver.
         """
         return otherwise(table, state)
 

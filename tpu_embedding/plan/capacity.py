@@ -113,10 +113,10 @@ Gathers = Literal["whole", "fused", "by_feature"]
   with the sum.
 * `"fused"`: one gather per id of a sample, which XLA fuses with the sum. Features
   without sums share one gather.
-* `"by_feature"`: like `"fused"`, but with one gather per feature without a sum. XLA:CPU
-  would write the rows of a shared gather to memory and copy them to the features.
-  (Gathers from an exchange buffer gain nothing by this form, since the rows of the
-  buffer are in the cache.)
+* `"by_feature"`: like `"fused"`, but each feature without a sum has its own gather.
+  XLA:CPU would write the rows of a shared gather to memory, and copy them to the
+  features. (Gathers from an exchange buffer gain nothing by this form, since the rows
+  of the buffer are in the cache.)
 """
 
 Updates = Literal["whole", "blocks"]

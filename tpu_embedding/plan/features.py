@@ -49,7 +49,7 @@ class FeaturePlan:
 
     @property
     def inputs(self) -> VocabularyInputs:
-        """Reads the feature's ids and finds their rows."""
+        """The part of the vocabulary that reads ids and finds their rows."""
         return self.config.table.vocabulary.inputs
 
     @property

@@ -66,7 +66,7 @@ class NamedTable:
         not trained.
       shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
         every device has all rows.
-      num_shards: devices along these axes.
+      num_shards: devices along the `shard_axes`.
       placement_reason: the setting that chose the axes.
       storage: where the placement stores its rows.
       num_rows: rows in its stack, including spare rows.
@@ -114,8 +114,8 @@ def make_plan(
       backend: how rows are looked up and updated. It changes speed, never results.
         `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
         XLA's embedding operations for SparseCores, for each stack that they support;
-        `print(plan)` shows which, and why. `tpu-embedding doctor` compares both on
-        your devices.
+        `print(plan)` shows which, and why. `tpu-embedding doctor` compares the two
+        backends on your devices.
 
     Raises:
       TypeError: if an option has the wrong type.

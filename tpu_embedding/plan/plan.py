@@ -157,7 +157,7 @@ class StackPlan:
           shard: number of the shard.
           bank: number of the bank, 0 if the shard has only one.
         """
-        # A bank's rows are contiguous, and have the same remainder.
+        # The rows of a bank are contiguous, and have the same remainder in the stack.
         num_ranges = self.num_shards * self.layout.banks
         remainder = bank * self.num_shards + shard
         first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges

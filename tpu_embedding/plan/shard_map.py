@@ -22,7 +22,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 EMBEDDING_SCOPE: Final = "embedding_layer"
 """Scope of the layer's operations in a compiled program.
 
-On a mesh of one device their names lack the scope of `shard_map`."""
+On a mesh of one device, the names of these operations lack the scope of `shard_map`."""
 
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:

@@ -24,7 +24,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 
 class Ranks(NamedTuple):
-    """The ranks of one relevant candidate per sample, where scores can be equal.
+    """The possible ranks of one relevant candidate per sample, if scores can be equal.
 
     The `num_equal` ranks that begin with `num_higher` are equally likely.
 
@@ -42,10 +42,10 @@ class Ranks(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TopK(Mean):
-    """A weighted mean, over samples, of a value of the best `k` candidates.
+    """The weighted mean of a value that each sample's best `k` candidates determine.
 
     Samples without a relevant candidate are ignored. The metric is defined if the total
-    weight of all other samples is not 0.
+    weight of the remaining samples is not 0.
 
     Attributes:
       k: number of candidates that count.

@@ -310,7 +310,7 @@ def expand(
         batch_size, spec = index.shape[0], plan.batch_sharding.spec
 
         def run(values: Array, index: Array) -> Array:
-            # Pad with samples without ids, so that the devices divide the batch.
+            # Pad with samples without ids, so that devices share the batch equally.
             room = ((0, -batch_size % num_devices), *((0, 0),) * (index.ndim - 1))
             no_id = values.shape[0] // num_devices
             index = jnp.pad(index, room, constant_values=no_id)

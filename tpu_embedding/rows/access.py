@@ -35,7 +35,7 @@ from tpu_embedding.xla import copied_in_vectors, run_if
 
 _MAX_LOST_ROUNDINGS: Final = 8
 """Maximum rounding steps of a new value that `replace_rows` may lose. A moving average
-loses one."""
+loses one step."""
 
 
 _RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
@@ -190,8 +190,8 @@ def _clear_stuck_values(
     """Zeroes values that adding a difference cannot replace, in place.
 
     These are NaN, infinities, and values whose difference overflows. No line may be set
-    twice at once, so the first rows of all lines are cleared together, then the second
-    rows, and so on. If nothing is stuck, no line is read.
+    twice in one scatter, so the first rows of all lines are cleared together, then the
+    second rows, and so on. If nothing is stuck, no line is read.
 
     See `replace_rows` for the arguments.
 
@@ -318,7 +318,7 @@ class Blocks(NamedTuple):
     def loop(self, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         """Calls `carry = body(start, carry)` for each block in the loop."""
         begin, end = self.others
-        if begin == end:  # Its body is not traced.
+        if begin == end:  # The body is not traced.
             return carry
         return jax.lax.fori_loop(
             begin, end, lambda i, carry: body(i * self.size, carry), carry

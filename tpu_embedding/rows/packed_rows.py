@@ -113,7 +113,8 @@ class RowLayout:
       narrow_dtype: storage type of rows whose elements share 32-bit lanes. If None, a
         lane holds one element of the array's dtype.
       banks: number of ranges that the shard's rows are dealt to, round-robin; see
-        `dealt`. With several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
+        `dealt`. With several banks, a row takes 8, 16, 32 or 64 lanes, or a multiple of
+        128.
       bank_name: name of the banks in messages.
     """
 
@@ -204,7 +205,7 @@ class RowLayout:
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
-        """Shape of the lines, per shard: `(num_lines,)` if rows are flat."""
+        """Shape of the lines, per shard: `(num_lines,)` if they are flat."""
         if self.is_flat:
             return (self.num_lines,)
         return self.num_lines, self.lanes_per_line
@@ -233,7 +234,7 @@ class RowLayout:
         return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
-        """Returns the layout of a slot variable with this shape and dtype of a row."""
+        """Returns the layout of a slot variable, given its rows' shape and dtype."""
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     @functools.cached_property

@@ -170,8 +170,8 @@ after the first."""
 class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
-    Different rounds have different rows, so an update may apply rounds one by one. It
-    exists only while a step is traced, and is not a pytree.
+    Different rounds have different rows, so an update may apply rounds one by one. A
+    `GradientRounds` exists only while a step is traced, and is not a pytree.
 
     Attributes:
       first: gradients of the first round, which has all rows unless there is skew.

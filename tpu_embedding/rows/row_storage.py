@@ -53,7 +53,7 @@ class RowStorage:
         """Yields lines of `print(plan)` about the rows."""
         return iter(())
 
-    # Called only if devices do not hold all rows:
+    # The methods below are called only if devices don't hold all rows.
 
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array

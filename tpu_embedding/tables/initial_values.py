@@ -217,7 +217,7 @@ def _fill_slabs(
         stack.first_local_row(jnp.repeat(rows, banks), shard, bank)
         for rows in (offsets, offsets + sizes)
     )
-    # In whole lines.
+    # Extend the ranges to whole lines.
     begins = begins // rows_per_line * rows_per_line
     ends = -(-ends // rows_per_line) * rows_per_line
     num_slabs = -(-(ends - begins) // slab)
@@ -229,7 +229,7 @@ def _fill_slabs(
         i = part // layout.banks
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
-        # The last slab of the shard overlaps the previous one, with equal values.
+        # The last slab may overlap the previous slab, and then writes equal values.
         start = jnp.minimum(begins[part] + slab_of_part * slab, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset

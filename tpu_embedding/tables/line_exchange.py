@@ -205,7 +205,7 @@ class LineExchange:
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
-        # The stack's rows in a part have the same remainder.
+        # All rows of a part have the same remainder in the stack.
         banks = self.layout.banks
         remainder = part % banks * self.num_shards + part // banks
         first = (remainder - window.start) % self.num_parts

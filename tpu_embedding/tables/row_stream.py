@@ -2,13 +2,13 @@
 
 A table's rows are dealt round-robin to devices, so no device holds the ranges of
 consecutive rows that checkpoints and exports need. In each turn, every device serves
-one range of at most `rows_per_block` rows. To read, all owners send it their lines of
-the range in one all-to-all, and the host reorders the rows while copying them. To
-write, the host deals the rows into lines, and one all-to-all sends them to their
+one range of at most `rows_per_block` rows. To read, all owners send the device their
+lines of the range in one all-to-all, and the host reorders the rows while copying them.
+To write, the host deals the rows into lines, and one all-to-all sends them to their
 owners, which write them in place.
 
 No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` in
-addition to its tables, and the host six blocks of 10 to 20 MB per local device.
+addition to its tables. The host needs six blocks of 10 to 20 MB per local device.
 
 If one process has all devices, and all are CPUs, the lines are in its memory. The
 process then reads rows in place, and deals new rows to their owners, without an

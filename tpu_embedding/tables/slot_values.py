@@ -97,8 +97,8 @@ def with_slot_values(
     Args:
       slots: optimizer state by stack name, from `init_slots`.
       values: arrays by table and slot name, as `slot_values` returns them. Missing
-        tables and slots keep their values. Tables of a stack share their count of
-        steps, so they must not pass different counts.
+        tables and slots keep their values. The tables of a stack share a count of
+        steps, so their values must not contain different counts.
       plan: plan of the embedding layer.
 
     Returns:

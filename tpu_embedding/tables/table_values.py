@@ -201,8 +201,9 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
         and counts rows from `start`.
     """
     if dtype == "int8":
-        # A row's scale is the float32 difference between its smallest and largest
-        # element. Any NaN or infinity makes it not finite.
+        # The scale of a row is computed from the float32 difference between its
+        # smallest and largest element. A NaN or infinity makes this difference NaN or
+        # infinite.
         with np.errstate(invalid="ignore", over="ignore"):
             rows = rows.astype(np.float32, copy=False)
             ranges = rows.max(axis=1) - rows.min(axis=1)
