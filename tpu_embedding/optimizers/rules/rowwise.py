@@ -1,6 +1,6 @@
 """FBGEMM's optimizers that keep one scalar per row or scale a step by the row's norm.
 
-Formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`, names
+The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
 `fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM,
 slot variables decay only in steps that look their row up, while bias correction counts
 all steps.
@@ -189,8 +189,8 @@ def rowwise_rmsprop(
         ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
 
-    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory of
-    `rmsprop`'s.
+    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory that
+    `ms` takes in `rmsprop`.
 
     Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, which adds epsilon outside
     the root. optax lacks row-wise RMSProp.
@@ -247,7 +247,7 @@ def _moment_steps(
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Returns the steps that Adam and LAMB share: moments, then weight decay.
 
-    There is one velocity per `velocity_of`.
+    `velocity_of` says whether each element or each row has its own velocity.
     """
     beta_1, beta_2 = betas
 
