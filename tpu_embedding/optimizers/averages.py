@@ -150,13 +150,13 @@ def with_ema(
 
     `te.Optimizer.finalize_variable_values` sets a model's values to their averages.
     `te.functional.finalize_variable_values` does the same for tables or for dense
-    arrays without a model. To evaluate the averages during training, copy model and
-    optimizer with `nnx.clone`. The wrapper also works for the dense parameters'
-    optimizer.
+    arrays without a model. To evaluate the averages during training, copy the model and
+    the optimizer with `nnx.clone`, and finalize the copies. The wrapper also works for
+    the dense parameters' optimizer.
 
-    `with_ema` must be the outermost wrapper. `adafactor` has its own options for these
-    averages. If the table has a narrow dtype, the averages are computed from the new
-    rows before these are rounded.
+    `with_ema` must be the outermost wrapper. It is not for `adafactor`, which has its
+    own options for averages. If the table has a narrow dtype, the averages are computed
+    from the new rows before these are rounded.
 
     Args:
       rule: an optimizer of this package, or a row-local optax transformation.

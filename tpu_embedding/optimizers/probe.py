@@ -65,7 +65,8 @@ among them. A rule is also traced for this number of rows, which is odd and belo
 128."""
 
 _BAD_ROW: Final = 1
-"""A row of large values, whose gradient is NaN in one step and large in another."""
+"""A row of large values. Its gradient is NaN in one step and large in the other
+step."""
 
 _EMPTY_ROWS: Final = slice(100, None)
 """Rows with zero values and gradients, like padding."""
@@ -104,7 +105,7 @@ class ProbedRule:
 
     Attributes:
       state: the rule's state for some rows, as shapes and dtypes.
-      leaves: the slot variable for each leaf of the state, or `None` for a scalar.
+      leaves: for each leaf of the state, the slot variable, or `None` for a scalar.
       takes_totals: True if the rule asks for totals over a table's rows.
       split: the rule, traced for some rows, in two halves. Totals are replaced by ones.
     """
@@ -421,7 +422,7 @@ def _trace_update(
 
 @contextlib.contextmanager
 def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
-    """Lets a rule run as if within a layer, with ones for all totals.
+    """Makes a rule run as if it were within a layer, with ones for all totals.
 
     Each total that the rule asks for adds an item to `asked`.
 
@@ -591,7 +592,7 @@ def _one_value(arrays: Sequence[np.ndarray]) -> float | None:
 
 @contextlib.contextmanager
 def on_its_own() -> Iterator[None]:
-    """Isolates the probe from any trace, mesh and NaN checks, and runs it on a CPU."""
+    """Isolates the probe from outer traces, meshes and NaN checks, and uses a CPU."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]  # CPU programs compile fast.
     except RuntimeError:  # JAX has no CPU.

@@ -26,8 +26,8 @@ COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
 """States of optax rules that accumulate gradients and apply them only in some steps."""
 
 _AVERAGING: Final = ("ScheduleFreeState",)
-"""States of optax rules in which an update's weight falls with each step, even if the
-step does not look the row up."""
+"""States of optax rules that average rows with weights that fall in each step, even if
+the step does not look the row up."""
 
 
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:

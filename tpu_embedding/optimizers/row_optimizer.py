@@ -1,8 +1,8 @@
 """Optimizer types, as the user passes them and as the layer applies them.
 
 Keras optimizers are accepted without importing Keras. A *driver* says which rows a rule
-is applied to, and how often. `every_row` and `in_sequence` set the driver. They must be
-the outermost wrapper; a plan rejects them inside optax wrappers.
+is applied to, and how often. `every_row` and `in_sequence` set the driver. Either of
+them must be the outermost wrapper; a plan rejects it inside an optax wrapper.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ Keras optimizer, whose configuration is read when the plan is made."""
 
 
 class NotRowLocalError(ValueError):
-    """Raised if a layer cannot apply a transformation to a table's rows one by one.
+    """Raised if a layer cannot apply a transformation separately to each row.
 
     Example:
       >>> import tpu_embedding as te
@@ -172,8 +172,7 @@ class DeclaredRule(optax.GradientTransformation):
         row_optimizer: RowOptimizer,
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
-        """Makes the rule. On dense arrays it applies `on_arrays`, or else the rows'
-        rule."""
+        """Makes the rule. Dense arrays use `on_arrays`, or by default the same rule."""
         on_arrays = on_arrays or row_optimizer.transformation
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

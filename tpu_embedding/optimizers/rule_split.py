@@ -80,7 +80,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that is known when a rule is traced.
+    """A value that is already known when a rule is traced.
 
     Attributes:
       value: a NumPy or JAX array.
@@ -302,8 +302,8 @@ class SplitRule:
         to updates and new slot variables.
       num_hyperparameters: number of scalars that `value_program` passes to
         `row_program`.
-      scalars_depend_on_rows: True if a new scalar depends on rows, which makes the
-        result of `values` wrong.
+      scalars_depend_on_rows: True if a new scalar depends on rows. The result of
+        `values` is then wrong.
     """
 
     value_program: Program
@@ -417,7 +417,7 @@ def partition(
 
 
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
-    """Returns a program's values that depend on rows.
+    """Returns the values of a program that depend on rows.
 
     `is_by_row` is True for each argument that belongs to rows.
     """

@@ -36,7 +36,8 @@ class TableRows:
       tables: int32 `[rows]`, each row's table. `None` if there is one table.
       is_used: bool `[rows]`, False for padding, which isn't in any table.
       is_touched: bool `[rows]`, True for rows looked up in this step.
-      all_reduce: reduces this part's totals `[tables, ...]` over all parts.
+      all_reduce: reduces totals `[tables, ...]` of this part of the rows over all
+        parts.
       occurrence_squares: float32 `[tables]`, sum of the squared gradients of all
         occurrences of ids. `None` unless the rule's driver is
         `Touched(occurrence_norm=True)`.

@@ -93,7 +93,7 @@ def update_kept_gradient(
     gradient: GradientRounds,
     writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
-    """Adds to the kept gradient, and runs the rule on every row when due.
+    """Adds to the kept gradient, and runs the rule on every row if an update is due.
 
     Per shard; in place where donated.
     """

@@ -157,7 +157,7 @@ class RuleStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if the step has a non-finite rate. None if rates are constant."""
+        """False if a rate of the step is not finite, or None for constant rates."""
         values = values_of(self.state)
         return rates_are_finite(self.optimizer, self.dim, values)
 

@@ -26,7 +26,7 @@ ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
 RunPart = Callable[[Any, AllReduce], Any]
-"""Runs the rule on one part, with a function that answers requests for totals."""
+"""Runs the rule on one part. The second argument answers requests for totals."""
 
 FoldParts = Callable[[Callable[..., Any], Any], Any]
 """Given `fold` and `carry`, calls `carry = fold(carry, part, ...)` for all parts but

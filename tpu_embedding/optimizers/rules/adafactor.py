@@ -179,8 +179,8 @@ def plus_total(
 ) -> CompensatedSum:
     """Adds `[rows, dim]` values to the totals of their tables.
 
-    A float32 sum would have an error relative to the largest total that a table ever
-    had, which is too much if the table's values shrink.
+    The error of a plain float32 sum would be relative to the largest total that a table
+    ever had. This is too large if the table's values shrink.
 
     Args:
       total: each table's sum so far.
@@ -273,8 +273,9 @@ def adafactor(
     sum.
 
     One `adafactor(...)` can train a model's tables and dense parameters: on dense
-    arrays of any rank it gives Keras' numbers in either mode. Arrays of rank 2 or more
-    are factored over their last two axes; others keep full second moments.
+    arrays of any rank it gives Keras' numbers in either mode. The second moments of
+    arrays of rank 2 or more are factored over the last two axes. Arrays of lower rank
+    keep full second moments.
 
     `use_ema` keeps moving averages of the rows. `with_ema` describes the averages and
     how to read them.
@@ -485,7 +486,7 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales the clipped gradient of a dense array whose rank is not 2.
+        """Scales the clipped gradient of a dense array of rank other than 2.
 
         `array` holds the values after weight decay.
         """
@@ -588,7 +589,8 @@ class _Adafactor:
         old = missed * old + (1 - missed) * self.epsilon_1
         b = self._decay_at(state.count + 1)
         # The first step has b = 0, whose logarithm is infinite. It can be skipped,
-        # because rows that it does not touch remain at their initial value, epsilon_1.
+        # because rows that this step does not touch remain at their initial value,
+        # epsilon_1.
         clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
         return state._replace(
             row_accumulators=b * old + (1 - b) * mean,

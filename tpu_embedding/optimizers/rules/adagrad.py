@@ -6,8 +6,8 @@ Forward-Backward Splitting" (NIPS 2009). Clippy shortens a table's step if value
 change too fast: Tang et al., "Improving Training Stability for Multitask Ranking Models
 in Recommender Systems" (KDD 2023).
 
-`frequency_aware_adagrad` takes longer steps for rare rows. The rows of a
-`frequency_estimator` table are themselves the mean number of steps between lookups.
+`frequency_aware_adagrad` takes longer steps for rare rows. In a `frequency_estimator`
+table, each row's value is the mean number of steps between lookups of the row.
 """
 
 import math
@@ -538,9 +538,9 @@ def frequency_aware_adagrad(
 
     Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
     floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
-    `optimization_parameters.proto`; at a decay of 1 they have no effect. That message's
-    comment wrongly divides by the accumulator instead of the counter, and multiplies by
-    the gradient twice.
+    `optimization_parameters.proto`; at a decay of 1 they have no effect. The formula in
+    that message's comment is wrong: it divides by the accumulator instead of the
+    counter, and multiplies by the gradient twice.
 
     The two sources keep one counter per element, although all counters of a row are
     equal. This rule keeps one counter per row. Rows are regularised only in steps that
@@ -635,10 +635,10 @@ def frequency_estimator(
     Args:
       tau: weight of the newest interval, in (0, 1).
       max_delta: upper bound of an averaged interval, in steps, positive.
-      outlier_threshold: an interval at least this many times the row replaces the row;
-        positive.
-      weight_exponent: TensorFlow's fourth parameter, no effect on the update. Pass it
-        to `frequency_weights`, which applies it.
+      outlier_threshold: an interval of at least this many times the row's value
+        replaces the value; positive.
+      weight_exponent: TensorFlow's fourth parameter. It has no effect on the update;
+        pass it to `frequency_weights`, which applies it.
 
     Raises:
       ValueError: if a value is out of range, or the table's dim is not 1.

@@ -173,8 +173,8 @@ def proximal_yogi(
 
     Unlike `optax.yogi`, it has no bias correction. TensorFlow users multiply the
     learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with the step `t` counted
-    from 1. Slot variables decay and rows are regularised only in steps that look the
-    row up.
+    from 1. A row is regularised, and its slot variables decay, only in steps that look
+    the row up.
 
     Args:
       learning_rate: scalar or optax schedule.

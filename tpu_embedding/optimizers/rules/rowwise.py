@@ -91,8 +91,8 @@ def lamb(
     `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
-    `LAMB` of FBGEMM, with its defaults. In FBGEMM a row of zeros never moves, and a
-    step of zeros gives NaN.
+    `LAMB` of FBGEMM, with its defaults. In FBGEMM, a row of zeros never changes, and a
+    step `u` of zeros gives NaN.
 
     `optax.lamb` takes norms over the whole table, so tables reject it as not row-local.
 
@@ -142,8 +142,8 @@ def partial_rowwise_lamb(
     `u` is Adam's step with weight decay. The slot variables `m`, `[rows, dim]`, and
     `v`, `[rows]`, start at 0.
 
-    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. It differs from FBGEMM
-    and `optax.lamb` in the same way as `lamb`.
+    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. This rule differs from
+    FBGEMM and from `optax.lamb` in the same ways as `lamb` does.
 
     Args:
       learning_rate: scalar or optax schedule.

@@ -149,8 +149,8 @@ def assign() -> optax.GradientTransformation:
     0. The optimizer has neither slot variables nor a learning rate.
 
     Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
-    `in_sequence` the last occurrence of an id wins; TensorFlow does not guarantee an
-    order. optax has no equivalent.
+    `in_sequence`, the row is set to the gradient of the id's last occurrence;
+    TensorFlow does not guarantee an order. optax has no equivalent.
 
     The layer clears a row before it adds `g`, so the row equals `g` even if it was NaN
     or infinite. Outside the layer, the update is `g - w`, as usual in optax.

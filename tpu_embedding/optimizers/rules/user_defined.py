@@ -60,7 +60,8 @@ def user_defined(
     touched rows, so JAX must be able to trace it.
 
     Source: `tf.tpu.experimental.embedding.CustomOptimizer`, whose function is
-    elementwise. Here it may use the whole row, for example its norm.
+    elementwise. In this package, the function may use the whole row, for example its
+    norm.
 
     Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
 
