@@ -429,5 +429,6 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
     def new_average(value: Any, average: Any) -> Any:
         return value if hasattr(average, "dtype") else average
 
-    is_node = lambda x: _is_averaged(x) or isinstance(x, CollectedGradients)  # noqa: E731 state = jax.tree.map(finalize_node, state, is_leaf=is_node)
+    is_node = lambda x: _is_averaged(x) or isinstance(x, CollectedGradients)  # noqa: E731
+    state = jax.tree.map(finalize_node, state, is_leaf=is_node)
     return params, state

@@ -410,8 +410,8 @@ def compute_gradients(
     """Returns the tables' sparse gradients.
 
     The gradients stay sharded like the samples. In this function, the owners of the
-    touched rows receive their gradients of exchange round 1. Only skew makes more
-    rounds necessary; `apply_gradients` exchanges them.
+    touched rows receive the gradients of exchange round 1. Skewed batches need more
+    rounds, which `apply_gradients` runs.
 
     Args:
       routing: routing from the lookup.
