@@ -179,7 +179,7 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """Returns the placement that TensorFlow's `embedding_feature` requests.
 
     In TensorFlow, the value describes a TPU's embedding hardware, by name or as an enum
-    member. `"UNSUPPORTED"` means that the TPU has no such hardware, so all tables are
+    member. `"UNSUPPORTED"` means that the TPU lacks such hardware, so all tables are
     replicated. In this library, `"V1"` and `"V2"` shard the tables on any hardware.
 
     Returns:
@@ -423,8 +423,8 @@ class FeatureConfig:
       output_shape: shape of the activations without the last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If it is
         `batch * L`, samples are sequences of length L. Defaults to `(batch,)`. `(-1,)`
-        gives the feature its own number of samples, independent of the batch, which
-        results of `te.inputs.unique_ids` need.
+        gives the feature its own number of samples, independent of the batch. Use
+        it for results of `te.inputs.unique_ids`.
       default_id: row that is read, with weight 1, for a sample without ids. Ids that
         were dropped because of their range or weight don't count. The row gets the
         sample's gradient. Without a default, the activations of such a sample are zero,

@@ -1,8 +1,9 @@
 """Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
 
 A table's gradient is not an array, so `optax.global_norm` and arithmetic in
-`jax.tree.map` raise. The functions here take any pytree of `TableGradients` and dense
-arrays: the `Gradients` of a Flax model, or your own dict.
+`jax.tree.map` raise errors. The functions of this module take any pytree of
+`TableGradients` and dense arrays, such as the `Gradients` of a Flax model or your own
+dict.
 """
 
 import dataclasses
@@ -290,7 +291,7 @@ def add(*gradients: T) -> T:
     """Adds gradients of one model, such as the gradients of several micro-batches.
 
     A row that several gradients touch appears once in the sum. The sum thus equals the
-    gradient of one batch with all samples. This matters to optimizers that square it.
+    gradient of one batch with all samples. Optimizers that square gradients need this.
 
     Args:
       *gradients: see `global_norm`. All have the same structure, but some may lack

@@ -317,16 +317,17 @@ class LookupStats:
         spilled some ids to later rounds. 0 means that the stack's backend looked rows
         up without an exchange; for such a backend, 1 or more means that the ids were
         beyond its limits.
-      out_of_range: ids outside their table, int32 scalars by feature name. They were
-        dropped or clipped, see `FeatureConfig.out_of_range_ids`.
+      out_of_range: number of ids outside their table, int32 scalars by feature name.
+        These ids were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
       num_ids: ids of the batch without padding and dropped ids, int32 scalars by stack
         name. Here and in `requested_rows`, stacks whose ids stay on their device are
         missing.
       requested_rows: rows that all devices requested from each shard, int32
         `[num_shards]` by stack name. A device requests equal ids once, unless the
         optimizer needs each occurrence.
-      missing_rows: reads of rows that were not on their device and returned NaN, int32
-        scalars by stack name. Only for stacks whose devices may lack rows.
+      missing_rows: number of reads that returned NaN because the row was not on its
+        device, int32 scalars by stack name. Only for stacks whose devices may lack
+        rows.
 
     Example:
       >>> import tpu_embedding as te

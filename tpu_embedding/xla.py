@@ -78,9 +78,9 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
     and stores. With that many instructions per row, few row reads overlap. A loop with
     enough operations per element is not unrolled, and takes a fifth of the time at 64
     columns and a third at 32. So this function clamps the bits to the range of int32,
-    which changes nothing, but the bounds are hidden from XLA. For rows with fewer than
-    24 elements, the loop would be slower. `benchmarks/gather_speed.py` measures all
-    lengths with and without it.
+    which changes nothing. The bounds are hidden from XLA, so it keeps the clamps. For
+    rows with fewer than 24 elements, the loop would be slower.
+    `benchmarks/gather_speed.py` measures all lengths with and without it.
 
     Args:
       rows: result of a gather. Rows of types other than float32 and int32, or with

@@ -95,7 +95,8 @@ def with_table_values(
       TypeError: if `values` is not a dict, or `plan` is not a plan.
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
         for another plan; if an array has the wrong shape, is complex or not numeric,
-        or is beyond the range of its type; or if `slots` is missing.
+        or is beyond the range of its type; or if `slots` is needed but
+        missing.
 
     Example:
       >>> import tpu_embedding as te
@@ -396,7 +397,7 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
     """Sets dense parameters to their moving averages.
 
     `waiting_steps` is the number of steps since the latest update that only accumulated
-    gradients, inside a `MultiSteps`. They count in the averages.
+    gradients, inside a `MultiSteps`. These steps count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

@@ -8,8 +8,8 @@
     gradients = compute_gradients(result.routing, cotangents, plan)
     tables, slots = apply_gradients(tables, slots, gradients, plan)
 
-All functions take global arrays, sharded over the plan's mesh, and run inside
-`shard_map`. The Flax modules of `tpu_embedding.nn` are built from these functions.
+All functions take global arrays, sharded over the plan's mesh, and call `shard_map`
+themselves. The Flax modules of `tpu_embedding.nn` are built from these functions.
 
 Users think in features, but a step works on stacks: tables that share an array. So each
 step groups features by stack, and returns results by feature.

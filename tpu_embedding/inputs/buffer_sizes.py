@@ -64,12 +64,12 @@ class RaggedDemand:
 class BufferSizes:
     """Buffer sizes of ragged features, remembered from batch to batch.
 
-    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has its
-    own. A batch that fits the current sizes uses them. When a feature outgrows its
-    buffer, the buffers of all ragged features are resized together, each with room for
-    at least six standard deviations above the mean of all batches so far. A stationary
-    stream thus settles after one or two compilations. No ids are ever lost, and buffers
-    never shrink.
+    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` uses the
+    layer's object. A batch that fits the current sizes uses them. When a feature
+    outgrows its buffer, the buffers of all ragged features are resized together, each
+    with room for at least six standard deviations above the mean of all batches so far.
+    A stationary stream thus settles after one or two compilations. No ids are ever
+    lost, and buffers never shrink.
 
     A feature's first size comes from `FeatureConfig.expected_valence` if it is set, and
     otherwise from the first batch. Each batch size and each subset of the ragged

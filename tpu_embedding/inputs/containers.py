@@ -236,7 +236,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def _first_id(items: list[Any]) -> Any:
-    """Returns the first id in a list of ids or of lists, or None if it has no ids."""
+    """Returns the first id in a list of ids or of lists, or None if there is none."""
     rows = (item if _is_list(item) else [item] for item in items)
     return next((row[0] for row in rows if len(row)), None)
 

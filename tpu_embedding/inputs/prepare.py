@@ -175,7 +175,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
-    """Returns the number of parts that processes pass of a batch, 1 for `"global"`.
+    """Returns the number of parts that a batch is passed in, 1 for `"global"`.
 
     Raises:
       ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.

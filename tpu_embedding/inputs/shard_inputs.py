@@ -57,7 +57,7 @@ class FeatureShape:
 
 
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Returns a nest of dense ids with their weights, from a nest of weights or None.
+    """Adds weights to a nest of dense ids; the weights of a feature may be None.
 
     Raises:
       TypeError: if a feature with weights is ragged.

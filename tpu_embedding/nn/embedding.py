@@ -227,7 +227,8 @@ class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     The tables are `te.nn.EmbeddingTables`, not `nnx.Param`, so
-    `nnx.state(model, nnx.Param)` leaves them out. Four tasks need different code:
+    `nnx.state(model, nnx.Param)` leaves them out. With tables, four tasks need
+    different code:
 
     * moving averages: `te.optimizers.with_ema(rule)`, then
       `te.Optimizer.finalize_variable_values` on a copy;
@@ -407,7 +408,7 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        """Returns a pipelined step's prefetched lookup, or looks up."""
+        """Returns the lookup that a pipelined step prefetched, or looks up features."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
             self.prefetched.set_value(())  # The first call uses it.
@@ -528,7 +529,7 @@ class TPUEmbedding(ShortRepr):
         if not is_differentiated():
             return False
         try:
-            # It is off already, but Flax rejects the assignment for outside layers.
+            # It is already off, but Flax rejects assignments to layers from outside.
             self.recording = "off"
         except TraceContextError:
             return False

@@ -36,7 +36,7 @@ def set_each_step(
     """Returns a train step that first sets table hyper-parameters from functions.
 
     TensorFlow calls a learning rate such as `lambda: rate` on the host in each step.
-    In JAX steps are compiled, so the functions must be called outside of the step. The
+    In JAX, steps are compiled, so the functions must be called outside of the step. The
     tables' optimizer must hold the value in its state, with `optax.inject_hyperparams`.
     New values take effect in the next step, without recompilation.
 
@@ -147,7 +147,8 @@ class PipelinedTrainStep:
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
     optimizer. Batches of one shape compile three programs: the lookup of the first
-    batch, all calls but the last, and the last call. Each new shape compiles again.
+    batch, the step of all calls but the last, and the step of the last call. Each new
+    shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
