@@ -4,8 +4,8 @@ Start with `TPUEmbedding`, the Flax layer, and train it with `value_and_grad` an
 `Optimizer`. Everything else is in modules, including `tpu_embedding.linen` (the layer
 for Flax Linen) and `tpu_embedding.functional` (lookups without Flax).
 
-Names are imported on first use, so `import tpu_embedding` is fast and Orbax loads only
-in programs that save.
+Names are imported on first use, so `import tpu_embedding` is fast, and only programs
+that save or restore load Orbax.
 """
 
 import sys as _sys
@@ -71,7 +71,7 @@ class _Package(_types.ModuleType):
         if isinstance(value, _types.ModuleType) and name in __all__:
             source, _ = _lazy_names(__name__)[name]
             if value.__name__ == f"{__name__}.{name}" and source != __name__:
-                return  # Keeps the function `host_rows`, not its folder.
+                return  # Keeps the function `host_rows` instead of its folder.
             _show_public_names_only(value)
         super().__setattr__(name, value)
 
@@ -80,7 +80,7 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def _module_with(name: str) -> str:
-    """Returns a hint naming the public module that has the name, or an empty string."""
+    """Returns a hint with the public module of the name, or an empty string."""
     if name.startswith("_"):
         return ""
     for module in (

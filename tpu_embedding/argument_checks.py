@@ -1,8 +1,8 @@
 """Checks arguments of public functions and fields of configurations.
 
-Without them, an argument of the wrong type fails deep inside JAX or Flax, with an error
-that doesn't name it. These checks run at the call, and their errors show the correct
-call.
+Without these checks, an argument of the wrong type fails deep inside JAX or Flax, with
+an error that doesn't name the argument. They run when the user calls the function, and
+their errors show the correct call.
 
 A configuration class has one rule per field. One error reports all broken rules of an
 object, each with the field, rule, value, owner and fix.
@@ -91,8 +91,9 @@ def right_names(
     """Decorates a function or class so that its errors suggest the right arguments.
 
     Args:
-      aliases: alias of an argument to the argument.
-      **right: another library's name to the argument here, or to what to write instead.
+      aliases: mapping from an alias to the name of the argument.
+      **right: mapping from a name in another library to the argument's name, or to
+        other code to write instead.
 
     Example:
       >>> @right_names(num_rows="size")
@@ -156,7 +157,7 @@ class Rule(NamedTuple):
     Attributes:
       is_met: returns True for a valid value.
       text: completes "must be ..." in the error.
-      fix: what to write instead; empty if `text` says it.
+      fix: what to write instead; empty if `text` already says so.
     """
 
     is_met: Callable[[Any], bool]
@@ -192,11 +193,11 @@ BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 def broken_rules(
     config: Any, rules: Mapping[str, Rule], owner: str = ""
 ) -> Iterator[str]:
-    """Yields a problem for each field that breaks its rule.
+    """Yields a description of the problem for each field that breaks its rule.
 
     Args:
       config: object of a configuration class.
-      rules: field to rule.
+      rules: mapping from field to rule.
       owner: text that names the object, such as `" for table 'movie'"`.
     """
     for field, (is_met, text, fix) in rules.items():
@@ -228,9 +229,9 @@ def is_finite(*values: Any) -> bool:
 
 
 def convert_ints(config: Any, *fields: str) -> None:
-    """Converts NumPy integers in fields, including tuples, to int.
+    """Converts NumPy integers in fields, or in tuples in fields, to int.
 
-    Arithmetic on narrow NumPy integers would wrap.
+    Otherwise arithmetic on narrow NumPy integers could wrap around.
     """
     for field in fields:
         value = getattr(config, field)

@@ -123,7 +123,7 @@ class Sharded(Placement):
     """Placement that splits rows over mesh axes and copies them along all other axes.
 
     Ids and rows travel only along `axes`. Devices along the other axes sum their
-    gradients, so their copies stay bitwise equal. On GPUs this needs
+    gradients, so their copies stay bitwise equal. On GPUs, bitwise equality needs
     `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
@@ -172,15 +172,15 @@ class Replicated(Placement):
 
 
 ChoosePlacement = Callable[[str, int], Placement]
-"""Places one table: takes its name and its number of rows."""
+"""Function that chooses a table's placement from its name and number of rows."""
 
 
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """Returns the placement that TensorFlow's `embedding_feature` requests.
 
-    TensorFlow's value, a name or an enum member, is a TPU's embedding hardware.
-    `"UNSUPPORTED"`, no such hardware, replicates all tables. `"V1"` and `"V2"` shard
-    them, on any hardware here.
+    In TensorFlow, the value describes a TPU's embedding hardware, by name or as an enum
+    member. `"UNSUPPORTED"` means that the TPU lacks such hardware, so all tables are
+    replicated. In this library, `"V1"` and `"V2"` shard the tables on any hardware.
 
     Returns:
       The placement of all tables, or None to leave the choice to `make_plan`.
@@ -278,8 +278,8 @@ class TableConfig:
     """One embedding table.
 
     Features share a table if they hold the same `TableConfig` object, or equal configs
-    with a name. Unnamed tables are called `table_0`, `table_1`, ... in the order of
-    first use.
+    that have a name. Unnamed tables are called `table_0`, `table_1`, ... in the order
+    of first use.
 
     Attributes:
       vocabulary_size: number of rows, 1 to 2**31 - 2, or a `te.Dynamic` for a table
@@ -288,13 +288,14 @@ class TableConfig:
       initializer: function `(key, shape, dtype) -> array`, as in
         `jax.nn.initializers`. The shape is `(vocabulary_size, dim)` on any number of
         devices, so fan-based initializers see the whole table. Initializers from
-        `tpu_embedding.initializers` need no memory for the whole table; any other is
-        called once for all rows. Defaults to a normal distribution with stddev
-        `1 / sqrt(dim)`, truncated at two standard deviations, as in TensorFlow.
+        `tpu_embedding.initializers` need no memory for the whole table; any other
+        initializer is called once for all rows. Defaults to a normal distribution with
+        stddev `1 / sqrt(dim)`, truncated at two standard deviations, as in TensorFlow.
         Truncation reduces the deviation to 0.88 of that.
       optimizer: an optax transformation, an optimizer from `tpu_embedding.optimizers`,
-        the name of one that has defaults, such as `"adagrad"`, or a Keras optimizer,
-        whose fields are read when the plan is made. Defaults to the layer's optimizer.
+        the name of an optimizer that has defaults, such as `"adagrad"`, or a Keras
+        optimizer. The fields of a Keras optimizer are read when the plan is made.
+        Defaults to the layer's optimizer.
       combiner: how to pool the rows of a sample's ids: `"sum"`, `"mean"` (sum divided
         by the sum of the weights) or `"sqrtn"` (sum divided by the square root of the
         sum of squared weights). A denominator of 0 gives 0. To pool in another way,
@@ -303,10 +304,10 @@ class TableConfig:
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
         always float32. `bfloat16` halves the memory and rounds updates stochastically.
-        `int8` takes about a quarter, with a scale and a bias per row, and is only for
-        tables that are not trained.
-      placement: where the rows live, such as `te.Sharded()` or `te.Replicated()`. Never
-        changes results. Defaults to `make_plan`'s placement.
+        `int8` stores a scale and a bias per row and takes about a quarter of the
+        memory. It is only for tables that are not trained.
+      placement: where the rows live, such as `te.Sharded()` or `te.Replicated()`. It
+        never changes results. Defaults to `make_plan`'s placement.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -362,7 +363,7 @@ class TableConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most rows that ids may have: the vocabulary size, or the capacity."""
+        """Largest number of rows in use: the vocabulary size or the capacity."""
         return self.vocabulary.max_rows
 
     @property
@@ -422,25 +423,27 @@ class FeatureConfig:
       output_shape: shape of the activations without the last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If it is
         `batch * L`, samples are sequences of length L. Defaults to `(batch,)`. `(-1,)`
-        gives the feature its own number of samples, independent of the batch, as
-        results of `te.inputs.unique_ids` need.
-      default_id: row that a sample without ids reads, with weight 1. Ids dropped for
-        their range or weight don't count as ids. The row gets the sample's gradient.
-        Without a default, such a sample is zero and touches no rows.
+        gives the feature its own number of samples, independent of the batch. Use
+        it for results of `te.inputs.unique_ids`.
+      default_id: row that is read, with weight 1, for a sample without ids. Ids that
+        were dropped because of their range or weight don't count. The row gets the
+        sample's gradient. Without a default, the activations of such a sample are zero,
+        and it touches no rows.
       name: name in errors and metrics. Defaults to the feature's path in the nest.
       out_of_range_ids: how to handle ids outside `[0, vocabulary_size)`. `"error"`
         raises in `prepare_features`; inside jit, which cannot raise, the ids are
-        dropped. `"drop"` makes them contribute zero and update nothing. `"clip"` reads
+        dropped. `"drop"` ignores them: they add zero and update nothing. `"clip"` reads
         the nearest row. `LookupStats.out_of_range` counts them under every policy. A
         `Dynamic` vocabulary accepts every id except -1, which means "no id": `"error"`
         rejects -1 in `prepare_features`, `"drop"` skips it without counting it, and
         `"clip"` is not supported.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
-        hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        Without it, buffers grow with the batches. For a feature of
-        `te.inputs.unique_ids`, distinct ids per device divided by its samples.
-      find_only: whether `insert_ids` only finds ids and never gives a row to a new
-        one, for a feature whose ids other features add. Finding an id counts as a use.
+        have room for. If a shard has more ids, its buffer grows, which recompiles the
+        step. Without this value, buffers grow as the batches need. For a feature of
+        `te.inputs.unique_ids`, pass the number of distinct ids on a device, divided by
+        the number of samples on a device.
+      find_only: whether `insert_ids` only finds this feature's ids and gives no rows to
+        new ids. Use it if other features add the ids. Finding an id counts as a use.
         Only for a `Dynamic` vocabulary.
 
     Example:

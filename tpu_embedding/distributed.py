@@ -20,7 +20,7 @@ START_SECONDS: Final = 300
 """Longest wait for the coordinator's host name, as in JAX."""
 
 EXCHANGE_SECONDS: Final = 600
-"""Longest wait for the other processes. JAX notices a dead one earlier."""
+"""Longest wait for the other processes. JAX notices a dead process earlier."""
 
 _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -32,11 +32,12 @@ def start(
 ) -> None:
     """Starts JAX in a multi-process job, before any other use of JAX.
 
-    Every process runs the same program and calls it. Without arguments, JAX detects
-    jobs on Cloud TPU, GKE, Slurm and Open MPI. Outside a job, or with one process, it
-    does nothing.
+    Every process of the job runs the same program and must call this function. Without
+    arguments, JAX detects jobs on Cloud TPU, GKE, Slurm and Open MPI. Outside a job, or
+    with one process, the function does nothing.
 
-    If a process dies, JAX's heartbeats end the rest after a while.
+    If a process dies, JAX misses its heartbeats and ends the other processes after a
+    while.
 
     Args:
       coordinator: `HOST:PORT` of process 0.
@@ -90,7 +91,7 @@ def is_first() -> bool:
 def exchange(name: str, value: Any) -> list[Any]:
     """Returns the values of all processes, in process order, on every process.
 
-    All processes must call it, equally often for each name.
+    All processes must call this function, equally often for each name.
 
     Args:
       name: name of the exchange. Exchanges with the same name happen in order, so
@@ -117,6 +118,6 @@ def exchange(name: str, value: Any) -> list[Any]:
         client.blocking_key_value_get(key(number, process), 1000 * EXCHANGE_SECONDS)
         for process in range(num_processes())
     ]
-    if number:  # All processes are here, so all have read the previous exchange.
+    if number:  # All processes have set this value, so all have read the previous one.
         client.key_value_delete(key(number - 1, own))
     return [json.loads(text) for text in values]

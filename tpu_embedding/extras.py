@@ -18,11 +18,11 @@ def require_extra(
     Args:
       extra: name of the extra in `pyproject.toml`.
       *modules: top-level modules to check.
-      purpose: what needs them, the subject of the message.
+      purpose: what needs the modules; the first words of the error.
       error: type of the error.
 
     Raises:
-      MissingExtraError: or `error`, if a module is not installed.
+      MissingExtraError: if a module is not installed. `error` replaces this type.
 
     Example:
       >>> require_extra("train", "numpy", purpose="This function")

@@ -1,8 +1,9 @@
 """Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
 
 A table's gradient is not an array, so `optax.global_norm` and arithmetic in
-`jax.tree.map` raise. The functions here take any pytree of `TableGradients` and dense
-arrays: the `Gradients` of a Flax model, or your own dict.
+`jax.tree.map` raise errors. The functions of this module take any pytree of
+`TableGradients` and dense arrays, such as the `Gradients` of a Flax model or your own
+dict.
 """
 
 import dataclasses
@@ -54,13 +55,14 @@ T = TypeVar("T")
 class TableGradients:
     """Sparse gradients of one plan's tables, on the devices of the samples.
 
-    The leaves include row ids, so they reject arithmetic. Use `add`, `scale`,
-    `global_norm` and `clip_by_global_norm` from this module.
+    The leaves include row ids, so arithmetic on them raises an error. Use `add`,
+    `scale`, `global_norm` and `clip_by_global_norm` from this module.
 
     Attributes:
       stacks: stack name to the sealed gradient of the stacked table.
       plan: plan of the lookup.
-      guard: first leaf: False, or an array of False for gradients that were stacked.
+      guard: the first leaf. It is False, or an array of False for gradients that
+        `jax.lax.scan` stacked.
 
     Example:
       >>> import tpu_embedding as te
@@ -87,16 +89,17 @@ class TableGradients:
     def tree_unflatten(cls, plan: EmbeddingPlan, parts: Any) -> "TableGradients":
         """Rebuilds the gradients from their children, for JAX."""
         guard, stacks = parts
-        # A JAX function returns a plain array; `jax.lax.scan` stacks several.
+        # JAX functions return the guard as a plain array; `jax.lax.scan` stacks guards.
         return cls(stacks, plan, guard if getattr(guard, "ndim", 0) else GUARD)
 
     def __repr__(self) -> str:
         return f"TableGradients({summarize(self.plan)})"
 
     def row_updates(self, stack_name: str) -> RowUpdates:
-        """Returns a stack's gradient by row, without rows of later rounds. Global.
+        """Returns a stack's gradient by row. Global.
 
-        With `in_sequence` optimizers, each occurrence of an id has its own entry.
+        It lacks the rows of later exchange rounds. With `in_sequence` optimizers, each
+        occurrence of an id has its own entry.
         """
         return _row_updates(self, stack_name)
 
@@ -118,8 +121,8 @@ class Gradients:
 
     Attributes:
       dense: gradients of the dense parameters, in the form of Flax or JAX.
-      tables: path of each layer in the model to the sparse gradients of its tables,
-        with no stacks for a layer that was not called.
+      tables: path of each layer in the model to the sparse gradients of its tables. If
+        a layer was not called, its gradients contain no stacks.
 
     Example:
       >>> from flax import nnx
@@ -152,7 +155,7 @@ class Gradients:
           name: path of a layer, or a key of `dense`, such as `"linear"`.
 
         Raises:
-          KeyError: if the model has neither.
+          KeyError: if the name is neither a layer nor a dense part of the model.
         """
         if name in self.tables:
             return self.tables[name]
@@ -206,9 +209,9 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
 def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
     """Returns `update(state)` if a condition holds, otherwise the unchanged state.
 
-    Skips a whole update of tables, slot variables and dense parameters without copying
-    the tables, as `jax.lax.cond` would. Under `jax.jit` with a donated state, the
-    update stays in place.
+    It can skip a whole update of tables, slot variables and dense parameters. Unlike
+    `jax.lax.cond`, it does not copy the tables. Under `jax.jit` with a donated state,
+    the update stays in place.
 
     Args:
       condition: bool scalar, the same on all devices, such as `all_finite(gradients)`.
@@ -264,7 +267,7 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
     Args:
       gradients: see `global_norm`.
       max_norm: positive number. Gradients with a smaller norm don't change. A traced
-        value can't be checked: unless it is positive, all gradients become NaN.
+        value can't be checked; if it isn't positive, all gradients become NaN.
 
     Raises:
       TypeError: if `max_norm` is not a number.
@@ -287,16 +290,16 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 def add(*gradients: T) -> T:
     """Adds gradients of one model, such as the gradients of several micro-batches.
 
-    A row that several of them touch is one row of the sum. The sum thus equals the
-    gradient of one batch with all samples, even to an optimizer that squares it.
+    A row that several gradients touch appears once in the sum. The sum thus equals the
+    gradient of one batch with all samples. Optimizers that square gradients need this.
 
     Args:
       *gradients: see `global_norm`. All have the same structure, but some may lack
-        tables. To average, `scale` the sum.
+        tables. To average them, `scale` the sum.
 
     Raises:
-      ValueError: if the structures differ in more than tables, or table gradients
-        belong to different plans.
+      ValueError: if the structures differ in more than missing tables, or table
+        gradients belong to different plans.
 
     Example:
       >>> import jax.numpy as jnp
@@ -403,13 +406,13 @@ def _total_of_stack(
         def measure_round(total: Array, gradient: RowGradients, rows: Any) -> Array:
             del rows
             if isinstance(stack.optimizer.driver, InSequence):
-                # The rule applies a row's occurrences one by one; their sum counts.
+                # The rule applies a row's occurrences one by one; measure their sum.
                 max_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)
                 gradient = merge(gradient.row_ids, gradient.values, max_rows)
             return total + measure(gradient.as_row_updates().values)
 
         total = gradient_rounds(sealed, stack).fold(measure_round, jnp.zeros(()))
-        # Copies of a shard hold the same gradient; it counts once.
+        # Copies of a shard hold the same gradient, which must count only once.
         return jax.lax.psum(total, stack.shard_axes)
 
     sealed = gradients.stacks[stack_name]

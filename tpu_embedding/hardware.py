@@ -1,8 +1,8 @@
 """Facts about each TPU generation: memory, row layout, compiler options.
 
 Only this module knows TPU generations. Other modules receive a `HardwareInfo` or read
-it from the plan. CPUs and GPUs also have one, so no module branches on the platform. A
-figure without a public source is None.
+it from the plan. CPUs and GPUs have a `HardwareInfo` as well, so no module branches on
+the platform. A figure without a public source is None.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
 """Reported limit of a SparseCore on the bytes per array.
 
 TorchRec's source code (`torchrec/experimental/torch_tpu`) notes it as a limit of XLA on
-each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding operations, but
-compiles gathers and scatters of them, up to 24 GiB for v5p and v6e. They were not run
-on a chip, so the plan warns.
+each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding operations. For
+v5p and v6e, it does compile gathers and scatters of arrays of up to 24 GiB. These
+programs were not run on a chip, so the plan warns about larger arrays.
 """
 
 
@@ -36,17 +36,17 @@ class HardwareInfo:
       name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
       line_lanes: lanes per line of a packed table, 128 on TPU. XLA:TPU stores a
         `[rows, dim]` array with `dim` below 128 by column, and copies all of it before
-        each gather. Packing rows into 128-lane lines avoids the copy. Where it is
-        None, tables keep their `[rows, dim]` shape.
-      sublanes: rows per tile; arrays are padded to a multiple of it.
+        each gather. Packing rows into 128-lane lines avoids the copy. If `line_lanes`
+        is None, tables keep their `[rows, dim]` shape.
+      sublanes: rows per tile; arrays are padded to a multiple of this number.
       hbm_capacity_bytes: memory of one chip.
       devices_per_chip: JAX devices per chip.
       num_sparse_cores: SparseCores per chip that XLA can use.
       subcore_memory_bytes: memory of one vector subcore of a SparseCore, which bounds
-        the ids per XLA embedding operation. None without such operations.
+        the ids per XLA embedding operation. None if there are no such operations.
       sends_rows_once: whether XLA's embedding operations send a row only once to a
-        core that needs it for several samples. Otherwise they keep buffers for every
-        id.
+        core that needs it for several samples. If False, these operations keep buffers
+        for every id.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
 
@@ -72,7 +72,7 @@ class HardwareInfo:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """Memory of one JAX device; None if the chip's is unknown."""
+        """Memory of one JAX device; None if the chip's memory is unknown."""
         if self.hbm_capacity_bytes is None:
             return None
         return self.hbm_capacity_bytes // self.devices_per_chip
@@ -96,11 +96,12 @@ class HardwareInfo:
 # SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`. Buffers of the
 # embedding operations: programs compiled by libtpu 0.0.50.
 #
-# XLA offloads gathers to SparseCore by default, scatters and long sorts only on
-# request. Sorts are offloaded for their compile time: 900,000 pairs take 9 s to compile
-# on the TensorCore and 0.6 s on SparseCore, and a step has about a dozen sorts,
-# including those that XLA adds to scatters. By default XLA keeps sorts of up to about
-# 131,000 keys on the TensorCore. The option that lowers this limit needs jax 0.12.
+# XLA offloads gathers to SparseCore by default, but scatters and long sorts only on
+# request. Offloading sorts saves compile time: a sort of 900,000 pairs takes 9 s to
+# compile for the TensorCore and 0.6 s for SparseCore, and a step has about a dozen
+# sorts, including the ones that XLA adds to scatters. By default XLA keeps sorts of up
+# to about 131,000 keys on the TensorCore. The option that lowers this limit needs jax
+# 0.12.
 _SPARSE_CORE_OPTIONS: Final = (
     ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),
     ("xla_tpu_enable_offloading_sort_to_sparsecore", "true"),

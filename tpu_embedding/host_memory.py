@@ -1,8 +1,8 @@
 """Tunes the C library's allocator, which JAX uses for arrays on CPUs.
 
-GNU's C library gets each large buffer from Linux and returns it when it is freed. Linux
-clears every page of a new buffer on the first write, so a step that allocates hundreds
-of megabytes spends more time on pages than on rows.
+GNU's C library requests each large buffer from Linux, and returns it when the program
+frees it. Linux clears every page of a new buffer on the first write. A step that
+allocates hundreds of megabytes thus spends more time on clearing pages than on rows.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def keep_freed_memory() -> bool:
     peak. The training command calls it on CPUs; the library itself never does.
 
     Returns:
-      True if the C library accepted the settings. Only GNU's has them.
+      True if the C library accepted the settings. Only GNU's C library has them.
 
     Example:
       >>> isinstance(keep_freed_memory(), bool)

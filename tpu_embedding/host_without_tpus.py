@@ -1,9 +1,10 @@
 """Silences libtpu's warnings on machines without TPUs.
 
-libtpu may be installed there to compile for TPUs. When JAX looks for devices, libtpu
-looks up the host's name and position in a slice, and prints eight lines if it finds
-neither. `import tpu_embedding` calls `describe_host_without_tpus` to prevent that. JAX
-may not be imported yet, so this module looks for chips itself.
+libtpu may be installed on such a machine to compile for TPUs. When JAX looks for
+devices, libtpu looks up the host's name and its position in a slice. If it cannot find
+them, it prints eight lines of warnings. `import tpu_embedding` prevents them by calling
+`describe_host_without_tpus`. At that time JAX may not have been imported, so this
+module looks for chips itself.
 """
 
 import glob

@@ -1,13 +1,14 @@
 """Initial values of tables and the random bits they are made from.
 
-An initializer is a function `(key, shape, dtype)`, as in JAX. This module's are also
-*row initializers*: each device computes only the rows it owns, block by block, without
-memory for the whole table. Any other function is called once for the whole table,
-unless `rowwise` makes it a row initializer.
+An initializer is a function `(key, shape, dtype)`, as in JAX. The initializers of this
+module are also *row initializers*: each device computes only the rows it owns, block by
+block, and needs no memory for the whole table. Any other function is called once for
+the whole table, unless `rowwise` makes it a row initializer.
 
-An element's random bits depend only on the key, the row and the column, not on the
-order of rows or the number of devices. `jax.random` numbers the elements of the whole
-array instead, so a device that owns every eighth row would have to compute all of them.
+An element's random bits depend only on the key, the row, the column and the number of
+columns, not on the order of rows or the number of devices. `jax.random` numbers the
+elements of the whole array instead, so a device that owns every eighth row would have
+to compute the bits of all rows.
 
 The generator is Threefry-2x32 with 20 rounds, as in `jax.random`. It uses only
 integers, so the bits are the same on every platform.
@@ -65,7 +66,7 @@ def row_bits(
     Args:
       key: random key of the table.
       row_ids: rows of the table, at least 0.
-      dim: columns of the table. The bits depend on it.
+      dim: number of columns. Tables with different `dim` have different bits.
 
     Example:
       >>> key = jax.random.key(0)
@@ -79,7 +80,8 @@ def row_bits(
         row_ids.astype(jnp.uint32), (row_ids.shape[0], half), (0,)
     )
     columns = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
-    # One generator block has two words, one for a column in each half.
+    # A block of the generator has two words: one for the left half of the columns,
+    # and one for the right half.
     return jnp.concatenate(threefry(first, second, rows, columns), axis=1)[:, :dim]
 
 
@@ -91,8 +93,8 @@ def threefry(
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
     """Encrypts pairs of words with Threefry-2x32.
 
-    The rounds are unrolled so that XLA fuses them. On CPUs, `jax.random` has a loop,
-    which writes each round to memory.
+    The rounds are unrolled so that XLA fuses them. On CPUs, `jax.random` uses a loop,
+    which writes the result of each round to memory.
     """
     keys = (first_key, second_key, first_key ^ second_key ^ jnp.uint32(_PARITY))
     first, second = first + keys[0], second + keys[1]
@@ -120,7 +122,7 @@ __all__ = [
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 RowFunction = Callable[..., jax.Array]
-"""Computes rows, `(key, row_ids, dim, *parameters) -> float32 [rows, dim]`."""
+"""Function `(key, row_ids, dim, *parameters) -> float32 [rows, dim]`."""
 
 
 def _is_parameter(value: Any) -> bool:
@@ -141,8 +143,8 @@ _ROW_INITIALIZER_RULES: Final = {
 class RowInitializer:
     """An initializer whose rows can be computed independently.
 
-    Tables of a stack with equal functions share one compiled program, which takes the
-    parameters as data.
+    If tables of a stack have row initializers with equal functions, they share one
+    compiled program. The program takes the parameters as data.
 
     Attributes:
       function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`.
@@ -204,7 +206,7 @@ def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
     """Returns an initializer with uniform values from `low` to `high`.
 
     Args:
-      low: smallest value. Defaults as in Keras' `RandomUniform`.
+      low: smallest value. Both defaults are as in Keras' `RandomUniform`.
       high: largest value, at least `low`.
 
     Example:
@@ -222,7 +224,7 @@ def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
     """Returns an initializer with normally distributed values.
 
     Args:
-      stddev: standard deviation, at least 0. The default is that of Keras'
+      stddev: standard deviation, at least 0. The default is as in Keras'
         `RandomNormal`; `jax.nn.initializers.normal` defaults to 0.01.
       mean: the mean.
 
@@ -239,7 +241,7 @@ def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 
     Args:
       stddev: standard deviation before truncation, at least 0, as in TensorFlow and
-        JAX. Truncation reduces it to 0.88 of that.
+        JAX. Truncation reduces it to 0.88 times this value.
       mean: the mean.
 
     Example:
@@ -254,14 +256,14 @@ def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 def rowwise(initializer: Initializer) -> RowInitializer:
     """Returns a row initializer that calls another initializer for each row.
 
-    Saves the memory of a whole table for an initializer from elsewhere whose rows are
-    independent. Each row has its own key, so the values differ from a single call for
-    the whole table.
+    Use it for another library's initializer if its rows are independent: then no device
+    needs memory for the whole table. Each row gets its own key, so the values differ
+    from the result of a single call for the whole table.
 
     Args:
       initializer: `(key, shape, dtype)`, called with the shape `(1, dim)`. Its values
-        must not depend on the number of rows, as in
-        `jax.nn.initializers.variance_scaling` unless its mode is `"fan_out"`.
+        must not depend on the number of rows. With
+        `jax.nn.initializers.variance_scaling`, only the mode `"fan_out"` is suitable.
 
     Example:
       >>> spread = rowwise(jax.nn.initializers.uniform(0.1))
@@ -322,10 +324,10 @@ _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
     """Returns a table's row initializer, or None if it needs the whole table.
 
-    Without an initializer, it is a truncated normal with stddev `1 / sqrt(dim)`.
+    If `initializer` is None, returns a truncated normal with stddev `1 / sqrt(dim)`.
     """
     if initializer is None:
-        # TensorFlow's default. There, `stddev` is also before truncation.
+        # TensorFlow's default. Its `stddev` is also the deviation before truncation.
         return truncated_normal(1.0 / math.sqrt(dim))
     if isinstance(initializer, RowInitializer):
         return initializer
@@ -342,7 +344,7 @@ def starts_any_row(initializer: Initializer) -> bool:
 
 
 def takes_key(initializer: Callable[..., Any]) -> bool:
-    """Returns False for TensorFlow's and Keras' initializers, `(shape, dtype)`."""
+    """Returns False for initializers `(shape, dtype)`, as in TensorFlow and Keras."""
     try:
         signature = inspect.signature(initializer)
     except (TypeError, ValueError):
@@ -402,7 +404,7 @@ def _row_id_rows(
 ) -> Float[Array, "rows dim"]:
     del key
     sums = row_ids + offset
-    # A sum of int32 is exact; beyond 2**31 it wraps.
+    # The int32 sum is exact, but wraps from 2**31 on.
     wraps = (offset > 0) & (sums < row_ids)
     rounded = row_ids.astype(jnp.float32) + offset.astype(jnp.float32)
     rows = jnp.where(wraps, rounded, sums.astype(jnp.float32))

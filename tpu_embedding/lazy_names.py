@@ -1,8 +1,8 @@
 """Imports a package's public names on first use.
 
 This keeps `import tpu_embedding` fast, and lets a package export names from modules
-that import it. The imports under `TYPE_CHECKING` list the names for editors, type
-checkers and this module.
+that import the package itself. The imports under `TYPE_CHECKING` list the names for
+editors, type checkers and this module.
 """
 
 import ast
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 _lock = threading.RLock()
-"""Without it, two threads that import parts of the package could deadlock."""
+"""Without this lock, two threads that import parts of the package could deadlock."""
 
 
 def import_when_used(

@@ -1,10 +1,11 @@
 """Streaming, mergeable metrics that work under `jit`: AUC, log loss, recall and more.
 
-A metric is a frozen pytree. `from_batch` makes one, `merge` adds two, and `update` does
-both. `compute` returns a float32 scalar, NaN if the samples do not determine it.
-Samples with weight 0 are ignored, even if their values are NaN.
+A metric is a frozen pytree. `from_batch` makes a metric from a batch, `merge` adds two
+metrics, and `update` adds a batch to a metric. `compute` returns a float32 scalar; it
+is NaN if the samples do not determine the value. Samples with weight 0 are ignored,
+even if their values are NaN.
 
-The metrics are in `tpu_embedding.recommenders`.
+The metrics are implemented in `tpu_embedding.recommenders`.
 """
 
 from tpu_embedding.recommenders.click_metrics import AUC as AUC

@@ -1,4 +1,4 @@
-"""Reads paths from users, for all commands and functions."""
+"""Reads paths that users pass to commands and functions."""
 
 import os
 import pathlib

@@ -25,7 +25,7 @@ NO_ID_64: Final = np.uint64(2**64 - 1)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
-    """Returns the mark of a position without an id, for checked ids of this dtype.
+    """Returns the value that marks a missing id among checked ids of this dtype.
 
     Checked ids are int32 if they are row numbers, otherwise uint64.
     """
@@ -82,8 +82,8 @@ class RaggedIds:
 
     Attributes:
       values: integers `[num_values]`, the ids of all samples, in sample order.
-      row_splits: integers `[batch + 1]`, rising from 0 to `num_values`; sample `i`
-        owns `values[row_splits[i]:row_splits[i + 1]]`.
+      row_splits: integers `[batch + 1]` from 0 to `num_values`, never decreasing;
+        sample `i` owns `values[row_splits[i]:row_splits[i + 1]]`.
       weights: float32 `[num_values]`. Defaults to weight 1 for every id.
 
     Example:
@@ -147,8 +147,8 @@ class RaggedIds:
 class SparseIds:
     """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
 
-    It lives on the host; `tpu_embedding.inputs.prepare_features` converts it for the
-    step.
+    The arrays are on the host; `tpu_embedding.inputs.prepare_features` converts them
+    for the step.
 
     Attributes:
       indices: integers `[num_values, rank]`, rank at least 2, in any order. The last
@@ -189,7 +189,7 @@ class ShardedRaggedIds:
       row_splits: int32 `[num_shards, samples_per_shard + 1]`, global. The splits of
         each shard start at 0.
       weights: float32, shaped like `values`. Defaults to weight 1 for every id.
-      batch_size: number of samples in the batch, without the ones that fill up shards.
+      batch_size: number of samples in the batch, without the empty samples.
 
     Example:
       >>> import tpu_embedding as te
@@ -211,9 +211,9 @@ class ShardedRaggedIds:
 class RowIds:
     """A feature whose ids have been replaced by row numbers.
 
-    Lookups take it for tables whose ids are not row numbers. It is valid for one step
-    only: the next one may give its rows to other ids. Keep ids between steps, never
-    `RowIds`.
+    Lookups take `RowIds` for tables whose ids are not row numbers. They are valid for
+    one step only, because the next step may give the rows to other ids. So keep the ids
+    from one step to the next, never `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
@@ -317,15 +317,17 @@ class LookupStats:
         spilled some ids to later rounds. 0 means that the stack's backend looked rows
         up without an exchange; for such a backend, 1 or more means that the ids were
         beyond its limits.
-      out_of_range: ids outside their table, int32 scalars by feature name. They were
-        dropped or clipped, see `FeatureConfig.out_of_range_ids`.
+      out_of_range: number of ids outside their table, int32 scalars by feature name.
+        These ids were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
       num_ids: ids of the batch without padding and dropped ids, int32 scalars by stack
-        name. Here and below, stacks whose ids stay on their device are missing.
+        name. Here and in `requested_rows`, stacks whose ids stay on their device are
+        missing.
       requested_rows: rows that all devices requested from each shard, int32
         `[num_shards]` by stack name. A device requests equal ids once, unless the
         optimizer needs each occurrence.
-      missing_rows: reads of rows that were not on their device and returned NaN, int32
-        scalars by stack name. Only for stacks whose devices may lack rows.
+      missing_rows: number of reads that returned NaN because the row was not on its
+        device, int32 scalars by stack name. Only for stacks whose devices may lack
+        rows.
 
     Example:
       >>> import tpu_embedding as te

@@ -1,13 +1,13 @@
 """Interface of vocabularies, which map a table's ids to rows.
 
 The core calls `TableConfig.vocabulary` and never checks its class. The core's own
-vocabulary is `FixedVocabulary`, whose ids are row numbers. The three classes below
-default to its behavior, so another vocabulary overrides only what differs:
+vocabulary is `FixedVocabulary`, whose ids are row numbers. By default, the three
+classes below do what it needs, so another vocabulary overrides only what differs:
 
 * `Vocabulary`: facts about one table, for configs and plans. It is a frozen, hashable
   value that can be pickled.
 * `VocabularyInputs`: turns a feature's ids into row numbers.
-* `VocabularyStacks`: arrays that a stack of such tables has in addition to its rows.
+* `VocabularyStacks`: arrays that a stack of tables has in addition to its rows.
 
 The last two are stateless, so all vocabularies of a kind share one object.
 """
@@ -40,7 +40,7 @@ class VocabularyInputs:
     """
 
     text_to_ids: str = "te.inputs.hash_ids or te.inputs.Vocabulary"
-    """Functions that turn strings into such ids, for errors."""
+    """Names of functions that turn strings into ids, for errors."""
 
     def read(self, ids: Any, feature: "FeaturePlan") -> Any:
         """Returns the user's ids in a form that NumPy can read.
@@ -63,7 +63,7 @@ class VocabularyInputs:
           ids: integers of any dtype.
           holds_padding: whether `PADDING_ROW_ID` marks positions without an id.
           feature: sets the policy, `out_of_range_ids`.
-          where: name of a position, for errors.
+          where: word for a position in the ids, for errors.
 
         Raises:
           ValueError: if an id is invalid and the policy is `"error"`.
@@ -104,8 +104,8 @@ class VocabularyInputs:
         """Returns int32 row numbers for a lookup, in the feature's form.
 
         Raises:
-          TypeError: if they are not known, or the feature holds another vocabulary's
-            rows.
+          TypeError: if the row numbers are not known, or the feature holds another
+            vocabulary's rows.
         """
         if isinstance(ids, RowIds):
             raise TypeError(
@@ -123,17 +123,18 @@ class VocabularyInputs:
     ) -> Any:
         """Returns a batch with `RowIds` for its features that need rows.
 
-        Tables don't change, so new ids lack rows. One call handles all features with
-        these inputs.
+        Tables don't change, so new ids get no rows. One call handles all features whose
+        vocabulary has this `VocabularyInputs` object.
         """
         return features
 
     def served_rows(
         self, ids: Any, feature: "FeaturePlan", tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns a feature's row numbers in an exported model, from its table's name.
+        """Returns a feature's row numbers in an exported model.
 
-        `tables` also has the arrays that the export added.
+        `name` is the name of the feature's table. `tables` also has the arrays that the
+        export added.
         """
         return ids
 
@@ -177,7 +178,7 @@ class VocabularyStacks:
     def table_sizes(
         self, used_rows: Any, stack: "StackPlan"
     ) -> Float[Array, " tables"] | None:
-        """Returns how many rows of each table count in its totals. Per shard.
+        """Returns how many rows of each table count in the table's totals. Per shard.
 
         None means that all rows count.
         """
@@ -188,7 +189,8 @@ class VocabularyStacks:
     ) -> Int[Array, " rows"]:
         """Returns the numbers that a stack's rows would have on a single shard.
 
-        Random bits depend on them, so they are the same on any number of shards.
+        Random bits are derived from these numbers, so the bits are the same on any
+        number of shards.
         """
         return rows
 
@@ -197,11 +199,11 @@ class Vocabulary:
     """The mapping from a table's ids to rows, and the facts that follow from it."""
 
     ids_are_rows: bool = True
-    """True if each id is permanently its row number."""
+    """True if the ids themselves are row numbers."""
     instead_of_row_numbers: str = ""
-    """End of errors: what to do where ids must be row numbers but aren't."""
+    """What to do where ids must be row numbers but aren't; the end of errors."""
     stacking_key: Any = None
-    """Hashable. Tables of a class share a stack only if their keys are equal."""
+    """Hashable. Tables share a stack only if their vocabularies have equal keys."""
     inputs: VocabularyInputs = VocabularyInputs()
     stacks: VocabularyStacks = VocabularyStacks()
 
@@ -211,7 +213,7 @@ class Vocabulary:
         raise NotImplementedError
 
     def rows_over(self, num_shards: int) -> int:
-        """Returns the table's rows over all shards, including spare rows."""
+        """Returns the number of the table's rows on all shards, with spare rows."""
         return self.max_rows
 
     def table_problems(
@@ -219,7 +221,7 @@ class Vocabulary:
     ) -> Iterator[str]:
         """Yields problems with other fields of the `TableConfig`.
 
-        A `dtype_name` of None means that it is unknown. `owner` names the table.
+        A `dtype_name` of None means that the dtype is unknown. `owner` names the table.
         """
         return iter(())
 

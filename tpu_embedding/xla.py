@@ -1,4 +1,4 @@
-"""Idioms that tell XLA what JAX alone can't express, with the reason for each.
+"""Functions that tell XLA what plain JAX can't express, with the reason for each.
 
 The last functions reimplement JAX operations in forms that suit TPUs.
 """
@@ -31,8 +31,8 @@ def read_before_write(values: T) -> T:
     """Returns the values, and computes all of them before any is used.
 
     Pass a table and the rows read from it, and write to the returned table. Otherwise
-    XLA may write first and keep the old rows in a copy of the whole table. For updates
-    in a loop, XLA:CPU copies whole slot variables.
+    XLA may write first, and copy the whole table to keep the old rows. For updates in a
+    loop, XLA:CPU would copy whole slot variables.
     """
     return jax.lax.optimization_barrier(values)
 
@@ -77,13 +77,14 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
     XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 elements into scalar loads
     and stores. With that many instructions per row, few row reads overlap. A loop with
     enough operations per element is not unrolled, and takes a fifth of the time at 64
-    columns and a third at 32. So this one clamps the bits to the range of int32, with
-    bounds hidden from XLA. Rows with fewer than 24 elements would be slower.
-    `benchmarks/gather_speed.py` measures all lengths both ways.
+    columns and a third at 32. So this function clamps the bits to the range of int32,
+    which changes nothing. The bounds are hidden from XLA, so it keeps the clamps. For
+    rows with fewer than 24 elements, the loop would be slower.
+    `benchmarks/gather_speed.py` measures all lengths with and without it.
 
     Args:
-      rows: result of a gather. Types other than float32 and int32, and other lengths,
-        are returned directly.
+      rows: result of a gather. Rows of types other than float32 and int32, or with
+        fewer than 24 or more than 64 elements, are returned directly.
     """
     is_word = rows.dtype in (jnp.float32, jnp.int32)
     length = rows.shape[1] if rows.ndim == 2 else 0
@@ -109,8 +110,8 @@ def zeros_unless(
 ) -> Float[Array, "rows dim"]:
     """Returns `jnp.where(is_row[:, None], rows, 0.0)` for float32 rows.
 
-    In a sum of 20 rows, XLA:CPU selects element by element. Clearing a row's bits with
-    one mask takes a tenth less time.
+    XLA:CPU selects element by element. Clearing a row's bits with one mask takes a
+    tenth less time in a sum of 20 rows.
     """
 
     def select(is_row: Array, rows: Array) -> Array:
@@ -127,9 +128,9 @@ def zeros_unless(
 def running_sum(values: Array) -> Int[Array, " n"]:
     """Returns `jnp.cumsum(values)` of integers or bools `[n]`, as int32.
 
-    XLA:TPU takes 10 to 40 s to compile `jnp.cumsum` of 900,000 numbers, and 1 s for
-    this. It sums within all blocks at once, then over the blocks. The symbolic sizes of
-    serving programs cannot be split into blocks.
+    XLA:TPU takes 10 to 40 s to compile `jnp.cumsum` of 900,000 numbers, and 1 s to
+    compile this function, which sums within all blocks at once, then over the blocks.
+    Arrays of symbolic size, in serving programs, cannot be split into blocks.
     """
     if jax.export.is_symbolic_dim(values.shape[0]):
         return jnp.cumsum(values, dtype=jnp.int32)
@@ -146,7 +147,8 @@ def value_of_range(
 
     Args:
       numbers: int32 or uint32.
-      starts: first number of each range, rising. A number before the first gets 0.
+      starts: first number of each range, in ascending order. A number before the first
+        gets 0.
       values: value of each range, in the type of the numbers.
 
     Example:

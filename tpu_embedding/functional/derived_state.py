@@ -1,9 +1,10 @@
 """Sets table values together with the optimizer state derived from them.
 
-Most slot variables start with a constant. A few start from their table's values: the
-moving averages of `with_ema` and `adafactor(use_ema=True)`, and the sum of squares that
-gives Adafactor a table's scale. When a table's values are set, this state restarts from
-them. `finalize_variable_values` sets tables to their moving averages.
+Most slot variables start as a constant. Some optimizer state starts from the values of
+its table instead: the moving averages of `with_ema` and `adafactor(use_ema=True)`, and
+the sum of squares that Adafactor computes a table's scale from. When the values of a
+table are set, this state is reset to match them. `finalize_variable_values` sets tables
+to their moving averages.
 """
 
 import functools
@@ -42,7 +43,7 @@ from tpu_embedding.update.lazy_update import is_slot, state_specs
 from tpu_embedding.update.totals import across_shards, tables_of_rows
 
 _SAME: Final = 1e-5
-"""Largest relative difference of a new measurement that leaves a total unchanged."""
+"""A total is kept if a new measurement of it differs by at most this fraction."""
 
 DerivedKind = Literal["slot", "total"]
 """State that starts from table values: a slot variable, or a sum over each table."""
@@ -80,12 +81,12 @@ def with_table_values(
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
-      values: table name to real numbers, `[vocabulary_size, *row_shape]`. For narrow
-        tables, they are rounded to the nearest numbers of the type.
+      values: table name to real numbers, `[vocabulary_size, *row_shape]`. If a table
+        has a narrow dtype, they are rounded to the nearest numbers of that dtype.
       plan: plan of the embedding layer.
-      slots: stack name to optimizer state, from `init_slots`; an empty dict if there is
-        none yet. Only needed if an optimizer of these tables derives state from their
-        values.
+      slots: stack name to optimizer state, from `init_slots`; an empty dict before
+        `init_slots` was called. Only needed if an optimizer of these tables derives
+        state from their values.
 
     Returns:
       New stacks; with `slots`, `(stacks, slots)`.
@@ -94,7 +95,8 @@ def with_table_values(
       TypeError: if `values` is not a dict, or `plan` is not a plan.
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
         for another plan; if an array has the wrong shape, is complex or not numeric,
-        or is beyond the range of its type; or if `slots` is missing.
+        or is beyond the range of its type; or if `slots` is needed but
+        missing.
 
     Example:
       >>> import tpu_embedding as te
@@ -123,7 +125,7 @@ def with_table_values(
 
 
 def check_has_slots(tables: Collection[str], line: str) -> None:
-    """Raises ValueError for tables with derived state that are set without it."""
+    """Raises ValueError if tables with derived state are set without that state."""
     if tables:
         raise ValueError(
             f"The values of the tables {sorted(tables)} must be set together with the "
@@ -144,7 +146,7 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
-    """Returns the kind of each sum and each other leaf of a rule's state.
+    """Returns the kind of each node of a rule's state: each sum, and each other leaf.
 
     State that does not start from table values has the kind None.
     """
@@ -169,7 +171,7 @@ def restarted_slots(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...] = ("slot", "total"),
 ) -> dict[str, Any]:
-    """Returns slots whose derived state restarts from the new values of some tables.
+    """Returns slots with derived state reset to match the new values of some tables.
 
     A total that still agrees with the values keeps its bits.
 
@@ -178,7 +180,7 @@ def restarted_slots(
       tables: stack name to packed rows.
       names: tables whose values were set.
       plan: plan of the layer.
-      kinds: kinds of state to restart.
+      kinds: kinds of state to reset.
     """
     result = dict(slots)
     for stack in plan.trained_stacks:
@@ -202,9 +204,9 @@ def _restarted_state(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
-    """Returns a stack's state with the derived state of some tables restarted.
+    """Returns a stack's state with the derived state of some tables reset.
 
-    The source is the table, or a state made from it.
+    `source` is the stacked table, or a state made from it.
     """
     is_table = isinstance(source, PackedRows)
 
@@ -238,7 +240,7 @@ def _restarted_state(
 def _restarted_total(
     old: CompensatedSum, measured: CompensatedSum, is_set: jax.Array
 ) -> CompensatedSum:
-    """Returns measured totals, but the old ones where they agree or nothing was set."""
+    """Returns measured totals, but keeps old totals that agree or were not set."""
     is_same = jnp.abs(old.value - measured.value) <= _SAME * jnp.abs(measured.value)
     return jax.tree.map(lambda x, y: jnp.where(is_same | ~is_set, x, y), old, measured)
 
@@ -273,22 +275,22 @@ def finalize_variable_values(
 ) -> tuple[Any, Any]:
     """Sets variables to their optimizer's moving averages, as in Keras.
 
-    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep averages; other
-    variables don't change. Averages of rows not looked up in the latest steps are
-    brought up to date first. The update is in place if the caller's `jit` donates
-    tables and slots. For a whole model, use
+    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep such averages; variables
+    of other optimizers don't change. If the latest steps did not look up a row, its
+    average is brought up to date first. The update is in place if the caller's `jit`
+    donates tables and slots. For a whole model, use
     `tpu_embedding.Optimizer.finalize_variable_values`.
 
     Args:
-      params: with a plan, tables: stack name to packed rows. Without one, the pytree of
-        dense parameters passed to the optimizer's `init`.
-      state: with a plan, slots: stack name to optimizer state. Without one, the dense
-        optimizer's state, with averages anywhere in it.
+      params: with a plan, the tables, a dict from stack name to packed rows. Without a
+        plan, the pytree of dense parameters that was passed to the optimizer's `init`.
+      state: with a plan, the slots, a dict from stack name to optimizer state. Without
+        a plan, the dense optimizer's state, with averages anywhere in it.
       plan: plan of the layer. Omit it for dense parameters.
 
     Returns:
-      New variables, and the state to continue training with, whose averages start from
-      the new variables.
+      New variables and new state. The averages in the state start from the new
+      variables, so training can continue.
 
     Raises:
       ValueError: if the arrays belong to another plan, or the averages to other
@@ -343,11 +345,11 @@ def _finalize_tables(
 def _finalize_shard(
     table: PackedRows, state: Any, stack: TrainedStackPlan
 ) -> tuple[PackedRows, Any]:
-    """Sets all rows and their averages to the averages, rounded as the table does."""
+    """Sets all rows, and the averages, to the averages in the table's dtype."""
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
     (averaged,) = filter(_is_averaged, nodes)
-    # Steps that only collected gradients left the rows unchanged, but count in their
-    # averages.
+    # Steps that only accumulated gradients left the rows unchanged, but they count in
+    # the averages.
     is_kept_gradient = lambda node: isinstance(node, KeptGradientState)  # noqa: E731
     nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
     count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
@@ -394,8 +396,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    `waiting_steps` only collected gradients since the latest update, inside a
-    `MultiSteps`. They count in the averages.
+    `waiting_steps` is the number of steps since the latest update that only accumulated
+    gradients, inside a `MultiSteps`. These steps count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

@@ -1,7 +1,7 @@
 """Lets `flax.serialization` save and restore tables and their slot variables.
 
-Flax can only serialize containers that it knows. A saved table's key is the name of its
-layout, so a state of another plan is rejected.
+Flax can only serialize containers that it knows. A table is saved under the name of its
+layout. If the plan of the model has a different layout, the state is rejected.
 """
 
 import dataclasses

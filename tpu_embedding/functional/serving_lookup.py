@@ -2,8 +2,8 @@
 
 Serving programs have no mesh, stacks or gradients, so `serve` reads one array per
 table, in logical row order. It shares id conversion, out-of-range policies and
-combiners with the training lookup, so both follow the same rules. Batch sizes may be
-symbolic: `jax.export` then makes one program for all of them.
+combiners with the training lookup, so serving and training follow the same rules. Batch
+sizes may be symbolic: `jax.export` then makes one program for all batch sizes.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from tpu_embedding.xla import zeros_unless
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedCall:
-    """Inputs of one lookup for serving, for the signature of the exported program.
+    """Inputs of one lookup for serving, used as the exported program's signature.
 
     Attributes:
       ids: ids of each input of the plan.
@@ -79,7 +79,7 @@ def serve(
 
 
 def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
-    """Returns the name of the table that a lookup reads."""
+    """Returns the name of the table that a feature reads."""
     tables = plan.stacks[feature.stack_index].tables
     return next(t.name for t in tables if t.row_offset == feature.row_offset)
 

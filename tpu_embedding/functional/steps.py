@@ -8,8 +8,8 @@
     gradients = compute_gradients(result.routing, cotangents, plan)
     tables, slots = apply_gradients(tables, slots, gradients, plan)
 
-All functions take global arrays, sharded over the plan's mesh, and run inside
-`shard_map`. The Flax modules of `tpu_embedding.nn` are built from these functions.
+All functions take global arrays, sharded over the plan's mesh, and call `shard_map`
+themselves. The Flax modules of `tpu_embedding.nn` are built from these functions.
 
 Users think in features, but a step works on stacks: tables that share an array. So each
 step groups features by stack, and returns results by feature.
@@ -69,7 +69,9 @@ from tpu_embedding.update.table_writer import RoundedState, open_state
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """A batch whose ids have been sent to the owners of their rows, for both passes.
+    """A batch whose ids have been sent to the owners of their rows.
+
+    The forward and the backward pass use it.
 
     Attributes:
       stacks: stack name to routed ids, without stacks that the batch doesn't use.
@@ -166,12 +168,12 @@ def lookup(
       features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
         are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
         `ShardedRaggedIds` from `prepare_features`. Global. Batches are padded to a
-        multiple of the devices; the padding's activations are cut off.
+        multiple of the number of devices; activations of the padding are cut off.
       plan: plan of the layer.
 
     Returns:
       Activations, routing and stats. JAX doesn't differentiate with respect to the
-      tables; `compute_gradients` does.
+      tables; use `compute_gradients`.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
@@ -207,8 +209,8 @@ def lookup(
 def route(features: Any, plan: EmbeddingPlan) -> Routing:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
-    It reads no tables, so the next batch's ids can travel while a step computes, as in
-    `tpu_embedding.PipelinedTrainStep` for Flax models.
+    It reads no tables. The ids of the next batch can thus be sent while a step runs, as
+    in `tpu_embedding.PipelinedTrainStep` for Flax models.
 
     Args:
       features: see `lookup`.
@@ -258,7 +260,7 @@ def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
 def _feature_shapes(
     leaves: Sequence[Any], plan: EmbeddingPlan
 ) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch, from shapes and dtypes alone.
+    """Returns the sizes of each feature of a batch, from its shapes and dtypes.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -314,7 +316,7 @@ def read_rows(
     Args:
       tables: stack name to packed rows, from `init_tables`.
       routed: from `route`.
-      plan: plan of the layer, which also routed the batch.
+      plan: plan of the layer; the batch must have been routed with it.
 
     Returns:
       The result of `lookup`.
@@ -407,14 +409,15 @@ def compute_gradients(
 ) -> TableGradients:
     """Returns the tables' sparse gradients.
 
-    They stay on the devices of the samples. The owners of the touched rows receive them
-    here for round 1, and in `apply_gradients` for later rounds, which only skew needs.
+    The gradients stay sharded like the samples. In this function, the owners of the
+    touched rows receive the gradients of exchange round 1. Skewed batches need more
+    rounds, which `apply_gradients` runs.
 
     Args:
       routing: routing from the lookup.
       cotangents: derivatives of the loss with respect to the activations, in the same
         nest. None for an activation means zeros, as in TensorFlow.
-      plan: plan of the layer, or one with other features on the same tables.
+      plan: plan of the layer, or a plan with other features on the same tables.
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
@@ -505,7 +508,8 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     """Returns the optimizer state of each stack that has an optimizer.
 
     Args:
-      tables: stack name to packed rows; initial values may depend on them.
+      tables: stack name to packed rows. Initial values of slot variables may depend
+        on the rows.
       plan: plan of the layer.
 
     Returns:
@@ -557,13 +561,13 @@ def apply_gradients(
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     """Updates the touched rows of tables and slot variables, as one step.
 
-    The update is in place if the caller's `jit` donates them. Stacks without an
-    optimizer don't change.
+    The update is in place if the caller's `jit` donates tables and slots. Stacks
+    without an optimizer don't change.
 
     Call it once per step, and sum the gradients of several lookups with
     `te.gradients.add`. As in TensorFlow and optax, each call is one step for all
     trained tables: step counts and schedules advance even for a table that the step did
-    not look up, and with `every_row` such a table moves with its momentum.
+    not look up, and with `every_row` the momentum changes such a table.
 
     Args:
       tables: stack name to packed rows.
@@ -571,7 +575,8 @@ def apply_gradients(
       gradients: from `compute_gradients`, or a sum of several.
       plan: plan of the layer.
       gradient_norm: norm of the whole model's gradients, a float32 scalar, for
-        optimizers with `global_clipnorm`. Defaults to these tables' norm.
+        optimizers with `global_clipnorm`. Defaults to the norm of these tables'
+        gradients.
 
     Returns:
       New tables and slots. Rows that the step did not look up keep their bits, except
@@ -628,7 +633,7 @@ def _update_shard(
     gradient_norm: Any,
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
-    """Updates a stack with its gradient, None if no rows were looked up. Per shard."""
+    """Updates a stack; without a gradient if no rows were looked up. Per shard."""
     writer, state = open_state(state, stack, used_rows)
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
@@ -656,8 +661,9 @@ def _update_shard(
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     """Returns False if a learning rate of the next step is NaN or infinite.
 
-    `apply_gradients` doesn't change the rows of such a table, but advances its step
-    count. So check before each step, as with `te.gradients.all_finite`.
+    If a rate is not finite, `apply_gradients` doesn't change the rows of its table, but
+    advances the table's step count. So check before each step, as with
+    `te.gradients.all_finite`.
 
     Args:
       slots: stack name to optimizer state, from `init_slots`.

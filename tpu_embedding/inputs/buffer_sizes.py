@@ -5,9 +5,9 @@ combination of sizes recompiles the step, so `BufferSizes` remembers sizes from 
 batch and changes all of them at once.
 
 Each process knows only the ids of its own samples. Processes with different sizes would
-compile different programs and wait for each other forever. So for each batch, they
-exchange their demands and choose from the same ones. The exchange takes some
-milliseconds of the thread that loads batches, and no device.
+compile different programs and wait for each other forever. So for each batch, the
+processes exchange their demands, and each chooses sizes from the demands of all. The
+exchange takes some milliseconds in the thread that loads batches, and uses no device.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ _DEVIATIONS_PER_GROWTH: Final = 3.0
 """Extra headroom after each growth, because the last headroom was too small."""
 
 _GROWTH_FACTOR: Final = 1.25
-"""New size of an outgrown buffer per id that it had to hold, for drifting data."""
+"""Least new size of an outgrown buffer per id to hold, because data may drift."""
 
 _MAX_RESTORED: Final = 1024
-"""Limit on restored sizes per id of the first batch, because files may be forged."""
+"""Largest restored size per id of the first batch, because files may be forged."""
 
 _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
@@ -64,16 +64,16 @@ class RaggedDemand:
 class BufferSizes:
     """Buffer sizes of ragged features, remembered from batch to batch.
 
-    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has its
-    own. A batch that fits the current sizes uses them. When a feature outgrows its
-    buffer, the buffers of all ragged features are resized together, each with room for
-    at least six standard deviations above the mean of all batches so far. A stationary
-    stream thus settles after one or two compilations. No ids are ever lost, and buffers
-    never shrink.
+    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` uses the
+    layer's object. A batch that fits the current sizes uses them. When a feature
+    outgrows its buffer, the buffers of all ragged features are resized together, each
+    with room for at least six standard deviations above the mean of all batches so far.
+    A stationary stream thus settles after one or two compilations. No ids are ever
+    lost, and buffers never shrink.
 
-    A feature's first size comes from `FeatureConfig.expected_valence`, otherwise from
-    the first batch. Each batch size and each subset of the ragged features has its own
-    sizes.
+    A feature's first size comes from `FeatureConfig.expected_valence` if it is set, and
+    otherwise from the first batch. Each batch size and each subset of the ragged
+    features has its own sizes.
 
     The object lives on the host. It can be pickled; a loader process continues with its
     own copy. Prepare some batches before you start such processes, so that all begin
@@ -101,7 +101,7 @@ class BufferSizes:
         """Returns the sizes and the statistics of all batches as JSON values.
 
         Store them with a checkpoint. A loop that resumes with `from_json` pads its
-        batches as before, so sums have the same order and the same bits.
+        batches as before, so sums add in the same order and have the same bits.
 
         Example:
           >>> sizes = BufferSizes()
@@ -116,12 +116,12 @@ class BufferSizes:
 
     @classmethod
     def from_json(cls, document: Any) -> "BufferSizes":
-        """Returns sizes that continue from `to_json`.
+        """Returns the `BufferSizes` that `to_json` stored.
 
-        They start over if they are far larger than the first batch needs.
+        If the stored sizes are far larger than the first batch needs, they are dropped.
 
         Args:
-          document: from `to_json`, or from a JSON file with it.
+          document: result of `to_json`, which may have been read from a JSON file.
 
         Raises:
           ValueError: if the document is not from `to_json`.
@@ -155,7 +155,7 @@ class BufferSizes:
 
     @property
     def num_growths(self) -> int:
-        """Number of times that a feature outgrew its buffer and all were resized."""
+        """Number of times that a feature outgrew its buffer and all buffers grew."""
         return sum(buffers.num_growths for buffers in self._buffers.values())
 
     def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
@@ -265,9 +265,10 @@ def _expected_size(demand: RaggedDemand) -> int | None:
 
 
 def _round_up(size: int) -> int:
-    """Rounds up to a multiple of 8, and of an eighth of the power of two below.
+    """Rounds a size up, so that slightly different streams share sizes.
 
-    With coarse steps, slightly different streams share sizes.
+    The result is a multiple of an eighth of the largest power of two up to the size,
+    and of 8.
     """
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
@@ -309,7 +310,7 @@ def choose_sizes(
     Args:
       demands: demands of all ragged features in this process's part of the batch.
       sizes: sizes of earlier batches. If None, each batch has its own.
-      num_parts: parts of the batch that processes pass, 1 for the whole batch.
+      num_parts: number of parts that processes pass, 1 if each passes the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)

@@ -1,8 +1,8 @@
 """Reads one feature's ids or weights from any container with a clear meaning.
 
 Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. Ambiguous
-ones are rejected with an error that says how to choose. `prepare` reads integer ids
-with this module, `tpu_embedding.strings` reads strings.
+containers are rejected with an error that says how to choose. `prepare` uses this
+module to read integer ids, and `tpu_embedding.strings` uses it to read strings.
 """
 
 import dataclasses
@@ -236,7 +236,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def _first_id(items: list[Any]) -> Any:
-    """Returns the first id in a list of ids or of lists, or None without ids."""
+    """Returns the first id in a list of ids or of lists, or None if there is none."""
     rows = (item if _is_list(item) else [item] for item in items)
     return next((row[0] for row in rows if len(row)), None)
 
@@ -258,7 +258,7 @@ def _is_list(item: Any) -> bool:
 
 
 def _flat_array(items: list[Any]) -> np.ndarray:
-    """Makes an array of one axis. Strings stay objects, because lengths differ."""
+    """Makes a 1-D array. Strings stay objects, because their lengths differ."""
     if not items:
         return np.zeros(0, np.int32)
     if any(issubclass(kind, str | bytes) for kind in set(map(type, items))):

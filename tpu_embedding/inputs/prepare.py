@@ -50,9 +50,10 @@ def prepare_features(
     """Checks the ids of a batch on the host and pads them to static shapes.
 
     Ragged features are split by shard and padded, without losing ids. Each new padded
-    size recompiles the step, so pass one `BufferSizes` to all calls: it settles after
-    one or two sizes. Without it, a size starts at `FeatureConfig.expected_valence` ids
-    per sample, and doubles until it holds the batch.
+    size recompiles the step, so pass one `BufferSizes` to all calls: sizes then settle
+    after one or two changes. Without a `BufferSizes`, a size starts at
+    `FeatureConfig.expected_valence` ids per sample, and doubles until it holds the
+    batch.
 
     Args:
       features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
@@ -66,8 +67,9 @@ def prepare_features(
         weights in the ids' containers.
       sizes: sizes of earlier batches. By default, each batch has its own.
       samples: `"global"` if the features have the global batch, `"process"` if they
-        have only the samples `plan.process_samples(batch_size)`. Then all processes
-        must call this function for each batch, to agree on sizes of ragged features.
+        have only this process's samples, `plan.process_samples(batch_size)`. With
+        `"process"`, all processes must call this function for each batch, to agree on
+        sizes of ragged features.
 
     Returns:
       The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit
@@ -173,7 +175,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
-    """Returns the number of different parts that processes pass, 1 for `"global"`.
+    """Returns the number of parts that a batch is passed in, 1 for `"global"`.
 
     Raises:
       ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.
@@ -279,8 +281,8 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
                 f"{weights[position]} at {position}; use 0 for missing weights."
             )
     is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
-    # Dense ids mark positions without an id. Ragged and sparse ids have such marks if
-    # `hash_ids` or a `Vocabulary`, which return int32, got padding.
+    # Dense ids mark positions without an id. Ragged and sparse ids contain such marks
+    # only if `hash_ids` or a `Vocabulary` was given padding. Their results are int32.
     holds_padding = is_dense or values.dtype == np.int32
     where = "position" if is_dense else "value"
     values = feature.inputs.check(values, holds_padding, feature, where)
@@ -291,8 +293,8 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
 def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     """Turns checked sparse ids into ragged ones, or into dense ones for sequences.
 
-    In a sequence, the last coordinate is the position, so gaps stay empty. Otherwise it
-    only orders a sample's ids.
+    In a sequence, the last coordinate is the position, so gaps stay empty. In other
+    features, it only orders a sample's ids.
 
     Raises:
       ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
@@ -314,8 +316,8 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
-    # Coordinates usually come in row-major order, which comparing neighbors detects.
-    # Only other orders are sorted.
+    # Coordinates are usually in row-major order already. Comparing neighbors shows
+    # whether they are; if not, sort them.
     weights, before, after = ids.weights, samples[:-1], samples[1:]
     in_order = (after > before) | (positions[1:] >= positions[:-1])
     if not in_order.all() or not (after >= before).all():
@@ -331,8 +333,8 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
     """Returns each id's sample and position, both checked."""
     indices = np.asarray(ids.indices).astype(np.int64, copy=False)
     shape = [int(size) for size in ids.dense_shape]
-    # As unsigned numbers, negative coordinates are large, so one check finds them and
-    # the ones past the end.
+    # As unsigned numbers, negative coordinates are large, so one comparison finds
+    # negative coordinates and coordinates past the end.
     unsigned = indices.view(np.uint64)
     for axis, size in enumerate(shape):
         if len(indices) and unsigned[:, axis].max() >= size:
@@ -343,7 +345,7 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
                 f"indices of feature {feature.name!r} must be within dense_shape "
                 f"{shape}, got {given[i].tolist()} at value {i}."
             )
-    # Narrower copies of the columns are faster to compare than the columns.
+    # Narrow copies of the columns are faster to compare than the columns themselves.
     samples = indices[:, 0].astype(np.int32)
     for axis in range(1, len(shape) - 1):
         samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)

@@ -57,7 +57,7 @@ class FeatureShape:
 
 
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Joins a nest of dense ids with the same nest of weights or None.
+    """Adds weights to a nest of dense ids; the weights of a feature may be None.
 
     Raises:
       TypeError: if a feature with weights is ragged.
@@ -273,9 +273,9 @@ def fill_up(
     """Returns int32 ids and float32 weights that can be split by shard. Global.
 
     Returns:
-      Ragged ids in their form; dense ones `[num_shards * samples_per_shard, valence]`,
-      with a valence of at least 1. Padding fills up the last shards. A second call
-      changes nothing.
+      Ragged ids in their form, or dense ids of shape
+      `[num_shards * samples_per_shard, valence]`, with a valence of at least 1 and
+      padding in the last shards. A call with such a result changes nothing.
     """
     values = _to_int32(ids_of(ids))
     axes = values.shape
@@ -287,7 +287,7 @@ def fill_up(
     if weights is not None:
         weights = jnp.asarray(weights, jnp.float32).reshape(values.shape)
     if values.shape[1] == 0:
-        # Ids lack a position, but the stages need at least one.
+        # The ids have no positions, but the stages need at least one.
         values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     if is_ragged:
@@ -308,7 +308,7 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts a shard's part of `fill_up`'s result to a `FeatureInput`. Per shard.
+    """Converts the result of `fill_up` to a `FeatureInput`. Per shard.
 
     `sample_axes` are the mesh axes that split the samples. Without them, there is one
     shard.
@@ -363,7 +363,7 @@ def to_feature_input(
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
-    """Truncates or pads each sample to the length; each position becomes a sample."""
+    """Pads or truncates samples to the length; each position becomes a sample."""
     num_samples, length = shape.samples_per_shard, shape.sequence_length
     ids = ids_of(filled)
     if isinstance(filled, DenseIds):
@@ -374,7 +374,7 @@ def _to_sequences(
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
-        # Positions beyond the length would be in the next sample.
+        # Positions beyond the length would be in the next sample, so drop them.
         starts = jnp.where(positions < length, sample_ids, num_samples) * length
         sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
         ids = sequences.at[starts + positions].set(ids, mode="drop")

@@ -1,10 +1,11 @@
 """Flax modules on top of the functional core.
 
-The names imported here are public as `te.nn`; `te` also has the ones that every program
-needs. `te.linen` is the folder `linen/`.
+The names imported here are public as `te.nn`; `te` also exports the names that every
+program needs. `te.linen` is the folder `linen/`.
 
 * `embedding`: the NNX layer `TPUEmbedding`.
-* `training`: `value_and_grad` and `grad`. `optimizer`: for tables and dense parameters.
+* `training`: `value_and_grad` and `grad`.
+* `optimizer`: `Optimizer`, for tables and dense parameters.
 * `recording`: records the lookups of a loss to compute gradients of tables.
 * `model_tables`: the step on all tables of a model, for NNX and Linen.
 * `pipeline`: train steps that look ahead or set hyper-parameters before each step.

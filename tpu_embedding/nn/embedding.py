@@ -1,8 +1,8 @@
 """The Flax NNX layer: tables as variables, and lookups.
 
-`tpu_embedding.functional` does the arithmetic. For gradients,
+The arithmetic is in `tpu_embedding.functional`. For gradients,
 `tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`. The
-Linen layer shares the warning about unintended pooling.
+Linen layer also uses the warning about unintended pooling.
 """
 
 import contextlib
@@ -71,8 +71,9 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
 def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> None:
     """Warns about ids `[batch, n]` if neither feature nor table sets a combiner.
 
-    `nnx.Embed` returns `[batch, n, dim]` for them, but this layer `[batch, dim]`. Host
-    ids padded with negative numbers are bags that users want pooled, so they pass.
+    For such ids, `nnx.Embed` returns `[batch, n, dim]`, but this layer returns
+    `[batch, dim]`. NumPy ids that are padded with negative numbers cause no warning,
+    because users want such bags pooled.
     """
     if all(x.says_combiner for x in plan.features) or is_mapped(features):
         return
@@ -100,7 +101,7 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
 class ShortRepr(nnx.Module):
     """A module that prints facts about its tables instead of all its variables.
 
-    Flax prints every attribute of a module, and a plan has a kilobyte per feature.
+    Flax prints every attribute of a module, and a plan prints a kilobyte per feature.
     """
 
     def _repr_facts(self) -> Mapping[str, Any]:
@@ -194,8 +195,9 @@ LAYER_VARIABLES: Final = (
 class LayerBufferSizes(BufferSizes):
     """A layer's buffer sizes on the host, which compiled steps do not depend on.
 
-    All compare equal, so models with equal plans share compiled steps. Flax then gives
-    a model the attributes of the compiled one, and both share the sizes.
+    All objects of this class compare equal, so models with equal plans share compiled
+    steps. Flax then gives a model the attributes of the model that was compiled, so the
+    two models share one object of sizes.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -225,7 +227,8 @@ class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     The tables are `te.nn.EmbeddingTables`, not `nnx.Param`, so
-    `nnx.state(model, nnx.Param)` leaves them out. Four tasks need another line:
+    `nnx.state(model, nnx.Param)` leaves them out. With tables, four tasks need
+    different code:
 
     * moving averages: `te.optimizers.with_ema(rule)`, then
       `te.Optimizer.finalize_variable_values` on a copy;
@@ -273,15 +276,16 @@ class TPUEmbedding(ShortRepr):
         Args:
           feature_config: nest of `FeatureConfig`; activations have the same nest. May
             be None if a plan is passed.
-          optimizer: optimizer of all tables without their own: a row-local optax
+          optimizer: optimizer of all tables that don't set one: a row-local optax
             transformation, one of `tpu_embedding.optimizers`, a name, or a Keras
             optimizer. Without it, these tables are not trained.
-          mesh: devices to shard tables and batch over. Defaults to all, on one axis.
+          mesh: devices to shard tables and batch over. Defaults to all devices, on one
+            axis.
           plan: from `make_plan` with the same `feature_config`. It replaces `optimizer`
             and `mesh`, and has more options.
           embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-            member. `"UNSUPPORTED"` replicates all tables; the rest shard them. Not
-            allowed with a `plan`, which sets the placement.
+            member. `"UNSUPPORTED"` replicates all tables; `"V1"` and `"V2"` shard them.
+            Not allowed with a `plan`, which sets the placement.
           pipeline_execution_with_tensor_core: TensorFlow's argument; must be False. For
             pipelining, see `tpu_embedding.PipelinedTrainStep`.
           rngs: the stream `params` provides the key of the tables.
@@ -315,7 +319,7 @@ class TPUEmbedding(ShortRepr):
             )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
-        # On the mesh from the start, as after the first lookup.
+        # The stats are on the mesh from the start, as they are after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
         counts = {}
         for stack in plan.stacks:
@@ -325,8 +329,9 @@ class TPUEmbedding(ShortRepr):
         self.buffer_sizes = LayerBufferSizes()
         self.tables_with_derived_state: frozenset[str] = frozenset()
         self.recorded = RecordedCalls(())
-        # Inside a pipelined step: features and the result of their lookup, until a call
-        # uses it; then whether that call had the same features.
+        # Inside a pipelined step, `prefetched` holds features and the result of their
+        # lookup until a call uses it. Afterwards, `features_agree` holds whether that
+        # call had the same features.
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
@@ -403,7 +408,7 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        """Returns a pipelined step's prefetched lookup, or looks up."""
+        """Returns the lookup that a pipelined step prefetched, or looks up features."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
             self.prefetched.set_value(())  # The first call uses it.
@@ -452,7 +457,7 @@ class TPUEmbedding(ShortRepr):
         """Stores the record of a call, for all copies of the layer if possible.
 
         Raises:
-          ValueError: if an inner transformation would lose it.
+          ValueError: if an inner transformation would lose the record.
         """
         recorder = recorder_of_trace(self.recorder_number)
         if recorder is not None:
@@ -517,14 +522,14 @@ class TPUEmbedding(ShortRepr):
     def _is_differentiated(self) -> bool:
         """Returns True if `nnx.grad` or the like differentiates this layer's model.
 
-        It would return no gradients of tables, so the tables would never train. A
+        `nnx.grad` returns no gradients of tables, so the tables would never train. A
         function that closes over the layer may be differentiated with respect to its
         own arguments, such as weights of ids.
         """
         if not is_differentiated():
             return False
         try:
-            # Already off. Flax rejects the assignment if the layer is from outside.
+            # It is already off, but Flax rejects assignments to layers from outside.
             self.recording = "off"
         except TraceContextError:
             return False
@@ -533,10 +538,10 @@ class TPUEmbedding(ShortRepr):
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, with an entry per stack and feature of the plan.
 
-        Its structure never depends on what a call looks up, so a jitted step that reads
-        it doesn't recompile.
+        The structure of the stats never depends on what a call looks up, so a jitted
+        step that reads them doesn't recompile.
         """
-        if is_mapped(stats):  # `nnx.vmap` would give the counts an axis.
+        if is_mapped(stats):  # `nnx.vmap` would add an axis to the counts.
             return
         if stats.out_of_range.keys() != {x.name for x in self.plan.features}:
             zeros = no_stats(self.plan)

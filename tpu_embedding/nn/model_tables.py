@@ -55,8 +55,8 @@ def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
     """Returns the slot variables before the first step.
 
     Raises:
-      ValueError: if the dense optimizer collects gradients of several steps but tables
-        do not, or if it is `optax.lookahead`.
+      ValueError: if the dense optimizer accumulates gradients over several steps but
+        the tables' optimizers do not, or if the dense optimizer is `optax.lookahead`.
     """
     if find_state(opt_state, ("LookaheadState",)):
         raise ValueError(
@@ -104,8 +104,8 @@ def apply_model_gradients(
       layers: tables of the model.
       slots: slot variables of all layers.
       gradients: gradients of the whole model. Layers without gradients also step.
-      update_dense: updates the dense parameters. Inside it, an optimizer with
-        `global_clipnorm` can read the model's norm.
+      update_dense: updates the dense parameters. During this call, an optimizer with
+        `global_clipnorm` can read the norm of the model's gradients.
 
     Returns:
       New stacks and slot variables by layer, and the result of `update_dense`.
@@ -132,10 +132,11 @@ def apply_model_gradients(
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
     """Returns the gradients, or raises if they lack the tables.
 
-    The error shows `compute` and `line`, which compute them and call the owner.
+    The error shows two lines of code: `compute` computes gradients, and `line` calls
+    the owner.
 
     Raises:
-      TypeError: if they are not `Gradients`.
+      TypeError: if the gradients are not `Gradients`.
     """
     if not isinstance(gradients, Gradients):
         name = "nothing" if gradients is None else type(gradients).__name__
@@ -150,10 +151,11 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
 def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
     """Returns the path of the layer that assigns rows to new ids.
 
-    Without a path, it is the only such layer.
+    If the path is None, there must be only one such layer.
 
     Raises:
-      ValueError: if no such layer has the path, or it is missing and there are several.
+      ValueError: if no such layer has the path, or if the path is None and there are
+        several such layers.
     """
     fitting = [
         path
@@ -174,13 +176,14 @@ def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
 def finalize_model_values(
     layers: ModelTables, slots: Mapping[str, Any], params: Any, opt_state: Any
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
-    """Returns a model's moving averages as its values, after training.
+    """Returns a model's values and state, with values set to their moving averages.
 
     Tables and dense parameters without averages don't change, as in Keras without
     `use_ema`.
 
     Returns:
-      New stacks and slot variables by layer, dense parameters, and their state.
+      New stacks and slot variables by layer, new dense parameters, and new state of
+      the dense optimizer.
     """
     stacks, new_slots = {}, {}
     for path, tables in layers.items():

@@ -90,14 +90,14 @@ class Optimizer(ShortRepr):
 
         Args:
           model: owns at least one `TPUEmbedding`.
-          tx: optimizer of the dense parameters. Tables have their layers' optimizers,
-            so clip the gradients of the whole model with
-            `te.gradients.clip_by_global_norm`.
+          tx: optimizer of the dense parameters. It does not see the tables, so clip the
+            gradients of the whole model with `te.gradients.clip_by_global_norm`.
           wrt: filter of the dense parameters.
 
         Raises:
-          ValueError: if the model has no `TPUEmbedding`, or if `tx` collects gradients
-            of several steps, as `optax.MultiSteps` does, but tables do not.
+          ValueError: if the model has no `TPUEmbedding`, or if `tx` accumulates
+            gradients over several steps, as `optax.MultiSteps` does, but the tables'
+            optimizers do not.
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
@@ -181,10 +181,10 @@ class Optimizer(ShortRepr):
         layer: str | None = None,
         now: Any = None,
     ) -> Any:
-        """Assigns rows to new ids of dynamic tables, first in a train step.
+        """Assigns rows to new ids of dynamic tables; call it first in a train step.
 
-        The rows and their slot variables start fresh. The layer's `dynamic_stats` has
-        the counts.
+        The rows and their slot variables get new initial values. The layer's
+        `dynamic_stats` has the counts.
 
         Args:
           model: the model this optimizer was made for; it changes in place.
@@ -227,8 +227,8 @@ class Optimizer(ShortRepr):
         Call it after the last step, as Keras does at the end of `fit`. To evaluate the
         averages earlier, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
         `te.optimizers.with_ema` adds averages to any optimizer; tables and dense
-        parameters without them don't change. Under `jit`, donate model and optimizer,
-        or the tables are briefly in memory twice.
+        parameters without them don't change. Under `jit`, donate model and optimizer;
+        otherwise the tables are briefly in memory twice.
 
         Args:
           model: the model this optimizer was made for; it changes in place.
@@ -292,7 +292,7 @@ class Optimizer(ShortRepr):
 
         Returns:
           Table name to slot name to NumPy array `[vocabulary_size, dim]` or
-          `[vocabulary_size]`; keys as in `set_embedding_tables`.
+          `[vocabulary_size]`. Tables are named as in `set_embedding_tables`.
 
         Example:
           >>> import tpu_embedding as te
@@ -314,10 +314,10 @@ class Optimizer(ShortRepr):
     def set_embedding_tables(
         self, model: nnx.Module, values: Mapping[str, Any]
     ) -> None:
-        """Replaces the values of some tables and restarts the state derived from them.
+        """Replaces the values of some tables and resets the state derived from them.
 
-        The moving averages of all their rows and Adafactor's scale of a table restart
-        from the new values. Other slot variables don't change.
+        The moving averages of all rows of these tables, and Adafactor's scale of a
+        table, are reset to match the new values. Other slot variables don't change.
 
         Args:
           model: the model this optimizer was made for; it changes in place.
@@ -360,7 +360,7 @@ class Optimizer(ShortRepr):
         Raises:
           TypeError: if `values`, or a table's values, are not a dict.
           ValueError: if a table or slot is unknown, or a value is not an array of real
-            numbers of its shape.
+            numbers in the slot's shape.
         """
         line = "values={'movie': {'accumulators': array}}, by table and slot name"
         check_mapping("values", values, line)

@@ -3,8 +3,8 @@
 `PipelinedTrainStep` compiles one program that trains on a batch and starts the lookup
 of the next one.
 
-* `mode="exact"` moves the ids of the next batch early: flatten, dedup, route, and the
-  exchange of ids. It reads rows after the update. Results equal a plain loop's.
+* `mode="exact"` flattens, deduplicates, routes and exchanges the ids of the next batch
+  early. It reads the rows after the update, so results equal a plain loop's.
 * `mode="stale"` also reads the rows early, before the update. Activations are one
   update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 
@@ -36,9 +36,9 @@ def set_each_step(
     """Returns a train step that first sets table hyper-parameters from functions.
 
     TensorFlow calls a learning rate such as `lambda: rate` on the host in each step.
-    Here steps are compiled, so functions must be called outside of them. The tables'
-    optimizer must hold the value in its state, with `optax.inject_hyperparams`. New
-    values take effect in the next step, without recompilation.
+    In JAX, steps are compiled, so the functions must be called outside of the step. The
+    tables' optimizer must hold the value in its state, with `optax.inject_hyperparams`.
+    New values take effect in the next step, without recompilation.
 
     Args:
       step: compiled train step, or any function that runs one. One of its arguments
@@ -51,8 +51,8 @@ def set_each_step(
       A function with the arguments and results of `step`. Do not compile it.
 
     Raises:
-      TypeError: if an argument is not a function without arguments. When called: if no
-        argument holds the tables' optimizers, or under `jit`.
+      TypeError: if one of `functions` is not a function without arguments. The returned
+        step raises it if no argument holds the tables' optimizers, or under `jit`.
       ValueError: when called, if no table's optimizer has such a hyper-parameter.
 
     Example:
@@ -147,7 +147,8 @@ class PipelinedTrainStep:
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
     optimizer. Batches of one shape compile three programs: the lookup of the first
-    batch, all calls but the last, and the last call. Each new shape compiles again.
+    batch, the step of all calls but the last, and the step of the last call. Each new
+    shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
@@ -185,9 +186,9 @@ class PipelinedTrainStep:
         Args:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
           features_of: function from a batch to the features of the layer's first call
-            in the loss. For a model with several layers, to a dict from layer path to
-            these features. Further calls and omitted layers are looked up in the step
-            itself.
+            in the loss. For a model with several layers, it returns a dict from layer
+            path to the features of each layer's first call. Later calls, and layers
+            that the dict leaves out, are looked up in the step itself.
           mode: `"exact"` for a plain loop's results, `"stale"` to read rows before the
             previous batch's update.
           wrt: filter of the dense parameters.
@@ -222,7 +223,7 @@ class PipelinedTrainStep:
           batch: batch to train on, the same object as the previous call's `next_batch`
             if there was one. Two batches are alive at a time, so a loader that reuses
             its buffers must copy them.
-          next_batch: batch of the next call. Pass None after the last batch, and before
+          next_batch: batch of the next call. Pass None with the last batch, and before
             anything else changes the model. In mode `"stale"`, its rows are read before
             this call's update.
 
@@ -230,11 +231,11 @@ class PipelinedTrainStep:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is not the previous call's `next_batch`; if the loss
-            calls a layer with other features than `features_of` returns, which the
-            first call checks; or, in mode `"stale"`, if the optimizer is a different
-            one or was changed since. New table values go unnoticed: the batch in flight
-            keeps the old rows.
+          ValueError: if `batch` is not the previous call's `next_batch`; if, in the
+            first call, the loss calls a layer with features that differ from the result
+            of `features_of`; or, in mode `"stale"`, if `optimizer` is a different
+            object or was changed since the previous call. A change of table values is
+            not noticed: the batch in flight keeps the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
@@ -330,9 +331,9 @@ class PipelinedTrainStep:
         """Starts the lookup of a batch, without a step.
 
         Returns:
-          What is in flight, and layer path to whether the loss calls the layer with the
-          batch's features. XLA removes all of the loss that features don't depend on,
-          except prints.
+          What is in flight; and, by layer path, whether the loss calls the layer with
+          the features of `features_of`. XLA removes everything else that the loss
+          computes, except prints.
         """
         model, _ = nnx.merge(graph, state)
         routed = self._route(model, batch)
@@ -361,8 +362,8 @@ class PipelinedTrainStep:
         if self._mode == "exact":
             in_flight = _read(model, in_flight)
         else:
-            # The update waits for the read. Otherwise XLA may write rows before it
-            # reads them, into a copy of the whole table.
+            # The update waits for this read. Otherwise XLA may write rows before it
+            # reads them, and copy the whole table to keep the old values.
             layers = embedding_layers(model)
             tables = {path: layers[path].tables.get_value() for path in begun}
             tables, begun = read_before_write((tables, _read(model, begun)))
@@ -422,7 +423,7 @@ class _Pending(NamedTuple):
 
 
 def _own_copy(leaf: Any) -> Any:
-    # The next call reads the batch again; its array may change until then.
+    # The next call reads the array again, and the user may change it until then.
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -6,12 +6,13 @@ whose derivatives equal the activations' derivatives. A call's routing and the
 derivatives of its taps give the gradients of the tables.
 
 A loss runs twice. The first run finds the calls and the shapes of their taps; its
-lookups are zeros. JAX's trace of this run shows every call, even if its record was
-lost, and whether the loss reads a table without a lookup.
+lookups are zeros. JAX's trace of this run shows every call, even if the record of the
+call was lost. It also shows whether the loss reads a table without a lookup.
 
 All copies of a layer share one `Recorder`, which numbers their calls. Inside an inner
-transformation such as `nnx.jit`, records must leave as values of the trace, so there
-the NNX layer numbers its records and stores them in a variable.
+transformation such as `nnx.jit`, a record must leave the transformation as a value of
+its trace. In that case, the NNX layer numbers its records itself and stores them in a
+variable.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ UNEQUAL_RUNS: Final = (
 
 
 class LayerCalls(NamedTuple):
-    """A value per call of a layer: a tap, its derivative, or a record.
+    """One value per call of a layer: taps, their derivatives, or records.
 
     Attributes:
       outer: calls of the loss itself.
@@ -108,8 +109,8 @@ def open_recorder(
 ) -> Iterator[tuple[Recorder, int]]:
     """Opens a recorder, and yields it with the number that layers find it by.
 
-    Layers store the number, not the object. It is equal in all copies of a layer, and
-    in every run, so JAX compiles an inner `nnx.jit` once.
+    Layers store the number, not the object. The number is equal in all copies of a
+    layer, and in every run, so JAX compiles an inner `nnx.jit` once.
     """
     recorder, outer = Recorder(paths, taps), _OPEN_RECORDERS.get()
     token = _OPEN_RECORDERS.set((*outer, recorder))
@@ -137,8 +138,9 @@ def differentiate(
 
     Args:
       run: `(dense, tables, taps) -> (loss, (aux, calls))`, where `calls` has the
-        `LayerCalls` of each layer. If taps is None, these hold the activations of each
-        call. Otherwise taps has their structure, and `calls` the routings.
+        `LayerCalls` of each layer. In the first run, taps is None, and `calls` holds
+        the activations of each call. In the second run, taps has the structure of
+        these activations, and `calls` holds the routings.
       dense: pytree of the dense parameters.
       tables: pytree of the tables.
       plans: path of each layer to its plan.
@@ -173,8 +175,8 @@ def _find_calls(
 ) -> dict[str, LayerCalls]:
     """Returns the shapes of each call's activations, without computing them.
 
-    Traces the forward derivative of the loss with respect to the tables. Lookups don't
-    read the tables in this run, so a derivative shows that the loss does.
+    Traces the forward derivative of the loss with respect to the tables. In this run,
+    lookups don't read the tables. If there is a derivative, the loss itself reads them.
     """
 
     def find(dense: Any, tables: Any) -> Any:
@@ -278,7 +280,7 @@ def answer_call(
       number: number of the call, from 0.
       features: features of the call.
       plan: plan of the features.
-      look_up: looks them up.
+      look_up: function that looks up the features.
 
     Returns:
       Activations, stats, and the record of the call: its routing. In the run that finds
@@ -331,7 +333,7 @@ def _attach_tap_forward(tap, activation):
 
 
 def _attach_tap_backward(_, cotangent):
-    # The activation passes its own on to learned weights of ids.
+    # The activation needs the derivative as well, for learned weights of ids.
     return cotangent, cotangent
 
 

@@ -183,7 +183,7 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
       TypeError: if it is not a filter.
       ValueError: if it selects tables or variables that are not floats.
     """
-    # FILTER has only types, and `bool` would let True pass, which selects everything.
+    # FILTER leaves out the type bool, because True would pass and select everything.
     if not (wrt is None or wrt is False or callable(wrt)):
         check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
     names = [
@@ -206,11 +206,12 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
     """Returns the model's `TPUEmbedding` layers by their path, at least one.
 
-    Flax must have a function named like `owner`. `line` is the correct call.
+    For the errors, Flax must have a function with the name of `owner`, and `line` is
+    the correct call.
 
     Raises:
-      TypeError: if it is not a Flax module.
-      ValueError: if it has no layer.
+      TypeError: if the model is not a Flax module.
+      ValueError: if the model has no `TPUEmbedding` layer.
     """
     layers = embedding_layers(model)
     if not layers:

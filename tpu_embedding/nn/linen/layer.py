@@ -1,7 +1,7 @@
 """The Flax Linen layer: tables in their own collection, and lookups.
 
-`value_and_grad` passes the loss variables with *recording* tables. A layer that finds
-them hands its routing to their recorder.
+`value_and_grad` calls the loss with variables that contain *recording* tables. A layer
+with recording tables passes the routing of each call to the recorder.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class RecordingTables:
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, features: Any, plan: EmbeddingPlan) -> Any:
-        """Returns activations, and stats if there is a lookup."""
+        """Returns activations and stats. Without a lookup, the stats are None."""
         if not self.recorder.is_current():
             raise ValueError(
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "

@@ -107,7 +107,7 @@ class TrainState(struct.PyTreeNode):
       variables: all collections of the model, tables included.
       tx: optimizer of the dense parameters.
       opt_state: state of `tx`.
-      slots: layer path to stack name to optimizer state of the tables.
+      slots: optimizer state of the tables, by layer path and stack name.
 
     Example:
       >>> import tpu_embedding as te
@@ -161,7 +161,7 @@ class TrainState(struct.PyTreeNode):
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
         plan = next(iter(layers.values())).plan  # all layers have one mesh
-        # This puts the optimizer's state on the mesh, like the parameters.
+        # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = tx.init(on_mesh.get("params", {}))
         slots = init_model_slots(layers, opt_state)
@@ -174,7 +174,7 @@ class TrainState(struct.PyTreeNode):
             slots=slots,
             **fields,
         )
-        # Step counts are new arrays on one device.
+        # Step counts are still on one device.
         return replicate_on_mesh(state, plan)
 
     def apply_gradients(
@@ -228,7 +228,7 @@ class TrainState(struct.PyTreeNode):
         now: Any = None,
         with_stats: bool = False,
     ) -> tuple[Any, ...]:
-        """Assigns rows to new ids of dynamic tables, first in a train step.
+        """Assigns rows to new ids of dynamic tables; call it first in a train step.
 
         Args:
           features: batch of the layer, from `prepare_features`.
@@ -238,11 +238,12 @@ class TrainState(struct.PyTreeNode):
           with_stats: whether to also return counts.
 
         Returns:
-          The state, and the batch with row numbers for the layer to use in the loss.
-          With `with_stats`, also table name to `te.functional.DynamicStats`.
+          New state, and the batch with row numbers, which the loss passes to the layer.
+          With `with_stats`, also the `te.functional.DynamicStats` by table name.
 
         Raises:
-          ValueError: if the variables have no such layer, or several.
+          ValueError: if the variables have no such layer, or if `layer` is missing and
+            there are several.
         """
         layers = layer_tables(self.variables)
         path = layer_of_new_ids(layers, layer, "TrainState.insert_ids")
@@ -280,7 +281,8 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Returns the state with the values of some tables replaced.
 
-        State derived from them restarts, as in `te.Optimizer.set_embedding_tables`.
+        Optimizer state derived from the old values is reset to match the new ones, as
+        in `te.Optimizer.set_embedding_tables`.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.

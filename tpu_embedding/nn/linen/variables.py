@@ -149,7 +149,7 @@ def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
 def map_tables(
     function: Callable[[str, LayerTables], Any], variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the variables with `function(path, tables)` instead of tables."""
+    """Returns the variables with all tables replaced by `function(path, tables)`."""
 
     def replace(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, LayerTables):
