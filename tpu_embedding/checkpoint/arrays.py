@@ -277,7 +277,7 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Raises ValueError for compressed chunks and others that `te.save` never writes."""
+    """Raises ValueError for chunk formats that `te.save` never writes."""
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
