@@ -5,7 +5,7 @@ Random keys are saved as plain integers, so files don't depend on JAX.
 A dynamic table is saved as its ids in ascending order and its rows in the same order. A
 learned default row comes last. Each id is saved with its natural row, which is 64 times
 its bucket plus its lane. If the restored table has the same number of buckets, each id
-returns to this place, on any number of devices. Otherwise, ids belong to different
+returns to this place, on any number of devices. Otherwise, ids move to different
 buckets. If a bucket receives more than 64 ids, it keeps the ids that the table's policy
 would evict last and drops the rest.
 """

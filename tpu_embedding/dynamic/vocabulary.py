@@ -93,7 +93,7 @@ class AdmitAfter:
 
     Counts are kept in a sketch of 8 bytes per row. Ids that share counters may be
     admitted early. To limit this, a bucket's counts are halved whenever
-    `16 * (count - 1)` unknown ids, but at least 16, have been counted in the bucket.
+    `16 * max(1, count - 1)` unknown ids have been counted in the bucket.
     `AdmitAfter(3)` admits less than 1 % of ids that occur only once, and
     `AdmitAfter(2)` about 4 %.
 

@@ -262,7 +262,7 @@ class Example:
         return structs
 
     def _batch_sizes(self) -> list[int]:
-        """Returns batch sizes: first of ragged ids, then of integers, then of the rest."""
+        """Returns batch sizes of ragged ids, then of integers, then of the rest."""
         ragged, ids, rest = [], [], []
         for input_, leaf in zip(self.inputs, self.leaves, strict=True):
             if input_.kind == "ragged_ids":
