@@ -199,7 +199,7 @@ def test_a_second_optimizer_starts_again():
 @pytest.mark.full
 def test_a_loop_without_the_optimizer():
     model, optimizer = make()
-    with pytest.raises(ValueError, match="pass the model together with the optimizer"):
+    with pytest.raises(ValueError, match="the model together with the optimizer"):
         fit(model, None, batches(2))
     losses = fit(model, optimizer, batches(12))
     check_equal((losses, state_of(model, optimizer)), expected(12))

@@ -319,6 +319,18 @@ def read_table(
       IndexError: if a row id is out of range.
       TypeError: if the row ids are not a one-dimensional integer array.
       ValueError: if the slice's step is not 1.
+
+    Example:
+      >>> import tempfile, jax
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     te.save(folder + "/checkpoint", {"tables": tables}, plan=plan)
+      ...     rows = te.checkpoint.read_table(folder + "/checkpoint", "movie", [3, 7])
+      >>> rows.shape
+      (2, 4)
     """
     with open_checkpoint(directory) as checkpoint:
         tables = checkpoint.record.tables

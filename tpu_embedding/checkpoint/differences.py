@@ -50,12 +50,8 @@ _FIXES: Final = {
     "in (model, optimizer) as (model,).",
 }
 
-
 _MAX_LEAVES: Final = 2
 """Leaves of the state that are listed; usually many differ in the same way."""
-
-_MAX_LINE: Final = 160
-"""Characters of differences that are written in one paragraph."""
 
 
 class Difference(NamedTuple):
@@ -73,21 +69,17 @@ class Difference(NamedTuple):
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Returns one line per owner, followed by the fixes."""
-    problems: dict[str, list[str]] = {}
-    for difference in differences:
-        problems.setdefault(difference.owner, []).append(difference.problem)
-    lines = [f"{owner}: {'; '.join(texts)}" for owner, texts in problems.items()]
-    leaves = {
-        difference.owner for difference in differences if difference.fix == "dense"
-    }
-    if (hidden := len(leaves) - _MAX_LEAVES) > 0:  # Other leaves differ alike.
-        lines = [*lines[:-hidden], f"and {hidden} more"]
-    keys = dict.fromkeys(difference.fix for difference in differences)
+    """Returns the differences, followed by their fixes."""
+    hidden = [x for x in differences if x.fix == "dense"][_MAX_LEAVES:]
+    texts = [f"{x.owner}: {x.problem}" for x in differences if x not in hidden]
+    texts += [f"and {len(hidden)} more"] if hidden else []
+    keys = dict.fromkeys(x.fix for x in differences)
     fixes = [_FIXES[x] for x in keys if x != "extra" or "missing" not in keys]
-    if sum(map(len, lines)) < _MAX_LINE:
-        return f" {'; '.join(lines)}. {' '.join(fixes)}"
-    return "\n  " + "\n".join(["\n  ".join(lines), *fixes])
+    return f"{'; '.join(texts)}. {' '.join(fixes)}"
+
+
+def _changed(name: str, saved: Any, now: Any) -> str:
+    return f"{name} {saved} in the checkpoint, {now} now".lstrip()
 
 
 def table_differences(
@@ -108,25 +100,21 @@ def table_differences(
     """
     owner = f"table {name!r}"
     if saved.dim != wanted.dim:
-        dims = f"dim {saved.dim} in the checkpoint, {wanted.dim} now"
-        yield Difference(owner, dims, "shape")
+        yield Difference(owner, _changed("dim", saved.dim, wanted.dim), "shape")
     is_convertible = wanted.dtype in _CONVERTIBLE
     if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
-        text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
+        text = _changed("dtype", saved.dtype, wanted.dtype)
         yield Difference(owner, text, "dtype" if is_convertible else "shape")
     saved_kind, wanted_kind = _vocabulary_kind(saved), _vocabulary_kind(wanted)
     if saved_kind != wanted_kind:
-        text = f"{saved_kind} in the checkpoint, {wanted_kind} now"
-        yield Difference(owner, text, "dynamic")
+        yield Difference(owner, _changed("", saved_kind, wanted_kind), "dynamic")
     elif saved.dynamic is None and saved.vocabulary_size != wanted.vocabulary_size:
-        sizes = (
-            f"vocabulary_size {saved.vocabulary_size} in the checkpoint, "
-            f"{wanted.vocabulary_size} now"
-        )
-        if saved.vocabulary_size > wanted.vocabulary_size:
-            yield Difference(owner, sizes, "shape")
+        sizes = saved.vocabulary_size, wanted.vocabulary_size
+        text = _changed("vocabulary_size", *sizes)
+        if sizes[0] > sizes[1]:
+            yield Difference(owner, text, "shape")
         elif rows == "shapes":
-            yield Difference(owner, sizes, "abstract")
+            yield Difference(owner, text, "abstract")
 
 
 def _vocabulary_kind(table: TableRecord) -> str:
@@ -151,8 +139,7 @@ def optimizer_differences(
         return
     for key, value in saved.optimizer.items():
         if value != (now := wanted.optimizer[key]):
-            text = f"optimizer {key} {value} in the checkpoint, {now} now"
-            yield Difference(owner, text, "rule")
+            yield Difference(owner, _changed(f"optimizer {key}", value, now), "rule")
     if saved.optimizer != wanted.optimizer:
         return  # So their slot variables also differ.
     for slot in sorted(saved.slots.keys() | wanted.slots.keys()):
@@ -164,7 +151,7 @@ def optimizer_differences(
         elif wanted_slot is None:
             yield Difference(owner, f"slot {slot!r} only in the checkpoint", "rule")
         elif saved_slot.row != wanted_slot.row:
-            text = f"slot {slot!r} {saved_slot} in the checkpoint, {wanted_slot} now"
+            text = _changed(f"slot {slot!r}", saved_slot, wanted_slot)
             yield Difference(owner, text, "rule")
 
 
@@ -238,8 +225,7 @@ def dense_differences(
             if name.partition(".")[0] in positions:
                 yield Difference(name, "only in the checkpoint", "dense")
         elif saved[name] != (there := describe_leaf(wanted[name])):
-            text = f"{saved[name]} in the checkpoint, {there} now"
-            yield Difference(name, text, "dense")
+            yield Difference(name, _changed("", saved[name], there), "dense")
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from etils import epath
@@ -38,43 +39,47 @@ writes."""
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is missing, damaged, or does not fit the state."""
+    """Raised if a checkpoint is missing, damaged, or does not fit the state.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> try:
+      ...     te.checkpoint.describe("/nowhere")
+      ... except CheckpointError as error:
+      ...     print(str(error).partition(":")[0])
+      The directory /nowhere holds no checkpoint
+    """
 
 
-@contextlib.contextmanager
-def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Turns errors raised while a checkpoint is written into `CheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        # Tensorstore and Orbax may raise any of these when the disk is full.
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be written: {_first_words(error)}. "
-            "Free disk space, choose a writable directory, or convert leaves whose "
-            "dtype files cannot store."
-        ) from error
+    fix = "Free disk space, choose a writable directory, or convert leaves whose dtype "
+    fix += "files cannot store."
+    # Tensorstore and Orbax may raise any of these when the disk is full.
+    kinds = (OSError, RuntimeError, ValueError)
+    return _as_checkpoint_error(kinds, f"The checkpoint {path} cannot be written", fix)
+
+
+def errors_of_reading(owner: str) -> AbstractContextManager[None]:
+    """Turns errors raised while an array or file is read into `CheckpointError`."""
+    problem = f"{owner} is missing or damaged"
+    fix = "Restore an earlier checkpoint or copy the files again."
+    return _as_checkpoint_error(_ERRORS_OF_FILES, problem, fix)
 
 
 @contextlib.contextmanager
-def errors_of_reading(owner: str) -> Iterator[None]:
-    """Turns errors raised while an array or file is read into `CheckpointError`."""
+def _as_checkpoint_error(
+    kinds: tuple[type[Exception], ...], problem: str, fix: str
+) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
         raise
-    except _ERRORS_OF_FILES as error:
-        raise CheckpointError(
-            f"{owner} is missing or damaged: {_first_words(error)}. Restore an earlier "
-            "checkpoint or copy the files again."
-        ) from error
-
-
-def _first_words(error: Exception) -> str:
-    """Returns an error's type and first line, without tensorstore's source location."""
-    text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
-    return f"{type(error).__name__}: {text}"
+    except kinds as error:
+        # The first line, without tensorstore's source location.
+        text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
+        text = f"{problem}: {type(error).__name__}: {text}. {fix}"
+        raise CheckpointError(text) from error
 
 
 STATE_FILE: Final = "state.json"
@@ -102,6 +107,10 @@ class ArrayRecord:
       dtype: name of the element type.
       has_rows: whether the first axis counts rows. False for values that belong to a
         whole table, such as a step count.
+
+    Example:
+      >>> print(ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True))
+      float32[10, 4]
     """
 
     shape: tuple[int, ...]
@@ -133,6 +142,13 @@ class TableRecord:
         None if the table has no optimizer.
       dynamic: `capacity` and `default_row` of a dynamic table. None for a static one.
       directory: arrays of a dynamic table's ids and of their statistics, by name.
+
+    Example:
+      >>> values = ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True)
+      >>> sizes = {"vocabulary_size": 10, "dim": 4, "dtype": "float32"}
+      >>> movie = TableRecord(**sizes, values=values, slots={}, optimizer=None)
+      >>> print(movie.values)
+      float32[10, 4]
     """
 
     vocabulary_size: int
@@ -162,6 +178,11 @@ class CheckpointRecord:
       checksums: array name to its checksums as one hexadecimal text: the CRC-32 of its
         metadata, then the CRC-32C of each chunk. Empty in format 2.
       digest: digest of all other fields. It identifies the save.
+
+    Example:
+      >>> dense = {"linear.bias": "float32[1]"}
+      >>> CheckpointRecord(tables={}, dense=dense, description={}).array_names
+      ['dense.linear.bias']
     """
 
     tables: Mapping[str, TableRecord]

@@ -77,6 +77,17 @@ class RestoreState(ocp.args.CheckpointArgs):
       rules: whether optimizers must match.
       dense: whether to restore or keep the other leaves.
       dtypes: whether row types must match or are converted.
+
+    Example:
+      >>> import tempfile
+      >>> import tpu_embedding as te
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with ocp.CheckpointManager(folder) as manager:
+      ...         manager.save(3, args=te.checkpoint.SaveState({"next_batch": 17}))
+      ...         manager.wait_until_finished()
+      ...         manager.restore(3, args=RestoreState({"next_batch": 0}, dense="keep"))
+      True
+      {'next_batch': 0}
     """
 
     state: Any
@@ -207,7 +218,7 @@ def _check_fit(
             differences += restore.shared_differences()
     if differences:
         raise CheckpointError(
-            f"The checkpoint {checkpoint.root} does not fit the state:"
+            f"The checkpoint {checkpoint.root} does not fit the state: "
             f"{format_differences(differences)}"
         )
     for restore in restores:

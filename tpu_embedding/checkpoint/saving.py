@@ -54,7 +54,17 @@ from tpu_embedding.update.lazy_update import is_slot
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores states. Orbax uses it for `SaveState` and `RestoreState`."""
+    """Saves and restores states. Orbax uses it for `SaveState` and `RestoreState`.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with ocp.Checkpointer(StateHandler()) as checkpointer:
+      ...         checkpointer.save(folder + "/3", args=SaveState({"next_batch": 17}))
+      ...         new = RestoreState({"next_batch": 0})
+      ...         checkpointer.restore(folder + "/3", args=new)
+      {'next_batch': 17}
+    """
 
     def __init__(self):
         self._pytree = pytree_handler()
@@ -100,6 +110,16 @@ class SaveState(ocp.args.CheckpointArgs):
       plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
         it.
       description: JSON values to store with the state.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with ocp.CheckpointManager(folder) as manager:
+      ...         manager.save(3, args=SaveState({"next_batch": 17}))
+      ...         manager.wait_until_finished()
+      ...         manager.restore(3, args=RestoreState({"next_batch": 0}))
+      True
+      {'next_batch': 17}
     """
 
     state: Any

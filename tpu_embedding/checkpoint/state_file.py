@@ -229,6 +229,18 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
     Raises:
       CheckpointError: if the checkpoint is missing, if its description is damaged, or
         if the checkpoint is in another step's directory.
+
+    Example:
+      >>> import tempfile, jax
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     te.save(folder + "/checkpoint", {"tables": tables}, plan=plan)
+      ...     record = te.checkpoint.describe(folder + "/checkpoint")
+      >>> record.tables["movie"].vocabulary_size
+      10
     """
     root = state_directory(directory)
     return read_state_file(root, root)

@@ -29,6 +29,11 @@ class Ids64:
     Attributes:
       high: uint32, upper words of the ids.
       low: uint32, lower words, same shape as `high`.
+
+    Example:
+      >>> ids = Ids64.of_array(np.array([5, 2**40]))
+      >>> ids.to_numpy().tolist()
+      [5, 1099511627776]
     """
 
     high: IdArray

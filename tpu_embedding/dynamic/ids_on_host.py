@@ -32,6 +32,16 @@ class DynamicRows:
       natural_rows: int64, row that each id would have on a single device.
       last_used: uint32, clock of the last step that used the id.
       counts: uint32, number of steps that used the id.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> te.functional.dynamic_rows(tables, plan)["user"].ids.tolist()
+      []
     """
 
     ids: np.ndarray
@@ -49,6 +59,19 @@ def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Dynam
     Args:
       tables: stack name to rows.
       plan: plan of the layer.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> te.functional.dynamic_rows(result.tables, plan)["user"].ids.tolist()
+      [7, 1099511627776]
     """
     result = {}
     for stack in plan.stacks:

@@ -149,6 +149,18 @@ class DynamicStats:
       no_place: unique admitted ids that were not given a row, because their bucket was
         full. Always 0 for `find_ids`.
       used_rows: rows that have an id after the call.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> stats = te.functional.find_ids(tables, ids, plan).stats["user"]
+      >>> int(stats.ids), int(stats.hits)
+      (3, 0)
     """
 
     ids: Array
@@ -170,6 +182,19 @@ class InsertResult:
       slots: new optimizer states.
       features: the batch, with `RowIds` for features of dynamic tables.
       stats: table name to counts.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> int(result.stats["user"].used_rows)
+      2
     """
 
     tables: dict[str, Any]
@@ -186,6 +211,18 @@ class FindResult:
     Attributes:
       features: the batch, with `RowIds` for features of dynamic tables.
       stats: table name to counts.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> found = te.functional.find_ids(tables, ids, plan)
+      >>> te.functional.lookup(tables, found.features, plan).activations["user"].shape
+      (3, 4)
     """
 
     features: Any
@@ -343,6 +380,21 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
 
     Returns:
       The batch with row numbers, and counts.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> vocabulary = te.Dynamic(capacity=100)
+      >>> users = te.TableConfig(vocabulary_size=vocabulary, dim=4, name="user")
+      >>> features = {"user": te.FeatureConfig(table=users)}
+      >>> plan = te.make_plan(features, optimizer="adagrad")
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> ids = te.inputs.prepare_features({"user": [7, 8]}, plan)
+      >>> found = te.functional.find_ids(result.tables, ids, plan)
+      >>> int(found.stats["user"].hits)
+      1
     """
     return _find_ids(tables, _with_words(features, plan), plan)
 

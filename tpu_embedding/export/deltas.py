@@ -139,6 +139,22 @@ def apply_delta(
       ExportError: if the delta belongs to a different export, if files are missing,
         damaged or symbolic links, or if the directory holds files or cannot be written.
         It is a ValueError.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=3, dim=2, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder)
+      ...     te.export.save_tables(layer, path / "old")
+      ...     layer.set_embedding_tables({"movie": np.ones((3, 2))})
+      ...     te.export.save_tables(layer, path / "new")
+      ...     te.export.save_delta(path / "new", path / "old", path / "delta")
+      ...     te.export.apply_delta(path / "old", path / "delta", path / "served")
+      ...     sorted(files_of(path / "served")) == sorted(files_of(path / "new"))
+      True
     """
     old, change = local_path(export), local_path(delta)
     later = read_document(change)

@@ -47,7 +47,16 @@ type. The last axis holds the two words of an id, the lower word first."""
 
 
 class ExportError(ValueError):
-    """Raised if a model cannot be exported, or an export cannot be read or called."""
+    """Raised if a model cannot be exported, or an export cannot be read or called.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> try:
+      ...     te.export.load("/nowhere")
+      ... except ExportError as error:
+      ...     print(str(error).partition(",")[0])
+      /nowhere must be a directory written by te.export
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

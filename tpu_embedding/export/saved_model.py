@@ -67,6 +67,13 @@ def save_tensorflow(
 
     Raises:
       ExportError: see `save`. Also raised if TensorFlow is missing or too old.
+
+    Example:
+      Where TensorFlow is installed::
+
+          te.export.save_tensorflow(model, "served", {"user": np.array([3, 7])})
+          served = tf.saved_model.load("served").signatures["serving_default"]
+          outputs = served(user=tf.constant([7], tf.int64))
     """
     tf = _tensorflow()
     options: Any = {"method": method, "dtype": dtype, "batch_size": batch_size}

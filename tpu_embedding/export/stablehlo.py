@@ -185,6 +185,18 @@ class ServedModel:
       signature: names and kinds of the inputs.
       tables: tables by name, in their stored format, and ids of dynamic tables.
       dense: dense parameters by name.
+
+    Example:
+      >>> import tempfile
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     {"watched": te.FeatureConfig(table=table)}, rngs=nnx.Rngs(0)
+      ... )
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     te.export.save(layer, folder + "/served", {"watched": np.array([1, 2])})
+      ...     print(te.export.load(folder + "/served"))
+      ServedModel(inputs=['watched'], tables=['movie'], 0 dense arrays, 160 B)
     """
 
     signature: Signature
@@ -253,6 +265,17 @@ def load(
       ExportError: if the directory lacks a program, or holds a damaged file or a
         symbolic link. It is a ValueError.
       ValueError: if `unknown_strings` is not one of its choices.
+
+    Example:
+      >>> import tempfile
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     te.export.save(layer, folder + "/served", np.array([1, 2]))
+      ...     served = te.export.load(folder + "/served")
+      >>> served(np.array([3, 4, 5])).shape
+      (3, 4)
     """
     check_unknown(unknown_strings, "load: unknown_strings")
     path = local_path(directory)

@@ -23,7 +23,21 @@ from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.xla import read_before_write
 
 
-def swap_rows(
+@functools.cache
+def swap_program(hardware: HardwareInfo) -> Any:
+    """Returns `_swap_rows`, jitted with the hardware's compiler options.
+
+    Without these options, TPUs scatter into packed rows on the TensorCore.
+    """
+    return jax.jit(
+        _swap_rows,
+        static_argnames="plan",
+        donate_argnums=(0, 1),
+        compiler_options=dict(hardware.compiler_options),
+    )
+
+
+def _swap_rows(
     table: MappedRows,
     slots: Sequence[CachedRows],
     moves: Int[Array, " moves"],
@@ -43,30 +57,6 @@ def swap_rows(
     Returns:
       The table, its slot variables, and the slots' previous records.
     """
-    return swap_program(plan.hardware)(table, slots, moves, records, plan)
-
-
-@functools.cache
-def swap_program(hardware: HardwareInfo) -> Any:
-    """Returns the jitted swap with the hardware's compiler options.
-
-    Without these options, TPUs scatter into packed rows on the TensorCore.
-    """
-    return jax.jit(
-        _swap_rows,
-        static_argnames="plan",
-        donate_argnums=(0, 1),
-        compiler_options=dict(hardware.compiler_options),
-    )
-
-
-def _swap_rows(
-    table: MappedRows,
-    slots: Sequence[CachedRows],
-    moves: Int[Array, " moves"],
-    records: UInt32[Array, "rows words"],
-    plan: EmbeddingPlan,
-) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
     spec = plan.sample_spec
     arrays = [table, *slots]
 

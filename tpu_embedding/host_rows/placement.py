@@ -42,11 +42,11 @@ _RULES: Final = {
 @right_names(cache_size="cache_rows", size="cache_rows")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRows(Placement):
-    """Keeps all rows of a table in host memory, and caches some on the devices.
+    """Placement that keeps all rows of a table in host memory, some cached on devices.
 
-    For tables that don't fit in the devices' memory. `te.host_rows` brings each batch's
-    rows to the devices before the step, and evicts others. Values, slot variables and
-    activations are the same as with `te.Sharded()`, bit for bit on CPU.
+    Use it for tables that don't fit in the devices' memory. `te.host_rows` brings each
+    batch's rows to the devices before the step, and evicts other rows. Values, slot
+    variables and activations are the same as with `te.Sharded()`, bit for bit on CPU.
 
     Slot variables are stored with their rows. Each row of the table also takes 4 bytes
     on its device, for the map from rows to cache slots. Only jobs of one process are

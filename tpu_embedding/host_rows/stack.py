@@ -26,7 +26,7 @@ from tpu_embedding.host_rows.cached_rows import (
     MappedRows,
     layout_of_cache,
 )
-from tpu_embedding.host_rows.exchange import swap_rows
+from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import (
     columns_of,
     file_rows_of_words,
@@ -68,7 +68,7 @@ class FetchedRows:
 
     Attributes:
       plan: plan of the batch.
-      arrays: moves and records of each exchange, for `swap_rows`.
+      arrays: moves and records of each exchange, for `swap_program`.
     """
 
     plan: BatchPlan
@@ -335,10 +335,10 @@ class HostStack:
         plan = self._planned.pop(0)
         self._executed = plan.batch
         slots: Any = slots_of(state)
-        left = []
+        left, swap = [], swap_program(self.plan.hardware)
         try:
             for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
-                table, slots, records = swap_rows(table, slots, *arrays, self.plan)
+                table, slots, records = swap(table, slots, *arrays, self.plan)
                 records.copy_to_host_async()
                 left.append((exchange.evicted_rows.reshape(-1), records))
                 self._versions += 1

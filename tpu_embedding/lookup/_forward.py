@@ -4,8 +4,8 @@
 dedup, exchange of ids. `read_stack` folds the rest over the rounds: gather, exchange of
 rows, combine. A device that owns all rows of a stack pools rows straight from its
 table, without dedup, rounds or exchanges. Only its gradient runs these stages. A
-stack's backend may replace all stages after flatten (see `plan/backend.py`); they then
-run only for batches that it can't look up.
+stack's backend may replace all stages after flatten (see `plan/backend.py`); the stages
+then run only for batches that the backend can't look up.
 
 Stage 1, flatten, finds the owner of each id, for all features of a stack at once. The
 ids become one array of keys. A *key* is an int32 that combines a row's owner with the
@@ -13,10 +13,10 @@ row's number there: `owner * rows_per_shard + local row`. One sort of the keys t
 brings equal ids together and groups them by destination. Ids that look up nothing get
 the largest key: padding, ids outside their table, and ids excluded by their weight.
 
-Stage 5, combine, sums rows into the samples that use them: it multiplies the rows by a
-sparse matrix `[samples, positions]`, the gains of the ids scaled per sample by the
-combiner. `pool_buffer` applies the gains in every round, and `samples_of` applies the
-scales once. `_backward.py` multiplies by the transpose.
+Stage 5, combine, sums rows into the samples that use them. It multiplies the rows by a
+sparse matrix `[samples, positions]`, whose entries are the gains of the ids, scaled per
+sample by the combiner. `pool_buffer` applies the gains in every round, and `samples_of`
+applies the scales once. `_backward.py` multiplies by the transpose.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class FeatureInput:
       num_samples: output samples of this shard.
       valence: ids per sample, if `sample_ids` is None.
       is_sample: bool `[num_samples]`, False for samples that only fill up the batch.
-        None if all are real, or if it makes no difference.
+        None if all samples are real, or if the distinction makes no difference.
     """
 
     ids: Int[Array, " ids"]
@@ -270,8 +270,8 @@ def _apply_id_policies(
 
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
-    """Returns each id's feature value, `[all_ids]`, or a scalar if all are equal."""
-    # Not the default integer type, which jax_enable_x64 changes.
+    """Returns the value of each id's feature, or a scalar if all values are equal."""
+    # Don't use the default integer type, which jax_enable_x64 changes.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
         return jnp.asarray(values[0], dtype)
@@ -298,7 +298,8 @@ def _fill_empty_samples(
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
     """Puts the default id, with weight 1, at the first position of empty samples.
 
-    A sample is empty if none of its positions has a row. Every sample has a position.
+    A sample is empty if none of its positions has a row. Every sample has at least one
+    position.
     """
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
@@ -473,7 +474,7 @@ def _pool(
         return rows
     if pooling.valence > _MAX_UNROLLED_VALENCE:
         return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
-    # Adding slices reads the rows in place; a reduction copies them first.
+    # Adding slices reads the rows in place; a reduction would copy them first.
     return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
 
 
@@ -485,7 +486,8 @@ class StackRouting:
     Attributes:
       keys: int32 `[ids]`, keys of all features; see `_forward.py`.
       sent: the ids at the owners of their rows. None if this device reads its own rows,
-        or if the backend replaces the lookup; a gradient may then add it.
+        or if the backend replaces the lookup. In that case, `stack_gradient` may add
+        them.
       backend_ids: what the backend needs from the ids; see `Backend.prepare_ids`.
       poolings: one per feature of the stack.
       out_of_range: int32 `[1]` per feature of the stack, ids outside the table.
@@ -510,7 +512,7 @@ class StackLookup:
       routing: facts for the backward pass.
       rounds: int32 `[1]`; 0 if the backend looked up rows without an exchange.
       num_ids: int32 `[1]`, ids of the shard without padding. None, like
-        `requested_rows`, if this device reads its own rows, which are not counted.
+        `requested_rows`, if the lookup sent no ids; see `StackRouting.sent`.
       requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
         owner, over all rounds.
       missing_rows: int32 `[1]`, reads of rows that this device owns but lacks. None if
@@ -615,8 +617,8 @@ def _read_before_update(
     """Orders the table's reads before an update's writes.
 
     An update writes to the rows in the routing, so the routing passes through the same
-    barrier as the activations. A loss whose derivative doesn't use the activations
-    would not impose this order.
+    barrier as the activations. Without it, nothing would impose this order if the
+    derivative of the loss doesn't use the activations.
     """
     sent = routing.sent
     if sent is None:

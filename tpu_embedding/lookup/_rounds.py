@@ -1,8 +1,9 @@
 """Stages 2 to 4: which ids travel when, and the exchange with their owners.
 
-An id is one word, the key of a row, or several: the key of a bucket and the words of a
-64-bit id. Keys are int32 and include the owner: `owner * keys_per_shard + local key`.
-`dedup` merges equal ids into one request and groups requests by owner.
+An id is one word or several words. A single word is the key of a row. Several words are
+the key of a bucket and the words of a 64-bit id. Keys are int32 and include the owner:
+`owner * keys_per_shard + local key`. `dedup` merges equal ids into one request and
+groups requests by owner.
 
 A round carries at most `capacity` ids from each shard to each owner. An owner's ids are
 split into *ranges* that are equal for all source shards, so all requests for an id
@@ -13,9 +14,9 @@ A round's range ends before the first id that doesn't fit for some source. The s
 find it with an all-reduce (minimum) of one number per owner and word of the id.
 
 `send_unique` sends the first round, which callers run as straight-line code. Later
-rounds exist only under skew. `fold_later_rounds` is the only loop: the forward pass
-folds "fetch, combine" over it, an update "spread, send, merge, apply the rule", and a
-vocabulary "find or insert". All shards agree on when to stop.
+rounds exist only under skew. `fold_later_rounds` is the only loop over rounds: the
+forward pass folds "fetch, combine" over it, an update "spread, send, merge, apply the
+rule", and a vocabulary "find or insert". All shards agree on when to stop.
 
 Ids, rows and gradients travel by all-to-all, in buckets of equal size, one per
 destination. If several devices hold copies of a shard, each copy serves its own group
@@ -231,7 +232,7 @@ def fetch_rows(
         if stack.hardware.name == "cpu":
             # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)
-    # Rows stored in bfloat16 also travel in it. The conversion is exact.
+    # Rows stored in bfloat16 also travel in bfloat16. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -253,7 +254,7 @@ def exchange(buffer: Array, stack: StackPlan) -> Array:
         return buffer
     shape = buffer.shape
     if buffer.ndim == 1 and buffer.size % (stack.num_shards * LANES) == 0:
-        # On TPU, an int32 array of this shape has the memory layout of the flat one.
+        # On TPU, an int32 array of this shape has the flat array's memory layout.
         buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
         buffer, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
@@ -282,8 +283,8 @@ class Round:
 
     Attributes:
       buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
-        requests, and of its row in the buffer of answers; past the end if the id is not
-        part of this round.
+        requests. Its row has the same position in the buffer of answers. The position
+        is past the end if the id is not part of this round.
       requests: requests to this shard, one bucket per source shard. int32
         `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
         first. Unused positions, including the last, have the key `PADDING_ROW_ID`.
@@ -310,8 +311,8 @@ class SentIds:
     Attributes:
       unique: the unique ids of the shard.
       first: the first round.
-      companions: uint32 `[ids]` each, words that travel with the sorted ids, equal for
-        equal ids.
+      companions: uint32 `[ids]` each, words that travel with the sorted ids. Equal ids
+        have equal words.
       size: buffer sizes of each round.
     """
 
@@ -462,14 +463,15 @@ def _agree_on_range(
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
     key, *others = id_at_rank(cut, unique)
-    # The range ends at the first id that doesn't fit, or with the shard's keys.
+    # The range ends at the first id that doesn't fit, or after the shard's last key.
     fits = cut >= unique.first_ranks[1:]
     end = (
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    # The smallest end over all devices, word by word: a word counts only where all
-    # earlier words are the smallest. So copies of a shard get the same ids in a round.
+    # Find the smallest end over all devices, word by word. A word counts only where all
+    # earlier words are the smallest. The minimum includes copies of a shard, so they
+    # get the same ids in a round.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:

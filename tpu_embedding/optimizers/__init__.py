@@ -1,4 +1,4 @@
-"""Optimizers for embedding tables: optax transformations that update each row alone.
+"""Optimizers for embedding tables, as row-local optax transformations.
 
 `docs/guides/optimizer_catalogue.md` lists every optimizer with its equation, its bytes
 of slot variables per row, and its equivalents in TensorFlow, Keras, optax and FBGEMM.
@@ -7,11 +7,12 @@ Four things to know first:
 1. **Choosing one.** A table or the layer accepts
    `optimizer=te.optimizers.adagrad(0.1)`, a name with a default rate such as
    `optimizer="adagrad"`, a Keras optimizer, or any row-local optax transformation.
-   `check_row_local` checks whether a transformation is row-local, and
-   `from_keras_config` translates a Keras optimizer.
-2. **Touched rows or every row.** By default a step changes only the rows that it looks
-   up ("lazy"), so momenta decay only then. `every_row` changes all rows in each step,
-   as dense optimizers do, at the cost of a pass over the table.
+   Row-local means that a row's update does not depend on other rows; `check_row_local`
+   checks this. `from_keras_config` translates a Keras optimizer.
+2. **Touched rows or every row.** By default, a step changes only the rows that it looks
+   up ("lazy" updates), so a row's momentum decays only in steps that look the row up.
+   `every_row` changes all rows in each step, as dense optimizers do, at the cost of a
+   pass over the table.
 3. **Learning rates.** A rate is a scalar or an optax schedule, a function of the step
    counted from 0. To change it between steps without recompiling, use
    `optax.inject_hyperparams` and `with_hyperparameters`, or
@@ -20,19 +21,20 @@ Four things to know first:
    on gradients and rows, weight decay, and the dtype and initial values of slot
    variables. `with_ema` adds moving averages of the rows.
 
-An *optimizer* is the value that the user passes. A *rule* is its arithmetic on rows.
-*Slot variables* are its state.
+An *optimizer* is the value that the user passes. A *rule* is the optimizer's arithmetic
+on rows. *Slot variables* are the part of the optimizer's state that has one entry per
+row.
 
 The files, in reading order:
 
-* `rules/`: the algorithms. `options`: keyword arguments that most of them share.
+* `rules/`: the algorithms. `options`: keyword arguments that most algorithms share.
 * `row_optimizer`: optimizer types and drivers.
 * `learning_rates`: rates, and values that change between steps. `averages`: moving
   averages.
 * `resolve`: how the layer applies an optimizer. `probe` runs it on a few rows.
 * `rule_split`: splits a rule into per-step values and arithmetic on rows.
 * `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
-* `checks`: argument ranges, and one rule for equal calls.
+* `checks`: checks arguments, and makes equal calls return the same rule.
 * `keras`: translates Keras optimizers and schedules.
 """
 

@@ -1,8 +1,9 @@
 """Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
 
 optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
-with a pytree, and Flax's optimizers call it with a model's parameters. The state then
-looks like optax's own: one named tuple whose fields are pytrees like the parameters.
+with a pytree, and Flax's optimizers call it with a model's parameters. In these cases,
+the state has the form of optax's own states: a named tuple whose fields are pytrees
+with the structure of the parameters.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,13 @@ def for_each_array(
 
     Args:
       init: `params -> state` for one array. All states have the same structure; a field
-        that only some arrays need is `None` elsewhere.
+        that only some arrays need is `None` for other arrays.
       update: `(updates, state, params) -> (updates, state)` for one array; `params` may
         be `None`.
 
     Returns:
-      A transformation. For a single array its state is `init`'s. For a pytree, each
-      field of that state is a pytree of the arrays' values.
+      A transformation. For a single array, its state is the result of `init`. For a
+      pytree of arrays, each field of its state is a pytree with one value per array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +50,7 @@ def for_each_array(
         return new_updates, outside_in(tree, [new_state for _, new_state in results])
 
     def outside_in(tree: Any, states: list[Any]) -> Any:
-        """Returns one state with a pytree in each field, from a state per array."""
+        """Combines the arrays' states into one state with a pytree in each field."""
         if not states:
             return tree.unflatten([])
         return jax.tree.map(
@@ -57,12 +58,13 @@ def for_each_array(
         )
 
     def inside_out(tree: Any, state: Any, arrays: list[Any]) -> list[Any]:
-        """Returns one state per array; the inverse of `outside_in`."""
+        """Splits a state into one state per array; the inverse of `outside_in`."""
         if not arrays:
             return []
         if jax.tree.structure(0) == tree:
             return [state]
-        # Only the structure matters here, so the rule doesn't need a layer's rows.
+        # Only the structure of the state matters, so the rule doesn't need a layer's
+        # rows.
         with table_rows_context(None):
             example = jax.eval_shape(init, arrays[0])
         structure = jax.tree.structure(example, is_leaf=_is_none)

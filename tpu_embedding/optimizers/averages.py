@@ -1,8 +1,9 @@
 """Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
-After `k` steps that do not move a row, its average `a` has become
-`momentum**k * a + (1 - momentum**k) * row`. So an average is updated only in steps that
-move its row, and catches up when it is read.
+If a row does not change for `k` steps, its average `a` becomes
+`momentum**k * a + (1 - momentum**k) * row`. An average is therefore updated only in
+steps that change its row. When it is read, this formula accounts for the steps since
+then.
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ class Averages:
         )
 
     def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
-        """Averages the values after an update.
+        """Updates the averages after an update of the array.
 
         Args:
           old: values before the update.
@@ -85,8 +86,8 @@ class Averages:
           state: state before the update.
 
         Returns:
-          The new values, or the averages if this update overwrites the values with
-          them; and the state with the new averages.
+          The array's values and the state with the new averages. The values are the new
+          values or, every `overwrite_frequency` updates, the averages.
         """
         missed, counts = 0, state.average_counts
         if counts is not None:
@@ -143,34 +144,36 @@ def with_ema(
         average = momentum * average + (1 - momentum) * w
 
     The averages are a slot variable, `[rows, dim]`, plus one int32 per row. A step
-    updates only the averages of rows that it moves; others catch up in closed form when
-    their row is next touched or they are read. Up to rounding, the result equals
-    averaging the whole table in each step.
+    updates only the averages of the rows that it changes. Any other average catches up,
+    by a closed formula, when its row is next touched or when the averages are read. Up
+    to rounding, the result is the same as averaging the whole table in each step.
 
-    `te.Optimizer.finalize_variable_values` sets a model to its averages, and
-    `te.functional.finalize_variable_values` does so for tables or dense arrays alone.
-    To evaluate the averages during training, copy model and optimizer with `nnx.clone`.
-    The wrapper also works for the dense parameters' optimizer.
+    `te.Optimizer.finalize_variable_values` sets a model's values to their averages.
+    `te.functional.finalize_variable_values` does the same for tables or for dense
+    arrays without a model. To evaluate the averages during training, copy the model and
+    the optimizer with `nnx.clone`, and finalize the copies. The wrapper also works for
+    the dense parameters' optimizer.
 
-    `with_ema` must be the outermost wrapper. `adafactor` has its own options for these
-    averages. For a narrow table, the averages use new rows before they are rounded.
+    `with_ema` must be the outermost wrapper. It is not for `adafactor`, which has its
+    own options for averages. If the table has a narrow dtype, the averages are computed
+    from the new rows before these are rounded.
 
     Args:
       rule: an optimizer of this package, or a row-local optax transformation.
       momentum: decay of the averages, in [0, 1]. Keras' `ema_momentum`.
       overwrite_frequency: number of steps after which the averages replace all rows, at
-        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. Because this moves
-        all rows, a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
+        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. This changes all
+        rows, so a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
       start: `"first_update"` starts the averages at the rows after the first step, as
-        Keras 3 does. `"initial_values"` starts them at the rows before it, as
-        `tf_keras` does.
+        Keras 3 does. `"initial_values"` starts them at the rows before the first step,
+        as `tf_keras` does.
 
     Raises:
       TypeError: if `rule` is not a transformation.
-      ValueError: if a value is out of range, the rule already has averages or runs once
-        per occurrence of an id, or `overwrite_frequency` is combined with
-        `gradient_steps`. When the plan is made: if the rule is Adafactor, or
-        `overwrite_frequency` is used without `every_row`.
+      ValueError: if a value is out of range, if the rule already has averages or runs
+        once per occurrence of an id, or if `overwrite_frequency` is combined with
+        `gradient_steps`. Also raised when the plan is made, if the rule is Adafactor or
+        if `overwrite_frequency` is used without `every_row`.
 
     Example:
       >>> rule = with_ema(optax.sgd(1.0), momentum=0.5)

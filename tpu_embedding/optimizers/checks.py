@@ -1,12 +1,13 @@
-"""Checks hyper-parameters, and makes equal optimizer calls return one rule.
+"""Checks hyper-parameters, and makes equal optimizer calls return the same rule.
 
 A hyper-parameter is a real scalar: a Python or NumPy number, or an array of shape `()`.
 Under `optax.inject_hyperparams` it is traced, so its value is unknown and passes every
 range check. Its shape and dtype are still checked.
 
 An optax transformation is a pair of functions, and two such pairs are equal only if
-they are the same objects. So equal calls to this package's functions return the same
-rule, which lets their tables share a stack.
+their functions are the same objects. To make transformations comparable, equal calls to
+this package's functions return the same rule. Tables with the same rule can share a
+stack.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class Check(NamedTuple):
     """The result of checking one hyper-parameter.
 
     Attributes:
-      problem: completes "must be ..." in the error, or `None` if the value passes.
+      problem: text after "must be" in the error, or `None` if the value passes.
       error: type of the error.
     """
 
@@ -47,7 +48,8 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
     """Raises one error that names every invalid hyper-parameter.
 
     Args:
-      owner: function that the error names first. May be omitted if the caller adds it.
+      owner: name of a function, with which the error starts. May be omitted if the
+        caller adds the name to the error.
       **checks: check of each hyper-parameter, such as `positive(value)`.
 
     Raises:
@@ -64,7 +66,7 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
 
 
 def real_scalar(value: Any) -> Check:
-    """Checks that a value is a real number or a scalar array of one."""
+    """Checks that a value is a real number or a scalar array with a real dtype."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -88,7 +90,7 @@ def _in_range(
     divide by it. This includes float32's subnormal numbers, which XLA rounds to 0.
 
     Args:
-      text: completes "must be ..." in the error.
+      text: text after "must be" in the error.
       is_in_range: returns True if a number is valid.
     """
 
@@ -113,8 +115,8 @@ def _in_range(
     return check
 
 
-# Each maps a value to its `Check`. In names that end in `_bound`, infinity means no
-# bound.
+# Each function maps a value to its `Check`. Functions whose names end in `_bound` also
+# accept infinity, which means unbounded.
 finite = _in_range("finite", math.isfinite)
 not_nan = _in_range("a number", lambda x: not math.isnan(x))
 positive = _in_range("positive", lambda x: 0 < x < math.inf)
@@ -222,10 +224,11 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
 def checks_of(
     function: Callable[..., Any], own: Mapping[str, Callable[[Any], Check]]
 ) -> dict[str, Callable[[Any], Check]]:
-    """Returns checks of an optimizer's arguments by name, except its learning rate.
+    """Returns checks, by name, of an optimizer's arguments except its learning rate.
 
-    Flags are recognized by their default, choices by their `Literal` annotation, and
-    the rest by name in `RANGES`. An argument whose default is None may be None.
+    An argument with a bool as its default is a flag, and an argument with a `Literal`
+    annotation is a choice. The range of any other argument comes from `own` or
+    `RANGES`, by the argument's name. An argument whose default is None may be None.
 
     Args:
       function: makes the optimizer.
@@ -260,8 +263,8 @@ def check_rule(
 ) -> None:
     """Raises TypeError if a value is not an optax transformation.
 
-    The error starts with `owner`, or `None` if the caller adds it, and suggests
-    `example`.
+    The error starts with `owner` and suggests `example`. `owner` is `None` if the
+    caller adds the name to the error.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
@@ -302,8 +305,8 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
             call = _Call(_hashable(bound.arguments), run)
             hash(call)
         except TypeError:
-            # Unhashable or wrong arguments: for the latter, the function raises the
-            # error.
+            # The arguments cannot be hashed, or are wrong. If they are wrong, `make`
+            # raises the error.
             return run()
         return result_of(call)
 
@@ -319,7 +322,7 @@ class _Call:
 
 
 def _hashable(value: Any) -> Any:
-    """Returns a value as tuples with types, which tell 1, 1.0 and True apart."""
+    """Converts a value to tuples that include types, to tell 1, 1.0 and True apart."""
     if isinstance(value, Mapping):
         return tuple((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
 """Translates Keras' optimizers and learning rate schedules into this package's.
 
 The formulas are in `keras/src/optimizers` of Keras 3.15 and `tf_keras/src/optimizers`
-2.21, which agree on schedules. Optimizers older than Keras 2.11, now in
-`tf_keras.optimizers.legacy`, have other formulas and are rejected by their fields.
-optax schedules with the same names differ at boundaries, past the end and in clipping.
-Keras itself is not imported.
+2.21, which agree on schedules. Optimizers from before Keras 2.11, which are now in
+`tf_keras.optimizers.legacy`, have different formulas. They are recognized by their
+fields and rejected. optax has schedules with the same names, but their values differ at
+boundaries and past the end, and they clip differently. Keras itself is not imported.
 """
 
 import functools
@@ -151,8 +151,8 @@ def _polynomial(
     period = decay_steps
     if cycle:
         period *= jnp.maximum(-jnp.floor_divide(-step, decay_steps), 1)
-    # Exactly 0 at the end: XLA may round `step / period` above 1, and a root of
-    # `1 - step / period` would then be NaN.
+    # The remainder is exactly 0 at the end. XLA may round `step / period` above 1, and
+    # a root of `1 - step / period` would then be NaN.
     remaining = (period - jnp.minimum(step, period)) / period
     span = initial_learning_rate - end_learning_rate
     return span * jnp.power(remaining, power) + end_learning_rate
@@ -295,40 +295,43 @@ def from_keras_config(
     * `Adam`, `AdamW`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
     * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer with that name.
 
-    Keras optimizers move every row of a table in each step: moments and weights decay,
-    and Ftrl recomputes each row from its slot variables. The translation makes this
-    pass over table and slot variables only for optimizers and fields that need it.
-    `rows="touched"` selects the lazy algorithm, which is usual on TPUs: rows and slot
-    variables move only in steps that look the row up. A row's gradient is summed over
-    its id's occurrences before clipping.
+    Keras optimizers update every row of a table in each step: moments and weights
+    decay, and Ftrl recomputes each row from its slot variables. The translated
+    optimizer makes a pass over the whole table and its slot variables only if the class
+    and its fields need this. `rows="touched"` selects the lazy algorithm, which is
+    usual on TPUs: a row and its slot variables change only in steps that look the row
+    up. The gradients of all occurrences of an id are summed before clipping.
 
-    If the gradient comes from a lookup (`tf.IndexedSlices`), `tf_keras` clips before
-    summing. Its Adafactor's `clipnorm` is translated accordingly: the norm covers all
-    occurrences. For a table whose gradient is dense in `tf_keras`, call `adafactor`
-    with `clipnorm_of="sum"`. Here `clipvalue` and `global_clipnorm` clip sums, so the
-    numbers differ from `tf_keras` if an id repeats within a step.
+    If the gradient comes from a lookup (`tf.IndexedSlices`), `tf_keras` clips it before
+    summing. The `clipnorm` of its Adafactor is translated accordingly: the norm is
+    taken over all occurrences. For a table whose gradient is dense in `tf_keras`, call
+    `adafactor` with `clipnorm_of="sum"`. The translated `clipvalue` and
+    `global_clipnorm` clip sums, so the numbers differ from `tf_keras` if an id repeats
+    within a step.
 
     The six schedules of `keras.optimizers.schedules` are translated from their
     configurations, whichever backend Keras uses. Your own schedule class is called
     inside the compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
-    `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without one are
-    `clipnorm`, `global_clipnorm`, `amsgrad` and `adaptive_epsilon`; Adafactor supports
-    the first two. `name`, `jit_compile` and `is_legacy_optimizer` do not affect the
-    numbers. As in Keras, multiply the loss by `loss_scale_factor` yourself. The layer
-    collects the gradients of several steps (`every_row`); the bare optimizer does not.
+    `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without an
+    equivalent are `clipnorm`, `global_clipnorm`, `amsgrad` and `adaptive_epsilon`,
+    except that Adafactor supports `clipnorm` and `global_clipnorm`. `name`,
+    `jit_compile` and `is_legacy_optimizer` do not affect the numbers. As in Keras,
+    multiply the loss by `loss_scale_factor` yourself. With
+    `gradient_accumulation_steps`, the layer averages the gradients of several steps, as
+    `every_row` describes. Outside the layer, only Adafactor averages them.
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
-        get Keras' defaults, but `learning_rate` is required: a number, a Keras schedule
-        or its serialized form, or a function of the step counted from 0.
+        get Keras' defaults, except that `learning_rate` is required. It is a number, a
+        Keras schedule or its serialized form, or a function of the step counted from 0.
       class_name: Keras' class, such as `"Adam"`. Defaults to the optimizer's class, or
         to the field `name`, which Keras derives from the class by default.
       rows: `"every"` as in Keras, or `"touched"`, see above.
 
     Raises:
-      ValueError: if the class is unknown, or if fields have no equivalent. The error
+      ValueError: if the class is unknown, or if fields cannot be translated. The error
         lists each such field, its value, and what to do instead.
 
     Example:
@@ -551,5 +554,5 @@ def _rate_problem(rate: Any) -> str | None:
 
 
 def _is_on(value: Any) -> bool:
-    """Returns True if a field's value has an effect. Keras ignores bounds up to 0."""
+    """Returns True if a value has an effect: Keras ignores bounds of 0 or less."""
     return bool(value and value > 0)

@@ -69,9 +69,9 @@ def checked_schedule(
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
     """Raises TypeError if a schedule cannot be called with the step alone.
 
-    A first argument with a default is also rejected. TensorFlow calls
-    `lambda rate=rate: rate` without arguments; here it would return the step as the
-    rate.
+    A first argument with a default is also rejected. TensorFlow calls a function such
+    as `lambda rate=rate: rate` without arguments. Called with the step, such a function
+    would return the step as the rate.
     """
     try:
         signature = inspect.signature(schedule)
@@ -100,20 +100,21 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
 def with_hyperparameters(state: Any, **values: Any) -> Any:
     """Returns an optimizer's state with new hyper-parameter values.
 
-    It works on optimizers made with `optax.inject_hyperparams`, anywhere in the state.
-    Dtypes and shardings are kept, so the compiled step is not recompiled.
+    The optimizers must be made with `optax.inject_hyperparams`; their states may be
+    anywhere in the given state. Dtypes and shardings are kept, so the step is not
+    recompiled.
 
     Args:
-      state: state of one optimizer, or any pytree of states, such as `init_slots`
-        returns.
-      **values: new scalar for each named hyper-parameter. For a function without
-        arguments, see `tpu_embedding.nn.set_each_step`.
+      state: state of one optimizer, or any pytree of states, such as the result of
+        `init_slots`.
+      **values: new scalar for each named hyper-parameter. To get the value from a
+        function without arguments, see `tpu_embedding.nn.set_each_step`.
 
     Raises:
       TypeError: if a value is not a number.
-      ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
-        value is not a finite scalar, is a negative `learning_rate`, or is not an
-        integer where the state holds one.
+      ValueError: if no optimizer in the state has a hyper-parameter of that name. Also
+        if a value is not a finite scalar, is a negative `learning_rate`, or is not an
+        integer although the old value is an integer.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -136,7 +137,7 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
 
 
 def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> Any:
-    """Replaces values in all states made by `inject_hyperparams`, also nested ones.
+    """Replaces values in all states made by `inject_hyperparams`, even nested states.
 
     Adds the replaced names to `replaced`.
     """

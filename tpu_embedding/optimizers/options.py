@@ -2,7 +2,7 @@
 
 They apply in this order: clip gradients, decay rows, run the rule on the decayed rows,
 clip rows. TensorFlow's `optimization_parameters.proto` describes each option but not
-the order; this order reproduces the recorded runs in the tests.
+the order. The order above reproduces the recorded runs in the tests.
 
 Options also set the initial values and dtype of slot variables.
 """
@@ -169,14 +169,14 @@ def public_optimizer(
     * Arguments are checked, and errors start with the function's name.
     * Too many positional arguments raise an error that lists the argument names.
     * The learning rate is required, as in optax. A table that names the optimizer, as
-      in `optimizer="adagrad"`, gets the default.
+      in `optimizer="adagrad"`, gets the default rate.
     * optax's names `b1`, `b2` and `eps` are accepted for `beta_1`, `beta_2`, `epsilon`.
     * Equal calls return the same rule.
 
-    A function that ends in `**options: Unpack[CommonOptions]` accepts the common
-    options without reading them: its rule is wrapped as by `with_options`. The
-    signature lists them, because `optax.inject_hyperparams` and `help()` need names and
-    defaults.
+    A function whose last parameter is `**options: Unpack[CommonOptions]` accepts the
+    common options but does not read them. Its rule is wrapped in the same way as by
+    `with_options`. The public signature lists each option, because
+    `optax.inject_hyperparams` and `help()` need names and defaults.
 
     Args:
       **ranges: ranges of arguments that differ from `RANGES`.
@@ -197,7 +197,7 @@ def _make_public(
     signature = _with_listed_options(make_optimizer)
     rate_parameter = signature.parameters.get("learning_rate")
     if rate_parameter is not None:
-        # Users must pass it; `OPTIMIZERS` keeps the default.
+        # Users must pass the rate; `OPTIMIZERS` keeps the default.
         required = rate_parameter.replace(default=inspect.Parameter.empty)
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
@@ -279,8 +279,8 @@ def with_options(
           of an id; see `in_sequence`.
         * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
         * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
-        * `weight_decay_factor`: fraction that touched rows lose before the rule runs.
-          None or 0 means no decay.
+        * `weight_decay_factor`: fraction of each touched row that is subtracted from
+          the row before the rule runs. None or 0 means no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
           by the step's learning rate.
         * `clipvalue`: bounds on the elements of a row's summed gradient. A scalar `c`
@@ -289,12 +289,12 @@ def with_options(
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
           float32. Use bfloat16 only for moving averages: with its 8 bits of precision,
           a sum of squares such as Adagrad's stops growing once it is 256 times the next
-          summand. Integer slots, such as counts, keep their dtype. It is a static
-          argument under `optax.inject_hyperparams`.
+          summand. Integer slots, such as counts, keep their dtype. With
+          `optax.inject_hyperparams`, `slot_dtype` must be a static argument.
         * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to a
           number, or to a function `(shape, dtype) -> array` that returns the same
-          values for all rows. The shape is the slot's on this shard. Other slots keep
-          the rule's initial values.
+          values for all rows. `shape` is the shape of the slot variable on one shard.
+          Slot variables that are not named keep the rule's initial values.
         * `slot_variable_creation_fn`: must be None. Use `slot_initializers` and
           `slot_dtype` instead. Slot variables are always sharded and packed like their
           table.
@@ -302,8 +302,9 @@ def with_options(
 
     Raises:
       TypeError: if an option has the wrong type.
-      ValueError: if an option is out of range, or options contradict each other. When
-        the state is made: if the rule has no slot with a given name.
+      ValueError: if an option is out of range, or if options contradict each other.
+        Also raised when the state is made, if a name in `slot_initializers` is not the
+        name of a slot variable.
 
     Example:
       >>> rule = with_options(optax.sgd(1.0), clip_weight_min=0.0)
@@ -372,7 +373,7 @@ def _with_options(
             "learning_rate, got None. Pass learning_rate to with_options."
         )
 
-    # From inside to outside: the last wrapper runs first.
+    # Wrappers are added from the inside to the outside.
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if decays:
@@ -451,8 +452,8 @@ def _clip_rows(
     """Returns a transformation that clips each element of an updated row.
 
     It must come last in a chain. Rows are updated by addition, so a row that was far
-    out of bounds reaches the bound only up to the rounding of its old value. `bounds`
-    maps names to the lower and the upper bound, in this order, or `None`.
+    out of bounds equals the bound only up to the rounding error of its old value.
+    `bounds` maps names to the lower and the upper bound, in this order, or `None`.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()

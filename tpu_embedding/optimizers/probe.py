@@ -1,16 +1,18 @@
 """Runs a rule on a few rows to find out how it treats them.
 
-A table's gradient reaches its owner as `[rows, dim]` with the touched rows only, in
-several pieces if ids are skewed. A rule is correct on such pieces if it is row-local:
-its effect on a row depends only on that row of gradient, slot variables and table, and
-on scalars of its state, such as a step count, that rows don't change.
+Each shard receives the gradient of its rows as `[rows, dim]`, with only the touched
+rows, and in several pieces if ids are skewed. A rule is correct on such pieces if it is
+row-local. This means that its effect on a row depends only on the row, on the row's
+gradient and slot variables, and on scalars of the state that do not depend on rows,
+such as a step count.
 
 A rule is traced once, and split into per-step values and arithmetic on rows. NumPy
 evaluates both halves, because compiling them would dominate the time to make a plan.
-The probe takes two steps on 136 rows, then repeats them with only three of the rows, in
-another order. It does so early and late in training, with small, large, missing and
-broken gradients. If the updates differ, the rule mixes rows. This is evidence, not
-proof: a rule may mix rows only at magnitudes that the probe doesn't try.
+The probe takes two steps on 136 rows, then repeats these steps with only three of the
+rows, in a different order. It does so early and late in training, with gradients that
+are small, large, zero or NaN. If the updates differ, the rule mixes rows. Equal updates
+are evidence but not proof: a rule may mix rows only at magnitudes that the probe does
+not try.
 """
 
 import contextlib
@@ -58,18 +60,20 @@ _NUM_ROWS: Final = 136
 """An even number above 128, where `optax.adafactor` starts to factor its moments."""
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
-"""Rows to run alone, in another order and without the bad row. A rule is also traced
-for this number of rows, which is odd and below 128."""
+"""Rows that the probe runs without the rest, in a different order. The bad row is not
+among them. A rule is also traced for this number of rows, which is odd and below
+128."""
 
 _BAD_ROW: Final = 1
-"""A row of large values, whose gradient is NaN in one step and large in another."""
+"""A row of large values. Its gradient is NaN in one step and large in the other
+step."""
 
 _EMPTY_ROWS: Final = slice(100, None)
 """Rows with zero values and gradients, like padding."""
 
 _SMALL: Final = 1e-3
 _LARGE: Final = 1e10
-"""Magnitudes of gradients. Most bounds are between them."""
+"""Magnitudes of gradients. Most clipping bounds are between these two."""
 
 _LATE: Final = 1000
 """Steps added to a rule's counts, because a rule may change with the step."""
@@ -82,11 +86,11 @@ class ProbedSlot:
     Attributes:
       row: shape and dtype of one row, `(dim,)` or `()`.
       initial_value: initial value of all elements, or `None` if they differ.
-      starts_from_rows: True if it starts from the table's values.
-      is_moved_by_adding: True if the new value is at least half of the old value, plus
-        something. Adding the difference to the old value then gives the new value with
-        the rule's own precision. If a rule forgets the old value, the difference would
-        lose a small new one.
+      starts_from_rows: True if the initial values depend on the table's rows.
+      is_moved_by_adding: True if the new value keeps at least half of the old value and
+        adds something to it. Adding the difference of the two values to the old value
+        then gives the new value with the rule's own precision. If a rule forgets the
+        old value, a small new value would be lost in the difference.
     """
 
     row: jax.ShapeDtypeStruct
@@ -101,7 +105,7 @@ class ProbedRule:
 
     Attributes:
       state: the rule's state for some rows, as shapes and dtypes.
-      leaves: the slot variable for each leaf of the state, or `None` for a scalar.
+      leaves: for each leaf of the state, the slot variable, or `None` for a scalar.
       takes_totals: True if the rule asks for totals over a table's rows.
       split: the rule, traced for some rows, in two halves. Totals are replaced by ones.
     """
@@ -120,11 +124,11 @@ class ProbedRule:
 def probe_rule(
     rule: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> ProbedRule:
-    """Probes a rule of rows `[rows, dim]`, once per dim.
+    """Probes a rule on rows `[rows, dim]`. Results are cached.
 
     Raises:
-      NotRowLocalError: if the rule mixes rows, cannot run on an array of rows, or has a
-        state that is not one entry per row.
+      NotRowLocalError: if the rule mixes rows, cannot run on an array of rows, or has
+        state that depends on the number of rows without having one entry per row.
     """
     return _probe(row_optimizer_of(rule).transformation, dim)
 
@@ -133,10 +137,10 @@ def probe_rule(
 def split_rule(
     rule: optax.GradientTransformation, dim: int, num_rows: int
 ) -> SplitRule:
-    """Traces a rule without totals for a number of rows, and splits it.
+    """Traces a rule for a given number of rows, and splits it.
 
-    The rule must pass `probe_rule`. The result has the same hyperparameters as
-    `probe_rule(rule, dim).split`.
+    The rule must pass `probe_rule` and must not ask for totals. The result has the same
+    hyperparameters as `probe_rule(rule, dim).split`.
 
     Raises:
       NotRowLocalError: if the rule's operations depend on the number of rows.
@@ -154,7 +158,7 @@ def split_rule(
     with on_its_own(), _shapes_fit_any_number_of_rows():
         program = _trace_update(rule, tree.unflatten(resized), (num_rows, dim), [])
     split = split_program(program, [slot is not None for slot in probed.leaves])
-    # With a single row, JAX has nothing to broadcast along rows.
+    # With a single row, JAX has nothing to broadcast along rows, so operations differ.
     if num_rows > 1 and not split.has_operations_of(probed.split):
         raise _mixes_rows()
     return split
@@ -166,14 +170,14 @@ def rates_are_finite(
     """Returns False if the next step's learning rate is NaN or infinite.
 
     The step's hyperparameters are applied to rows of ones. A non-finite rate makes all
-    their updates NaN or infinite. Other non-finite hyperparameters need not: a bound
-    may be infinite, and a branch that is not taken may compute NaN, as in the first
-    steps of `optax.radam`. `scalars` are the state's leaves that are not slot
-    variables.
+    their updates NaN or infinite. Other hyperparameters may be non-finite without
+    making the updates non-finite: a bound may be infinite, and a branch that is not
+    taken may compute NaN, as in the first steps of `optax.radam`. `scalars` are the
+    state's leaves that are not slot variables.
 
     Returns:
-      A bool scalar, or `None` if rows use no values that can change. Constants are
-      checked when the rule is made.
+      A bool scalar, or `None` if rows are updated with constants only, because
+      constants are checked when the rule is made.
 
     Example:
       >>> rule = optax.sgd(lambda count: 0.1 / count)
@@ -207,8 +211,8 @@ def slot_row_shapes(
 ) -> Any:
     """Finds the slot variables of a rule of float32 rows without running it.
 
-    Slot variables are the state's arrays with one entry per row. Their shapes differ
-    between tables of two sizes, so the rule needs no annotations.
+    Slot variables are the state's arrays with one entry per row. They are found by
+    comparing the states of tables of two sizes, so the rule needs no annotations.
 
     Args:
       rule: transformation of rows `[rows, *row_shape]`.
@@ -359,7 +363,7 @@ class _TracedRule(NamedTuple):
     def rows(
         self, gradient: Any, rows: Any, slots: Any, hyperparameters: Any
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the updates and new slot variables of rows, all of them touched."""
+        """Returns updates and new slot variables if all rows are touched."""
         is_touched = np.ones(_NUM_ROWS, bool)
         return self.split.rows(
             gradient, rows, is_touched, slots, hyperparameters, evaluate_by_numpy
@@ -369,7 +373,7 @@ class _TracedRule(NamedTuple):
 def _trace_init(
     rule: optax.GradientTransformation, shape: tuple[int, int], asked: list[str]
 ) -> tuple[Program, Any]:
-    """Returns the program of a rule's initial state, and its shapes and dtypes."""
+    """Returns the program of a rule's `init`, and the state's shapes and dtypes."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return trace_program(functools.partial(_init, rule, asked), rows)
 
@@ -418,7 +422,7 @@ def _trace_update(
 
 @contextlib.contextmanager
 def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
-    """Lets a rule run as if within a layer, with ones for all totals.
+    """Makes a rule run as if it were within a layer, with ones for all totals.
 
     Each total that the rule asks for adds an item to `asked`.
 
@@ -459,7 +463,7 @@ def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _shapes_fit_any_number_of_rows() -> Iterator[None]:
-    """Rejects a rule whose shapes fit only one number of rows."""
+    """Rejects a rule that works only for one particular number of rows."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -510,8 +514,8 @@ def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
 def _check_row_local(
     rule: _TracedRule, cases: Sequence[tuple[np.ndarray, np.ndarray, int]]
 ) -> None:
-    """Compares the updates of a few rows, run alone and among all rows."""
-    # The number of rows is fixed, so each of the few rows occurs many times.
+    """Compares the updates of a few rows with and without the remaining rows."""
+    # The traced number of rows is fixed, so each of the few rows occurs many times.
     places = _FEW_ROWS[np.arange(_NUM_ROWS) % len(_FEW_ROWS)]
     for gradients, rows, later in cases:
         among_all = rule.updates(gradients, rows, later)[:, places]
@@ -547,8 +551,8 @@ def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bo
     """Returns `ProbedSlot.is_moved_by_adding` for each slot variable.
 
     Doubling a slot variable should increase its new value by half to all of the old
-    value. `later` earlier steps touched no row: the more there are, the more a rule may
-    forget.
+    value. The tested step comes after `later` steps that did not touch any rows. The
+    more such steps there are, the more of the old value a rule may forget.
     """
     scalars, slots = rule.start(rows, later)
     hyperparameters, _ = rule.split.values(scalars, evaluate_by_numpy)
@@ -588,7 +592,7 @@ def _one_value(arrays: Sequence[np.ndarray]) -> float | None:
 
 @contextlib.contextmanager
 def on_its_own() -> Iterator[None]:
-    """Isolates the probe from any trace, mesh and NaN checks, and runs it on a CPU."""
+    """Isolates the probe from outer traces, meshes and NaN checks, and uses a CPU."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]  # CPU programs compile fast.
     except RuntimeError:  # JAX has no CPU.

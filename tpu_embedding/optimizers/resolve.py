@@ -23,17 +23,18 @@ from tpu_embedding.optimizers.row_optimizer import (
 )
 
 COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
-"""States of optax rules that collect gradients and apply them only in some steps."""
+"""States of optax rules that accumulate gradients and apply them only in some steps."""
 
 _AVERAGING: Final = ("ScheduleFreeState",)
-"""States of optax rules in which an update's weight falls with each step, even if the
-step does not look the row up."""
+"""States of optax rules that average rows with weights that fall in each step, even if
+the step does not look the row up."""
 
 
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
     """Returns why a table or layer cannot use an optimizer, or `None` if it can.
 
-    The text starts with `field` and `owner`, such as `" for table 'movie'"`.
+    The text starts with `field`, followed by `owner`, which is text such as
+    `" for table 'movie'"`.
     """
     try:
         if optimizer is not None:
@@ -48,8 +49,8 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
     """Returns a table's optimizer as a transformation.
 
-    A name selects a rule of this package with its default hyperparameters, in any
-    letter case. Equal names return the same object.
+    A name, in any letter case, selects a rule of this package with its default
+    hyperparameters. Equal names return the same object.
 
     Raises:
       ValueError: if no rule has that name, or a Keras optimizer has no equivalent.
@@ -102,10 +103,10 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
 
     A row's update may depend on that row, its gradient and slot variables, on scalars
     of the state, and on totals that the rule gets from `table_rows`. The check runs the
-    optimizer on some rows, and then on a few of them alone: the updates must be equal.
-    It also traces the optimizer for a different number of rows, which must give the
-    same operations. `make_plan` does the same, but leaves the second check to the first
-    step.
+    optimizer on some rows, and then on only a few of these rows. The few rows must get
+    the same updates in both runs. A second check traces the optimizer for a different
+    number of rows, which must give the same operations. `make_plan` runs only the first
+    check; the second runs in the first training step.
 
     Args:
       optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
@@ -113,8 +114,8 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
       dim: columns of the table.
 
     Raises:
-      NotRowLocalError: if it mixes rows, or its state does not have one entry per row.
-        The message says what to use instead.
+      NotRowLocalError: if the optimizer mixes rows, or if its state does not have one
+        entry per row. The message says what to use instead.
       ValueError: if modes contradict each other.
 
     Example:

@@ -1,8 +1,8 @@
 """Optimizer types, as the user passes them and as the layer applies them.
 
 Keras optimizers are accepted without importing Keras. A *driver* says which rows a rule
-is applied to, and how often. `every_row` and `in_sequence` set the driver. They must be
-the outermost wrapper; a plan rejects them inside optax wrappers.
+is applied to, and how often. `every_row` and `in_sequence` set the driver. Either of
+them must be the outermost wrapper; a plan rejects it inside an optax wrapper.
 """
 
 import dataclasses
@@ -31,11 +31,21 @@ class KerasOptimizer(Protocol):
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
 """An optax transformation, the name of a rule of this package such as `"adagrad"`, or a
-Keras optimizer, which is read when the plan is made."""
+Keras optimizer, whose configuration is read when the plan is made."""
 
 
 class NotRowLocalError(ValueError):
-    """Raised if a layer cannot apply a transformation to a table's rows one by one."""
+    """Raised if a layer cannot apply a transformation separately to each row.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> rule = optax.stateless(lambda gradients, rows: gradients / gradients.shape[0])
+      >>> try:
+      ...     te.optimizers.check_row_local(rule, 4)
+      ... except NotRowLocalError as error:
+      ...     print("mixes rows" in str(error))
+      True
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +55,8 @@ class Touched:
     The gradients of all occurrences of an id are summed.
 
     Attributes:
-      occurrence_norm: Whether the rule needs the norm of the gradients of all
-        occurrences of ids, before they are summed.
+      occurrence_norm: Whether the rule needs the norm over the gradients of all
+        occurrences of ids, before these gradients are summed.
     """
 
     occurrence_norm: bool = False
@@ -59,8 +69,8 @@ class EveryRow:
     Rows that were not looked up have gradient zero.
 
     Attributes:
-      gradient_steps: Number of steps whose mean gradient makes one update. If there are
-        several, a plan replaces the driver with `KeptGradient`.
+      gradient_steps: Number of steps whose mean gradient makes one update. If it is
+        above 1, a plan replaces the driver with `KeptGradient`.
     """
 
     gradient_steps: int = 1
@@ -70,7 +80,7 @@ class EveryRow:
 class KeptGradient:
     """A driver like `EveryRow`, with a dense gradient kept in the state.
 
-    The plan selects it for rules that collect the gradients of several steps, need
+    The plan selects it for rules that accumulate the gradients of several steps, need
     totals over a table, or set rows.
 
     Attributes:
@@ -99,10 +109,15 @@ class RowOptimizer:
       takes_model_norm: Whether the rule needs the norm of the model's gradients.
       sets_rows: Whether the rule sets rows without reading them, as `assign` does.
       takes_totals: Whether the rule needs totals over a table's rows. The plan sets it.
-      averages: Whether `with_ema` keeps averages of the rows, and whether it overwrites
-        the rows with them.
-      named: Text with the name that the table passed instead of a rule, and its
-        learning rate. Ignored when rules are compared.
+      averages: Whether `with_ema` keeps averages of the rows, and whether these
+        averages overwrite the rows.
+      named: Text with the optimizer's name and learning rate, if the table passed a
+        name instead of a rule. Ignored when rules are compared.
+
+    Example:
+      >>> rule = RowOptimizer(transformation=optax.sgd(0.1), driver=EveryRow())
+      >>> rule.moves_every_row
+      True
     """
 
     transformation: optax.GradientTransformation
@@ -115,7 +130,7 @@ class RowOptimizer:
 
     @property
     def moves_every_row(self) -> bool:
-        """True if rows may move in steps that do not look them up."""
+        """True if rows may change in steps that do not look them up."""
         return isinstance(self.driver, EveryRow | KeptGradient)
 
     @property
@@ -142,9 +157,9 @@ class RowOptimizer:
 class DeclaredRule(optax.GradientTransformation):
     """An optax transformation that declares how a layer applies it.
 
-    `every_row` and `in_sequence` return one. On dense arrays it works like any other
-    transformation. An optax wrapper around it would hide the declaration, so a plan
-    rejects that.
+    `every_row` and `in_sequence` return such a rule. On dense arrays it works like any
+    other transformation. An optax wrapper around the rule would hide the declaration,
+    so a plan rejects a wrapped rule.
 
     Attributes:
       row_optimizer: The rule for rows, and what it declares.
@@ -157,11 +172,12 @@ class DeclaredRule(optax.GradientTransformation):
         row_optimizer: RowOptimizer,
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
-        """Makes the rule. `on_arrays` transforms dense arrays, by default like rows."""
+        """Makes the rule. Dense arrays use `on_arrays`, or by default the same rule."""
         on_arrays = on_arrays or row_optimizer.transformation
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            # A layer calls the rows' rule directly, unless a wrapper hides it.
+            # A layer calls the rule for rows directly, so this call comes from a
+            # wrapper.
             if is_in_layer():
                 _check_not_wrapped(row_optimizer)
             return on_arrays.update(updates, state, params)
@@ -231,9 +247,10 @@ def every_row(
 ) -> optax.GradientTransformation:
     """Applies a rule to every row of the table in each step, as dense optimizers do.
 
-    Rows that were not looked up have gradient zero: their moments still decay and move
-    the row. So the result equals applying the same optax transformation to the dense
-    gradient. Each step costs an in-place pass over the table and its slot variables.
+    A row that was not looked up has gradient zero, but its moments still decay and
+    change the row. The result therefore equals applying the same optax transformation
+    to the dense gradient. Each step costs an in-place pass over the table and its slot
+    variables.
 
     Rules that need totals over a table, such as Adafactor, and rules with
     `gradient_steps` above 1 keep a gradient of the table's size in their state. Most
@@ -241,15 +258,16 @@ def every_row(
 
     Args:
       rule: A row-local optax transformation, or an optimizer of this package.
-      gradient_steps: Number of steps per update, at least 1. The layer averages their
-        gradients, and no row moves in between. Keras' `gradient_accumulation_steps`. On
-        a dense array outside the layer, the rule is applied in each call.
+      gradient_steps: Number of steps per update, at least 1. The layer averages the
+        gradients of these steps, and rows do not change in between. This is Keras'
+        `gradient_accumulation_steps`. On a dense array outside the layer, the rule is
+        applied in each call.
 
     Raises:
       TypeError: If `rule` is not a transformation, or `gradient_steps` is not an int.
-      ValueError: If `gradient_steps` is below 1 or differs from the rule's, if the rule
-        runs once per occurrence or needs their norm, or if it has averages and
-        `gradient_steps` is above 1.
+      ValueError: If `gradient_steps` is below 1 or differs from an inner `every_row`,
+        if the rule runs once per occurrence of an id or needs the norm over
+        occurrences, or if the rule has averages and `gradient_steps` is above 1.
 
     Example:
       >>> import tpu_embedding as te
@@ -288,10 +306,10 @@ def every_row(
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a rule once per occurrence of an id, in sample order.
 
-    This is TensorFlow's `use_gradient_accumulation=False`, which does not guarantee an
-    order. Here occurrences are ordered by feature, and by sample within each device.
-    Use it for comparisons only: a step takes as many passes as its most frequent id has
-    occurrences.
+    This is TensorFlow's `use_gradient_accumulation=False`, but TensorFlow does not
+    guarantee an order. In this package, occurrences are ordered by feature, and by
+    sample within each device. Use it for comparisons only: a step takes as many passes
+    as its most frequent id has occurrences.
 
     Args:
       rule: A row-local optax transformation.

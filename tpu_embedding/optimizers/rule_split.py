@@ -7,9 +7,9 @@ per step:
     hyperparameters, new_scalars = split.values(scalars)
     updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
 
-Together the two halves run the rule's own operations. Only scalars cross from one half
-to the other: arrays that do not depend on rows, such as a learning rate broadcast to
-all rows, are computed with the rows.
+Together the two halves run the rule's own operations. Only scalars are passed from the
+first half to the second. An array that does not depend on rows, such as a learning rate
+broadcast to all rows, is computed in the second half.
 
 A `Program` is a jaxpr without calls. It can be evaluated by JAX, by NumPy (without
 compiling anything), or element by element by a backend.
@@ -43,7 +43,7 @@ _NAMES: Final = (
     "neg:negative not:invert or:bitwise_or pow:power sign:sign sin:sin sqrt:sqrt "
     "square:square sub:subtract tanh:tanh"
 )
-"""Elementwise operations: JAX's name and NumPy's."""
+"""Elementwise operations: JAX's name, then NumPy's name."""
 
 _ELEMENTWISE: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(np, of_numpy)
@@ -80,7 +80,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that is known when a rule is traced.
+    """A value that is already known when a rule is traced.
 
     Attributes:
       value: a NumPy or JAX array.
@@ -183,10 +183,10 @@ class Program:
         return tuple(reversed(equations))
 
     def operations(self) -> list[tuple[str, ...]]:
-        """Returns what should be equal in this program for any number of rows.
+        """Returns what must not depend on the number of rows in this program.
 
-        For each operation except reshapes: its name, and its operands that are constant
-        floats.
+        For each operation except reshapes, this is its name followed by one text per
+        operand: the value of a constant float, or nothing.
         """
         return [
             (equation.name, *map(_float_text, equation.inputs))
@@ -222,7 +222,7 @@ def trace_program(function: Callable[..., Any], *examples: Any) -> tuple[Program
 
 
 def program_of(closed_jaxpr: Any) -> Program:
-    """Returns a closed jaxpr as a program, with called functions inlined."""
+    """Converts a closed jaxpr to a program, with called functions inlined."""
     equations: list[Equation] = []
     inputs = tuple(Variable(x.aval) for x in closed_jaxpr.jaxpr.invars)
     outputs = _inline(closed_jaxpr, inputs, equations)
@@ -300,9 +300,10 @@ class SplitRule:
         hyperparameters and the new scalars.
       row_program: maps gradient, rows, `is_touched`, slot variables and hyperparameters
         to updates and new slot variables.
-      num_hyperparameters: number of scalars that cross from values to rows.
-      scalars_depend_on_rows: True if a new scalar depends on rows, which makes the
-        result of `values` wrong.
+      num_hyperparameters: number of scalars that `value_program` passes to
+        `row_program`.
+      scalars_depend_on_rows: True if a new scalar depends on rows. The result of
+        `values` is then wrong.
     """
 
     value_program: Program
@@ -354,12 +355,12 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     row_inputs = (*program.inputs[:3], *slots)
     row_outputs = (program.outputs[0], *new_slots)
 
-    # Users may print a rule's values, in either half.
+    # Operations with side effects are kept, because users may print a rule's values.
     effects = {x for x in program.equations if x.traced.effects}
     row_effects = {x for x in effects if not depends.isdisjoint(x.inputs)}
 
-    # Only scalars cross between the halves. Arrays such as a rate broadcast to all rows
-    # are computed with the rows.
+    # Only scalars are passed between the halves. Arrays such as a rate broadcast to all
+    # rows are computed with the rows.
     results = (x for equation in program.equations for x in equation.outputs)
     crossing = [
         x
@@ -372,7 +373,8 @@ def split_program(program: Program, is_slot: Sequence[bool]) -> SplitRule:
     used = {*row_outputs, *(x for equation in row_equations for x in equation.inputs)}
     hyperparameters = tuple(x for x in crossing if x in used)
     values = (*hyperparameters, *new_scalars)
-    # A conditional may compute both scalars and arrays of rows; the latter are dropped.
+    # A conditional may compute both scalars and arrays of rows. This half drops the
+    # arrays.
     value_equations = program.needed_for(
         values, {*scalars, *depends}, effects - row_effects
     )
@@ -415,7 +417,7 @@ def partition(
 
 
 def rows_dependence(program: Program, is_by_row: Sequence[bool]) -> set[Atom]:
-    """Returns a program's values that depend on rows.
+    """Returns the values of a program that depend on rows.
 
     `is_by_row` is True for each argument that belongs to rows.
     """

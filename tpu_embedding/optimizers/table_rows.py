@@ -1,13 +1,14 @@
 """Answers a rule's questions about its rows, such as totals over the whole table.
 
 A rule sees only the rows `[rows, dim]` that it updates: the touched rows of one shard
-and round, or a block of all rows. Most rules treat each row separately, but Adafactor
-and a few others need totals over all rows of a table. They call `table_rows`, which
-knows each row's table and sums over shards and rounds. On a dense array outside the
-layer, all rows are present and belong to one table.
+in one round, or a block of a shard's rows. Most rules treat each row separately, but
+Adafactor and a few others need totals over all rows of a table. Such rules call
+`table_rows`. Its result knows each row's table, and computes totals over all shards and
+rounds. On a dense array outside the layer, all rows are present and belong to one
+table.
 
-So a rule is written once and composes with every optax wrapper. Wrappers don't pass the
-rows along; they belong to the context, like an axis name in JAX.
+So a rule is written once and composes with every optax wrapper. Wrappers need not pass
+these facts along, because they are part of the context, like an axis name in JAX.
 """
 
 import contextlib
@@ -30,17 +31,18 @@ class TableRows:
     """The part of one or more tables' rows that a rule is given.
 
     Attributes:
-      table_sizes: float32 `[tables]`, number of rows in each whole table. Where ids are
-        not row numbers, only rows that ids read are counted.
+      table_sizes: float32 `[tables]`, number of rows in each whole table. If ids are
+        not row numbers, only rows that belong to an id are counted.
       tables: int32 `[rows]`, each row's table. `None` if there is one table.
       is_used: bool `[rows]`, False for padding, which isn't in any table.
       is_touched: bool `[rows]`, True for rows looked up in this step.
-      all_reduce: reduces this part's totals `[tables, ...]` over all parts.
+      all_reduce: reduces totals `[tables, ...]` of this part of the rows over all
+        parts.
       occurrence_squares: float32 `[tables]`, sum of the squared gradients of all
         occurrences of ids. `None` unless the rule's driver is
         `Touched(occurrence_norm=True)`.
-      stored: maps rows and their updates to the new rows as the table stores them; a
-        narrow table rounds.
+      stored: maps rows and their updates to the new rows as the table stores them,
+        which means rounded if the table is narrow.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -139,8 +141,8 @@ def table_rows_context(
 
     Args:
       rows: the rows. `None` means that the rule sees all rows of one table.
-      inlines_jit: True inlines each `jit` within a rule, whose cache could otherwise
-        return answers about other rows.
+      inlines_jit: True inlines each `jit` within a rule. Otherwise, the cache of `jit`
+        could return answers about different rows.
     """
     token = _CURRENT.set(rows)
     inlines_jit = inlines_jit and rows is not None
@@ -154,8 +156,8 @@ def table_rows_context(
 def model_gradient_squares() -> Array | None:
     """Returns the sum of squares of all the model's gradients in this step.
 
-    They are the loss's gradients before any transformation. Returns `None` if the rule
-    is called without a model and knows only its own arrays.
+    These are the gradients of the loss before any transformation. Returns `None` if the
+    rule is called without a model and knows only its own arrays.
     """
     compute = _MODEL_SQUARES.get()
     return None if compute is None else compute()

@@ -1,13 +1,14 @@
 """The interface of backends, which look up and update rows on a device.
 
-A backend changes speed, never results. `make_plan(backend=...)` asks for one, and the
-plan has one per stack. `Backend` itself uses XLA's gathers and scatters: the exchange
-of `lookup/` and the drivers of `update/`. Subclasses override its methods. These
-receive the exchange or the driver as a function, `otherwise`, to call in steps that the
-backend can't run, as in `jax.lax.cond(fits, look_up, otherwise, table)`.
+A backend changes speed, never results. The argument of `make_plan(backend=...)` chooses
+a backend for each stack of the plan. `Backend` itself uses XLA's gathers and scatters:
+the exchange of `lookup/` and the drivers of `update/`. Subclasses override its methods.
+The methods `look_up` and `update` receive the exchange or the driver as a function,
+`otherwise`. They call this function in steps that the backend can't run, as in
+`jax.lax.cond(fits, look_up, otherwise, table)`.
 
-The core calls only these methods and imports no other backend. To add a backend, add
-its name and options class to `_OPTIONS`.
+The core calls only the methods of `Backend`, and imports no other backend. To add a
+backend, add its name and options class to `_OPTIONS`.
 """
 
 import abc
@@ -37,20 +38,20 @@ ReadRows = Callable[[PackedRows], Activations]
 """Looks up the rows of a batch in a table."""
 
 UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
-"""Maps a table and the rule's state to updated ones."""
+"""Maps a table and the rule's state to the updated table and state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A stack's lookup and update. This one uses gathers and scatters.
+    """A stack's lookup and update. This class uses gathers and scatters.
 
     Backends are part of the plan, so they are hashable and printable. All methods
-    except `arrange` and `notes` are traced, per shard.
+    except `arrange` and `notes` are traced, and see one shard.
 
     Attributes:
       lookups: name of the lookup's implementation, `"xla"` for the exchange.
       updates: name of the update's implementation, `"xla"` for the drivers.
-      reason: why the plan chose them.
+      reason: why the plan chose these implementations.
     """
 
     lookups: str = "xla"
@@ -120,8 +121,8 @@ class Backend:
         """Returns the updated table and rule state, in place if they are donated.
 
         `gradient` is a `StackGradient` of `lookup/_backward.py`. If this backend
-        replaces the update, `backend_ids` of its routing are from `prepare_ids`.
-        `otherwise` runs the rule's driver.
+        replaces the update, the `backend_ids` of the gradient's routing are from
+        `prepare_ids`. `otherwise` runs the rule's driver.
         """
         return otherwise(table, state)
 

@@ -98,8 +98,8 @@ def round_size(
 def _bucket_size(capacity: int) -> int:
     """Returns the entries per destination of an exchange buffer.
 
-    There is at least one more than the capacity, because an unused entry stands for
-    "no id".
+    The result exceeds `capacity` by at least 1, because an unused entry stands for "no
+    id".
     """
     is_small = capacity < _LANE_ALIGNMENT_MIN_IDS
     return round_up(capacity + 1, _SUBLANES if is_small else LANES)
@@ -109,12 +109,14 @@ Gathers = Literal["whole", "fused", "by_feature"]
 """Form of the gathers that bring rows to samples:
 
 * `"whole"`: one gather for all ids, whose result is written to memory. XLA:TPU compiles
-  and starts one large gather faster than many small ones, and fuses neither.
+  and starts one large gather faster than many small ones, and doesn't fuse any of them
+  with the sum.
 * `"fused"`: one gather per id of a sample, which XLA fuses with the sum. Features
   without sums share one gather.
-* `"by_feature"`: like `"fused"`, but with one gather per feature without a sum. XLA:CPU
-  would write the rows of a shared gather to memory and copy them to the features.
-  (Gathers from an exchange buffer gain nothing, since its rows are in the cache.)
+* `"by_feature"`: like `"fused"`, but each feature without a sum has its own gather.
+  XLA:CPU would write the rows of a shared gather to memory, and copy them to the
+  features. (Gathers from an exchange buffer gain nothing by this form, since the rows
+  of the buffer are in the cache.)
 """
 
 Updates = Literal["whole", "blocks"]
@@ -144,7 +146,8 @@ def choose_updates(
     """Returns how gradients are summed and applied.
 
     Each block is a round, so blocks are used only for rules with little cost per round.
-    They also need one CPU device, gathers and scatters, and no user-set `capacity`.
+    Blocks also need a single CPU device, a backend that uses gathers and scatters, and
+    a `capacity` that the user didn't set.
     """
     is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
     is_one_cpu &= not backend.replaces_lookup

@@ -17,7 +17,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
 def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
-    """Raises unless `tables` holds the rows of every stack. More are allowed.
+    """Raises unless `tables` holds the rows of every stack. It may hold more stacks.
 
     Raises:
       TypeError: if `tables` is not a mapping of packed rows.
@@ -36,7 +36,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
-    """Raises unless `slots` holds the state of every stack. More are allowed.
+    """Raises unless `slots` holds the state of every stack. It may hold more stacks.
 
     Raises:
       TypeError: if `slots` is not a mapping.
@@ -56,7 +56,7 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises unless a table's or slot's rows have values, and belong to the stack.
+    """Raises if rows of a table or slot variable are traced, or are not the stack's.
 
     Raises:
       TypeError: if `jax.jit` traces the rows, so the host can't read or set them.
@@ -121,7 +121,7 @@ def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
         return
     only_array = [fact for fact in layout.facts if fact not in planned.facts]
     only_plan = [fact for fact in planned.facts if fact not in layout.facts]
-    # The first fact is about shards, if they differ, and the last about tables.
+    # If the shards differ, the first fact is about them. The last is about tables.
     listed = "; ".join(
         f"the {name} has {' and '.join(dict.fromkeys(facts[:1] + facts[-1:]))}"
         for name, facts in (("array", only_array), ("plan", only_plan))

@@ -1,11 +1,11 @@
-"""Features of a plan: their rows, and the part of a nest that a batch holds.
+"""The features of a plan: the rows that they read, and which of them a batch holds.
 
 A plan has one `FeaturePlan` per feature. `make_plan` finds their tables in new stacks,
 and `EmbeddingPlan.with_features` in the stacks of an existing plan. In a multi-process
 job, each process loads only the samples of its own devices.
 
 A plan holds devices and user functions, so it can't be pickled. Loader processes
-receive the part that preparing a batch needs: the features, the sizes of their tables,
+receive only what they need to prepare a batch: the features, the sizes of their tables,
 and the number of devices.
 """
 
@@ -49,7 +49,7 @@ class FeaturePlan:
 
     @property
     def inputs(self) -> VocabularyInputs:
-        """Reads the feature's ids and finds their rows."""
+        """The part of the vocabulary that reads ids and finds their rows."""
         return self.config.table.vocabulary.inputs
 
     @property
@@ -90,7 +90,8 @@ class FeatureNest:
           what: name of the batch in errors.
 
         Returns:
-          This plan if the batch holds all features.
+          A plan of the batch's features; this plan itself if the batch holds all
+          features.
 
         Raises:
           ValueError: if the nest has a different structure or no features.
@@ -141,7 +142,7 @@ class FeatureNest:
 
 
 def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
-    """Returns the leaves of a nest of `FeatureConfig` by name, and the nest.
+    """Returns the leaves of a nest of `FeatureConfig` by name, and its structure.
 
     A feature without a name is named by its path in the nest.
 
@@ -193,7 +194,10 @@ def plan_features(
     table_names: Sequence[str],
     stacks: Sequence["StackPlan"],
 ) -> tuple[FeaturePlan, ...]:
-    """Returns one plan per feature, whose tables are `table_names` of `stacks`."""
+    """Returns one plan per feature.
+
+    `table_names` has the name of each feature's table in `stacks`.
+    """
     tables = {
         table.name: (i, table)
         for i, stack in enumerate(stacks)
@@ -219,7 +223,8 @@ def find_tables(
 ) -> list[str]:
     """Returns the name of each feature's table in the stacks.
 
-    A table matches the same object, or else the only equal one.
+    A feature's table is found by identity. If the same object isn't in the stacks, it
+    is found by equality, provided that exactly one table is equal.
 
     Raises:
       ValueError: if a table matches none of the stacks' tables, or several.
@@ -311,6 +316,13 @@ class InputPlan(FeatureNest):
       feature_tree: structure of the user's nest of features.
       num_shards: devices of the layer.
       num_process_parts: see `EmbeddingPlan`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> mesh = te.device_mesh(jax.devices()[:1])
+      >>> te.make_plan({"watched": te.FeatureConfig(table=table)}, mesh).for_loaders()
+      InputPlan(1 features, 1 shards)
     """
 
     num_shards: int
@@ -320,7 +332,8 @@ class InputPlan(FeatureNest):
         return f"InputPlan({len(self.features)} features, {self.num_shards} shards)"
 
     def __reduce__(self):
-        # JAX pickles trees of its own containers only, so the nest itself is pickled.
+        # JAX can pickle the structure only of nests of its own containers, so a nest of
+        # numbers is pickled instead of the structure.
         numbers = self.unflatten(range(len(self.features)))
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return _restore, ({**fields, "feature_tree": numbers},)

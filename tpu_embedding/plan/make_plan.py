@@ -66,7 +66,7 @@ class NamedTable:
         not trained.
       shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
         every device has all rows.
-      num_shards: devices along these axes.
+      num_shards: devices along the `shard_axes`.
       placement_reason: the setting that chose the axes.
       storage: where the placement stores its rows.
       num_rows: rows in its stack, including spare rows.
@@ -114,12 +114,20 @@ def make_plan(
       backend: how rows are looked up and updated. It changes speed, never results.
         `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
         XLA's embedding operations for SparseCores, for each stack that they support;
-        `print(plan)` shows which, and why. `tpu-embedding doctor` compares both on
-        your devices.
+        `print(plan)` shows which, and why. `tpu-embedding doctor` compares the two
+        backends on your devices.
 
     Raises:
       TypeError: if an option has the wrong type.
       ValueError: if the configuration is inconsistent. The message says where.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> movie = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> features = {"watched": te.FeatureConfig(table=movie)}
+      >>> plan = te.make_plan(features, te.device_mesh(), optimizer="adagrad")
+      >>> [table.name for table in plan.stacks[0].tables]
+      ['movie']
     """
     mesh = choose_mesh(mesh)
     hardware = choose_hardware(hardware, mesh)
@@ -213,8 +221,9 @@ def _place_tables(
 ) -> list[NamedTable]:
     """Returns each table once, with the mesh axes that split its rows.
 
-    `placement` is for tables that don't set their own. A function chooses by name and
-    number of rows. By default, rows are split over the whole mesh.
+    `placement` is for tables that don't set their own. If it is a function, it chooses
+    by a table's name and number of rows. By default, rows are split over the whole
+    mesh.
 
     Raises:
       TypeError: if `placement` is not a placement or a function that returns one.
@@ -274,8 +283,8 @@ def _wrong_type(rule: str, value: Any) -> TypeError:
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    An int32 must identify each row of a stack, so a larger group is split into several
-    stacks. Each table goes into the first one with room.
+    An int32 must identify each row of a stack, so a group with too many rows is split
+    into several stacks. Each table goes into the first stack that has room.
     """
     groups: dict[Any, list[list[NamedTable]]] = {}
     for table in sorted(tables, key=lambda table: table.name):

@@ -33,7 +33,8 @@ def format_table(rows: list[tuple[str, ...]], num_left_aligned: int = 1) -> str:
     """Returns rows of cells as lines of text with aligned columns.
 
     Args:
-      rows: cells by row; the first row is the header. All rows have equal length.
+      rows: cells by row; the first row is the header. All rows have the same number of
+        cells.
       num_left_aligned: number of leading columns to align left. The rest align right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -1,7 +1,8 @@
 """Chooses a plan's mesh and hardware, and orders devices in a mesh.
 
 Devices are ordered by slice, then by process. Neighbours on the last axis are then near
-each other, and each process's samples are consecutive, so it can load only these.
+each other, and the samples of each process are consecutive, so that a process can load
+only its own samples.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def device_mesh(
     """Returns a mesh of devices with axis `shard`, or axes `slice` and `shard`.
 
     Args:
-      devices: JAX devices. Defaults to all devices, including other processes'.
+      devices: JAX devices. Defaults to all devices, including the devices of other
+        processes.
       num_slices: number of equal slices to emulate on devices of one slice. Defaults to
         the number of slices that the devices are in.
 
@@ -60,7 +62,7 @@ def device_mesh(
 
 
 def _slice_of(device: Any) -> int:
-    # CPU and GPU devices have the number of their host in `slice_index`.
+    # On CPU and GPU devices, `slice_index` is the number of their host.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
@@ -74,11 +76,11 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 
 
 def choose_mesh(mesh: Any) -> Mesh:
-    """Returns the user's mesh, else the mesh of `jax.set_mesh`, else all devices.
+    """Returns the user's mesh, or the mesh of `jax.set_mesh`, or a mesh of all devices.
 
     Raises:
-      TypeError: if it is not a mesh of devices.
-      ValueError: if it has no devices, or if its axes differ in type.
+      TypeError: if `mesh` is not a mesh of devices.
+      ValueError: if `mesh` has no devices, or if its axes differ in type.
     """
     if mesh is None:
         return _mesh_of_context()
@@ -104,7 +106,7 @@ def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
     """Returns the user's hardware, or else the kind of the mesh's devices.
 
     Raises:
-      TypeError: if it is not a `HardwareInfo`.
+      TypeError: if `hardware` is not a `HardwareInfo`.
     """
     if hardware is None:
         return hardware_of_device(mesh.devices.flat[0])

@@ -57,7 +57,7 @@ class TablePlan:
 
     @property
     def row_initializer(self) -> RowInitializer | None:
-        """Computes initial values by row. None if they depend on the whole shape."""
+        """Computes initial values row by row. None if that needs the whole shape."""
         return row_initializer(self.config.initializer, self.config.dim)
 
 
@@ -143,7 +143,8 @@ class StackPlan:
     @property
     def rows_spec(self) -> PartitionSpec:
         """Partition of the rows of the table and of its slot variables."""
-        # XLA names the sharding of its results like this; another would recompile.
+        # XLA names the sharding of its results in this way. With another name, programs
+        # would be compiled again.
         return (
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
         )
@@ -156,7 +157,7 @@ class StackPlan:
           shard: number of the shard.
           bank: number of the bank, 0 if the shard has only one.
         """
-        # A bank's rows are contiguous, and have the same remainder.
+        # The rows of a bank are contiguous, and have the same remainder in the stack.
         num_ranges = self.num_shards * self.layout.banks
         remainder = bank * self.num_shards + shard
         first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
@@ -195,7 +196,8 @@ class StackPlan:
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round for at most this many ids per shard."""
         if self.keeps_duplicates:
-            # Rounds end between rows, so all occurrences of a row must fit in one.
+            # Rounds end between rows, so all occurrences of a row must fit in one
+            # round.
             num_ids = max(1, max_unique_ids)
             size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
             unique_rows = min(size.buffer_size, self.rows_per_shard)
@@ -272,8 +274,8 @@ class EmbeddingPlan(FeatureNest):
     def sharding_of_samples(self, shape: Sequence[AxisSize]) -> NamedSharding:
         """Returns the sharding of an array of samples, such as an activation.
 
-        It is replicated if the number of devices doesn't divide its first axis. `shape`
-        is global.
+        The array is replicated if the number of devices doesn't divide its first axis.
+        `shape` is the global shape.
         """
         divides = len(shape) > 0 and shape[0] % self.num_shards == 0
         return self.batch_sharding if divides else self.replicated
@@ -283,9 +285,10 @@ class EmbeddingPlan(FeatureNest):
     ) -> range:
         """Returns the samples of a global batch that one process has to load.
 
-        These are the samples on its devices. Every process loads all samples if the
-        number of devices doesn't divide the batch, or if the samples of some process
-        are not consecutive.
+        These are the samples on the devices of the process. Every process loads all
+        samples if the number of devices doesn't divide the batch, if the samples of
+        some process are not consecutive, or if processes have different numbers of
+        devices.
 
         Args:
           batch_size: samples of the global batch.
@@ -311,8 +314,9 @@ class EmbeddingPlan(FeatureNest):
     def num_process_parts(self) -> int | None:
         """Number of parts of a batch that different processes load.
 
-        None if the devices of some process are not consecutive in the mesh, so that
-        each process loads the global batch. See `process_samples`.
+        None if each process loads the global batch, because the devices of some process
+        are not consecutive in the mesh, or because processes have different numbers of
+        devices. See `process_samples`.
         """
         return None if self._process_shards is None else len(self._process_shards)
 
@@ -333,7 +337,7 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def table_bytes_per_device(self) -> int:
-        """Memory of the tables on each device, including padding and ids."""
+        """Memory of the tables on each device, including padding and vocabularies."""
         return sum(
             stack.array_bytes[0]
             + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
@@ -395,9 +399,10 @@ class EmbeddingPlan(FeatureNest):
         )
 
     def for_loaders(self) -> InputPlan:
-        """Returns the part that `prepare_features` needs, for loader processes.
+        """Returns the part of the plan that `prepare_features` needs.
 
-        It can be pickled. A plan can't, because it holds devices.
+        It is for loader processes. It can be pickled, unlike the plan, which holds
+        devices.
 
         Example:
           >>> import pickle

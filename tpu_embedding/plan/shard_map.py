@@ -22,7 +22,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 EMBEDDING_SCOPE: Final = "embedding_layer"
 """Scope of the layer's operations in a compiled program.
 
-On a mesh of one device their names lack the scope of `shard_map`."""
+On a mesh of one device, the names of these operations lack the scope of `shard_map`."""
 
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
@@ -92,7 +92,7 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
 
 
 def replicated_type(array: jax.Array) -> jax.Array:
-    """Replicates an array in its type, if its mesh has `Explicit` axes."""
+    """Reshards an array to a replicated type, if its mesh has `Explicit` axes."""
     mesh: Any = jax.typeof(array).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return array
@@ -103,9 +103,9 @@ def replicated_type(array: jax.Array) -> jax.Array:
 def unchecked_values() -> Iterator[None]:
     """Turns `jax_debug_nans` and `jax_debug_infs` off.
 
-    Outside of `jit`, they check each operation of a `shard_map`, and recurse endlessly
-    in search of a NaN's origin. Unused parts of a backend's buffers may hold NaN. The
-    results are checked where they are used.
+    Outside of `jit`, these settings check each operation of a `shard_map`, and JAX
+    recurses endlessly in search of a NaN's origin. Unused parts of a backend's buffers
+    may hold NaN. The results are checked where they are used.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
@@ -131,7 +131,9 @@ def in_auto_axes(
     )
 
     def run(*arguments: Any) -> Any:
-        # JAX makes pytrees of partitions of the arguments, which dataclasses reject.
+        # JAX builds pytrees like the arguments with partitions as leaves. Some
+        # dataclasses reject such leaves, so only the leaves of the arguments are
+        # passed.
         leaves, tree = jax.tree.flatten(arguments)
         return jax.sharding.auto_axes(
             lambda *leaves: function(*tree.unflatten(leaves)),
@@ -146,7 +148,7 @@ def in_auto_axes(
 def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
     """Enters the context of a mesh of `Explicit` axes, unless the caller is in one.
 
-    JAX differentiates on such a mesh only in its context, even outside of `jit`.
+    JAX differentiates on such a mesh only in the mesh's context, even outside of `jit`.
     """
     meshes = {plan.mesh for plan in plans if _is_explicit(plan)}
     is_outside = jax.sharding.get_abstract_mesh().empty and not isinstance(
@@ -178,7 +180,8 @@ def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Copies an array to all devices, with the sharding that a step would return."""
     sharding = plan.replicated
     if _is_explicit(plan):
-        # There XLA names the partition of each axis; another name would recompile.
+        # On such a mesh, XLA names the partition of each axis. With another name,
+        # programs would be compiled again.
         sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
     return jax.device_put(array, sharding)
 
@@ -191,11 +194,9 @@ def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax
 def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Constrains the sharding of samples, so that several programs agree on it.
 
-    A mesh with `Explicit` axes needs no constraint, since the array's type includes the
-    sharding.
-
     The array is global, in a context of the user's mesh. It is replicated if it is a
-    scalar, or if the number of devices doesn't divide its first axis.
+    scalar, or if the number of devices doesn't divide its first axis. A mesh with
+    `Explicit` axes needs no constraint, since the array's type includes the sharding.
     """
     if _is_explicit(plan):
         return array

@@ -33,7 +33,7 @@ Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
 ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
 """Returns rows, given their numbers on the device, and their ids.
 
-Ids rise with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
+Ids increase with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
 ROWS_PER_BLOCK: Final = 8192
 """Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
@@ -48,6 +48,11 @@ class TopK(NamedTuple):
     Attributes:
       scores: float32 `[queries, k]`, scalar products.
       ids: int32 `[queries, k]`, numbers of the rows in their table.
+
+    Example:
+      >>> best = TopK(scores=jnp.array([[1.0, 0.5]]), ids=jnp.array([[7, 2]]))
+      >>> best.ids[:, 0].tolist()  # the best row for each query
+      [7]
     """
 
     scores: Float[Array, "queries k"]
@@ -67,26 +72,28 @@ def top_k(
     """Returns the `k` rows of a table with the largest scalar product with each query.
 
     The result is exact, and the same on any number of devices up to float32 rounding of
-    the scores. Of equal scores, the lower id comes first. Time is proportional to
-    queries times rows. Outside `jax.jit`, each call with a `transform` recompiles.
+    the scores. Rows with equal scores are ordered by id. Time is proportional to the
+    number of queries times the number of rows. Outside `jax.jit`, each call with a
+    `transform` recompiles.
 
     Args:
       tables: packed rows by stack name, from `init_tables`; or, as in exported
         programs, whole tables by table name, in logical order on one device.
-      queries: `[queries, dim]`, as wide as the rows or the output of `transform`.
-        Converted to float32. Global.
+      queries: `[queries, dim]`, as wide as the rows, or as the output of `transform`.
+        They are converted to float32. Global.
       plan: plan of the layer.
       k: number of rows, from 1 to the vocabulary size.
       table: name of the table, optional if the plan has only one.
       transform: function that maps rows `[rows, dim]` to the vectors to compare with,
         such as an item tower. It must treat each row independently. By default, rows
         are compared directly.
-      excluded: ids not to return for each query, such as items that a user has seen, in
-        any order, padded with `te.inputs.PADDING_ROW_ID`. It can be empty.
+      excluded: ids not to return for each query, such as items that a user has seen.
+        They can be in any order, and are padded with `te.inputs.PADDING_ROW_ID`. The
+        array can be empty.
 
     Returns:
-      Scores and ids. If fewer than `k` rows are left after exclusions, the rest are
-      `-inf` and `te.inputs.PADDING_ROW_ID`.
+      Scores and ids. If fewer than `k` rows are left after exclusions, the remaining
+      entries are `-inf` and `te.inputs.PADDING_ROW_ID`.
 
     Raises:
       ValueError: if `k`, the table's name, the width of the queries or `excluded`
@@ -122,7 +129,7 @@ def top_k(
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
     if transform is None:
         return _compiled_search(*arrays, **sizes)
-    # A function can read a model that has changed since the last call.
+    # Compile again: the function may read a model that has changed since the last call.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
 
@@ -184,11 +191,11 @@ def _search(
 _compiled_search = jax.jit(
     _search, static_argnames=("k", "stack", "member", "plan", "transform")
 )
-"""Compiles once per shape, even for eager callers."""
+"""Compiles once per shape, even if it is called outside of `jit`."""
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns a table, whose ids must be row numbers, and its stack.
+    """Returns the plans of a table and its stack. The ids must be row numbers.
 
     The name may be None if the plan has only one table.
     """
@@ -274,7 +281,7 @@ def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> R
 
 
 def _quantized(rows: Float[Array, "n dim"], stack: StackPlan) -> Float[Array, "n dim"]:
-    """Returns rows as a lookup returns them."""
+    """Quantizes rows as a lookup does."""
     return rows if stack.quantization is None else quantize(rows, stack.quantization)
 
 
@@ -287,7 +294,8 @@ def best_of_device(
 ) -> TopK:
     """Returns the best rows of one device, or all its rows if it has fewer.
 
-    It reads `num_rows` rows, and returns `num_best`; see also `top_k`.
+    The function reads `num_rows` rows, and returns the best `num_best` of them. See
+    `top_k` for the other arguments.
     """
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
@@ -303,7 +311,7 @@ def best_of_device(
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))
         ids = jnp.concatenate([best.ids, ids], axis=1)
-        # Of equal scores, the first wins: rows of earlier blocks have lower ids.
+        # The first of several equal scores is kept. Earlier blocks have lower ids.
         scores, positions = jax.lax.top_k(scores, num_best)
         return TopK(scores, jnp.take_along_axis(ids, positions, axis=1))
 

@@ -86,7 +86,7 @@ class _MeanOfErrors(Mean):
         rounded, rounded_labels, weights = check_batch(cls.__name__, **batch)
         errors = rounded - rounded_labels
         if not is_on_device((predictions, labels)):
-            # float32 has few digits for the difference of large numbers.
+            # In float32, the difference of large numbers would have few correct digits.
             errors = as_float32(np.subtract(predictions, labels, dtype=np.float64))
         return cls._of(cls._values(errors), weights)
 
@@ -99,7 +99,12 @@ class _MeanOfErrors(Mean):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MAE(_MeanOfErrors):
-    """The mean absolute error."""
+    """The mean absolute error.
+
+    Example:
+      >>> float(MAE.from_batch([1.0, 2.0], [1.0, 4.0]).compute())
+      1.0
+    """
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
@@ -109,7 +114,12 @@ class MAE(_MeanOfErrors):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSE(_MeanOfErrors):
-    """The root of the mean squared error."""
+    """The root of the mean squared error.
+
+    Example:
+      >>> float(RMSE.from_batch([1.0, 2.0], [4.0, 6.0], weights=[0.0, 1.0]).compute())
+      4.0
+    """
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
@@ -134,7 +144,7 @@ class ClickMetric(Metric):
 
         Args:
           logits: any shape. Convert probabilities with `jax.scipy.special.logit`.
-            Infinite logits are certain: their log loss is 0 or infinite.
+            Infinite logits mean certainty: their log loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
           weights: weight of each sample; see `Mean.from_batch`.
           **settings: settings of the class, if any.
@@ -171,16 +181,21 @@ class LogLoss(ClickMetric, Mean):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedEntropy(ClickMetric):
-    """The mean log loss, relative to predicting the share of positives for all samples.
+    """The mean log loss, relative to a model that always predicts the base rate.
 
-    Below 1, the model is better than the base rate. See He et al., "Practical Lessons
-    from Predicting Clicks on Ads at Facebook" (ADKDD 2014), equation 1. It is defined
-    if there are positive and negative samples.
+    The base rate is the share of positive samples. A value below 1 means that the model
+    is better than the base rate. See He et al., "Practical Lessons from Predicting
+    Clicks on Ads at Facebook" (ADKDD 2014), equation 1. The metric is defined if there
+    are positive and negative samples.
 
     Attributes:
       losses: total of weight times log loss.
       positives: total weight of the positive samples.
       negatives: total weight of the negative samples.
+
+    Example:
+      >>> float(NormalizedEntropy.from_batch([0.0, 0.0], [1.0, 0.0]).compute())
+      1.0
     """
 
     losses: Sum = dataclasses.field(default_factory=Sum.zeros)
@@ -211,9 +226,10 @@ class NormalizedEntropy(ClickMetric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration(ClickMetric, Mean):
-    """The mean probability over the mean label: 1 is calibrated, above 1 is too high.
+    """The mean predicted probability, divided by the mean label.
 
-    It is defined if a label is not 0.
+    At 1, the model is calibrated. Above 1, its probabilities are too high. The metric
+    is defined if a label is not 0.
 
     Attributes:
       weighted_values: total of weight times the sigmoid of the logit.
@@ -246,7 +262,7 @@ NUM_BINS: Final = 4096
 
 
 _NONE: Final[Any] = object()
-"""Marks empty sums, whose shape depends on the number of bins."""
+"""Marks sums not yet created, whose shape depends on the number of bins."""
 
 
 @jax.tree_util.register_dataclass
@@ -254,14 +270,14 @@ _NONE: Final[Any] = object()
 class AUC(ClickMetric):
     """The area under the ROC curve.
 
-    It is the probability that a positive sample scores above a negative one. Equal
-    scores count half, and so do two samples in the same bin. So the error is at most
-    `max_error()`, half the share of pairs in the same bin.
+    It is the probability that a positive sample scores above a negative one. Pairs with
+    equal scores count half, and so do pairs in the same bin. The error is therefore at
+    most `max_error()`, which is half the share of pairs in the same bin.
 
     Bins have equal width in `score / (1 + |score|)`. With logits as scores and 4096
     bins, predictions near 0.5 have a resolution of 0.0001, and predictions near 0.01 of
     0.00015. Far from 0, similar logits share a bin, such as 11.9 to 12.1; check
-    `max_error()`. It is defined if there are positive and negative samples.
+    `max_error()`. The metric is defined if there are positive and negative samples.
 
     Attributes:
       positives: `[num_bins]`, weight of the positive samples by ascending score.
@@ -343,8 +359,8 @@ def _histogram(
 ) -> Sum:
     """Returns the total weight in each bin.
 
-    A float32 total of many weights is inexact, so each chunk of samples is summed
-    separately.
+    A float32 total of many weights is inexact. So each chunk of samples is summed
+    separately, and the totals of the chunks are then added as a `Sum`.
     """
     num_chunks = -(-bins.size // num_bins)
     room = (0, num_chunks * num_bins - bins.size)

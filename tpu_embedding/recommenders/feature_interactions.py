@@ -13,7 +13,7 @@ from tpu_embedding.argument_checks import check_type, describe_value
 from tpu_embedding.nn.embedding import RNGS
 
 Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"]
-"""One vector per feature and sample: a list of arrays, or their stack."""
+"""One vector per feature and sample: a list of arrays, or one stacked array."""
 
 
 class DotInteraction(nnx.Module):
@@ -83,8 +83,8 @@ class FeatureCross(nnx.Module):
     Recommenders, and initial weights follow TorchRec.
 
     Attributes:
-      down: `V`, a linear layer without bias, or None if `W` is full.
-      up: `U` and `b`, or `W` and `b`.
+      down: linear layer for `V`, without bias; None if `W` is full.
+      up: linear layer for `U` and `b`, or for `W` and `b` if `W` is full.
 
     Example:
       >>> cross = FeatureCross(6, projection_dim=2, rngs=nnx.Rngs(0))
@@ -105,10 +105,10 @@ class FeatureCross(nnx.Module):
 
         Args:
           num_inputs: width of the inputs.
-          projection_dim: rank of `W`, at least 1. In the paper, a quarter of the width
-            is as accurate as a full matrix, the default.
+          projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
+            the paper, a rank of a quarter of the width is as accurate.
           diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
-            training, above all at low ranks.
+            training, especially at low ranks.
           rngs: stream `params` provides the keys.
 
         Raises:

@@ -1,11 +1,11 @@
-"""The base of all metrics: exact sums, which are updated by batches and merged.
+"""The base of all metrics: exact sums that batches update, and that can be merged.
 
 A metric is a pytree of sums, so it passes through `jit` and `scan`, and `jax.lax.psum`
 merges the metrics of all devices.
 
-A float32 total of 2^24 no longer changes when 1 is added, so it loses every sample
-after the first 17 million. A `Sum` keeps the rounding error of each addition in a
-second float32. Likewise, float32 can't distinguish integers above 2^24, so
+A float32 total of 2^24 no longer changes when 1 is added, so it ignores every sample
+after the first 17 million. A `Sum` therefore keeps the rounding error of each addition
+in a second float32. Likewise, float32 can't distinguish integers above 2^24, so
 `float32_in_order` keeps the order of values of any dtype.
 """
 
@@ -25,13 +25,18 @@ from tpu_embedding.argument_checks import describe_value
 class Sum:
     """An array of totals, each the unevaluated sum `high + low` of two float32 values.
 
-    Whole numbers add exactly up to 2^46, in any order. Other values of equal sign add
-    with a relative error of at most 2^-44. `jax.lax.psum` over devices rounds `high`
-    once, to float32. Additions before and after it stay exact.
+    Sums of integers are exact up to 2^46, in any order. Sums of other values of equal
+    sign have a relative error of at most 2^-44. `jax.lax.psum` over devices rounds
+    `high` once, to float32. Additions before and after the `psum` stay exact.
 
     Attributes:
       high: float32, the total rounded to float32.
       low: float32, the remainder.
+
+    Example:
+      >>> total = Sum.zeros().add(Sum.of(jnp.float32(3)))
+      >>> float(total.value())
+      3.0
     """
 
     high: Array
@@ -73,7 +78,7 @@ class Sum:
         return self.high + self.low
 
     def running(self) -> "Sum":
-        """Returns the total up to and including each entry of a vector."""
+        """Returns the totals up to and including each entry of a vector."""
         size = self.high.size
 
         def add_earlier(level: Any, totals: "Sum") -> "Sum":
@@ -104,10 +109,17 @@ Nest = TypeVar("Nest")
 
 
 class Metric:
-    """Base class of all metrics, frozen dataclasses of sums and static settings.
+    """Base class of all metrics: frozen dataclasses of sums and static settings.
 
-    `from_batch` makes a metric from a batch, `merge` adds two, and `compute` returns
-    the value. Beyond rounding, the order and grouping of samples don't matter.
+    `from_batch` makes a metric from a batch, `merge` adds two metrics, and `compute`
+    returns the value. The order and grouping of samples don't matter, except for
+    rounding.
+
+    Example:
+      >>> from tpu_embedding.metrics import MAE
+      >>> metric = MAE.empty().update([1.0, 2.0], [1.0, 4.0]).update([3.0], [3.5])
+      >>> isinstance(metric, Metric), round(float(metric.compute()), 4)
+      (True, 0.8333)
     """
 
     @classmethod
@@ -123,7 +135,7 @@ class Metric:
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
-        """Returns the metric of its own samples and a batch.
+        """Returns the metric of this metric's samples and a batch.
 
         Args:
           *batch: arguments of `from_batch`.
@@ -132,7 +144,7 @@ class Metric:
         return self.merge(self.from_batch(*batch, **inputs, **self._settings()))
 
     def merge(self, other: Self) -> Self:
-        """Returns the metric of the samples of both.
+        """Returns the metric of the samples of both metrics.
 
         Raises:
           ValueError: if the other metric has a different class or different settings.
@@ -165,7 +177,14 @@ def _value_of(metric: Metric) -> Float[Array, ""]:
 
 
 def merge(metrics: Nest, others: Nest) -> Nest:
-    """Merges two nests of metrics with equal structure, such as dicts."""
+    """Merges two nests of metrics with equal structure, such as dicts.
+
+    Example:
+      >>> from tpu_embedding.metrics import MAE
+      >>> first, second = MAE.from_batch([1.0], [2.0]), MAE.from_batch([4.0], [4.0])
+      >>> float(merge({"mae": first}, {"mae": second})["mae"].compute())
+      0.5
+    """
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     try:
         return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
@@ -193,8 +212,8 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
 
     Args:
       owner: class of the metric, for the error.
-      **arrays: arrays by name. All must have the shape of the first: JAX would silently
-        broadcast `[batch]` with `[batch, 1]`.
+      **arrays: arrays by name. All must have the shape of the first array, because JAX
+        would silently broadcast `[batch]` with `[batch, 1]`.
 
     Raises:
       ValueError: if a shape differs.
@@ -213,7 +232,7 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
 
 
 def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
-    """Returns values as float32. JAX alone would truncate 64-bit integers first."""
+    """Returns values as float32. JAX would truncate 64-bit integers first."""
     if is_on_device(values):
         return jnp.asarray(values).astype(jnp.float32)
     return jnp.asarray(np.asarray(values).astype(np.float32))
@@ -233,7 +252,7 @@ def check_clicks(
 
     Raises:
       ValueError: if a shape differs, or if a label with nonzero weight is outside
-        `[0, 1]`, such as a logit passed as a label.
+        `[0, 1]`, such as when logits are passed as labels.
     """
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
     if is_on_device((labels, weights)):
@@ -263,14 +282,15 @@ def total_of(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) ->
 
 
 _MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
-"""Bits of the widest dtype of each kind whose values float32 keeps."""
+"""Bits of the widest dtype of each kind whose values float32 represents exactly."""
 
 
 def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
-    """Returns float32 values in the same order along the last axis.
+    """Returns float32 values that have the order of `values` along the last axis.
 
     Equal values stay equal, and NaN stays NaN. Values of most dtypes are unchanged.
-    Types that float32 would round become ranks among the distinct values, from 0.
+    Values that float32 would round, because of their dtype, become ranks among the
+    distinct values, from 0.
 
     Args:
       values: numbers of any shape.

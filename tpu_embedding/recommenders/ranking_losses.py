@@ -76,16 +76,10 @@ def in_batch_softmax(
       >>> ranks.num_higher.tolist(), ranks.num_equal.tolist()
       ([1.0, 0.0], [1.0, 2.0])
     """
-    owner = "in_batch_softmax"
+    owner, queries, items = "in_batch_softmax", jnp.asarray(queries), jnp.asarray(items)
     _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
-    _check_shapes(
-        owner,
-        "[batch]",
-        samples=jnp.zeros(len(queries)),
-        log_probabilities=log_probabilities,
-        item_ids=item_ids,
-    )
-    queries, items = jnp.asarray(queries), jnp.asarray(items)
+    given = {"log_probabilities": log_probabilities, "item_ids": item_ids}
+    _check_shapes(owner, "[batch]", samples=jnp.zeros(len(queries)), **given)
     scores = queries @ items.T
     if log_probabilities is not None:
         scores = scores - jnp.asarray(log_probabilities)[None, :]
@@ -153,32 +147,22 @@ def sampled_softmax(
       0.8808
     """
     owner = "sampled_softmax"
-    _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
-    _check_shapes(
-        owner,
-        "[batch]",
-        samples=jnp.zeros(len(queries)),
-        item_log_probabilities=item_log_probabilities,
-        item_ids=item_ids,
-    )
     queries, items, negatives = map(jnp.asarray, (queries, items, negatives))
+    _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
     if negatives.ndim != 2 or negatives.shape[1] != queries.shape[1]:
         raise ValueError(
             f"te.nn.{owner}: negatives must have the shape [negatives, "
             f"{queries.shape[1]}], as wide as queries, got {list(negatives.shape)}."
         )
-    _check_shapes(
-        owner,
-        "[negatives]",
-        samples=negatives[:, 0],
-        negative_log_probabilities=negative_log_probabilities,
-        negative_ids=negative_ids,
-    )
-    for name, pair in {
-        "log_probabilities": (item_log_probabilities, negative_log_probabilities),
-        "ids": (item_ids, negative_ids),
-    }.items():
-        if (pair[0] is None) != (pair[1] is None):
+    for name, item, negative in (
+        ("log_probabilities", item_log_probabilities, negative_log_probabilities),
+        ("ids", item_ids, negative_ids),
+    ):
+        given = {"samples": jnp.zeros(len(queries)), f"item_{name}": item}
+        _check_shapes(owner, "[batch]", **given)
+        given = {"samples": jnp.zeros(len(negatives)), f"negative_{name}": negative}
+        _check_shapes(owner, "[negatives]", **given)
+        if (item is None) != (negative is None):
             raise ValueError(
                 f"te.nn.{owner}: item_{name} and negative_{name} must be passed "
                 "together, got only one of them. Pass both or neither."

@@ -1,8 +1,8 @@
 """Metrics of retrieval, for samples that rank candidates.
 
 Candidates with equal scores can be ranked in any order. Both metrics average over all
-orders, like scikit-learn's `ndcg_score`. So a model that gives all candidates the same
-score has the value of a random order, not of a perfect one.
+possible orders, like scikit-learn's `ndcg_score`. So a model that gives all candidates
+the same score gets the value of a random order, and not the value of a perfect order.
 """
 
 import dataclasses
@@ -24,15 +24,20 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 
 class Ranks(NamedTuple):
-    """The ranks of one relevant candidate per sample, where scores can be equal.
+    """The possible ranks of one relevant candidate per sample, if scores can be equal.
 
-    Each of the `num_equal` ranks from `num_higher` on is equally likely.
+    The `num_equal` ranks that begin with `num_higher` are equally likely.
 
     Attributes:
       num_higher: number of candidates with a higher score, any shape. NaN if a score is
         NaN.
-      num_equal: number of candidates with the relevant one's score, including itself;
-        shaped like `num_higher`.
+      num_equal: number of candidates with the same score as the relevant candidate,
+        including itself; shaped like `num_higher`.
+
+    Example:
+      >>> ranks = Ranks(jnp.array([0.0, 1.0]), num_equal=jnp.array([2.0, 1.0]))
+      >>> float(RecallAtK.from_ranks(ranks, k=1).compute())  # the mean of 1/2 and 0
+      0.25
     """
 
     num_higher: Float[Array, "..."]
@@ -42,10 +47,10 @@ class Ranks(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TopK(Mean):
-    """A weighted mean, over samples, of a value of the best `k` candidates.
+    """The weighted mean of a value that each sample's best `k` candidates determine.
 
     Samples without a relevant candidate are ignored. The metric is defined if the total
-    weight of all other samples is not 0.
+    weight of the remaining samples is not 0.
 
     Attributes:
       k: number of candidates that count.
@@ -71,7 +76,7 @@ class _TopK(Mean):
           labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           is_candidate: bool `[batch, candidates]`, False for padding. Defaults to True.
-          k: at least 1. If it exceeds the number of candidates, all count.
+          k: at least 1. If it exceeds the number of candidates, all candidates count.
 
         Raises:
           ValueError: if shapes differ, or `k` is below 1.
@@ -103,8 +108,8 @@ class _TopK(Mean):
         """Returns the metric of samples with one relevant candidate each.
 
         Args:
-          ranks: number of candidates before the relevant one, any shape; or `Ranks`,
-            such as from `te.nn.in_batch_softmax`, if scores can be equal.
+          ranks: number of candidates ranked before the relevant candidate, any shape;
+            or `Ranks`, such as from `te.nn.in_batch_softmax`, if scores can be equal.
           weights: at least 0, or bool, shaped like `ranks`. Defaults to 1.
           k: at least 1.
 
@@ -144,8 +149,8 @@ class _TopK(Mean):
 
         Args:
           ids: integers `[batch, n]`, the candidates of each sample, best first.
-          labels: integers `[batch]`, the relevant id of each sample. All 64 bits of
-            host arrays count.
+          labels: integers `[batch]`, the relevant id of each sample. Host arrays are
+            compared with all 64 bits.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           k: from 1 to `n`.
 
@@ -199,7 +204,7 @@ class _TopK(Mean):
         is_candidate: Bool[Array, "batch candidates"],
         k: int,
     ) -> Float[Array, " batch"]:
-        """Returns the total of label times gain of each sample's best `k`."""
+        """Returns the total of label times gain over the best `k` candidates."""
         # NaN and padding sort after all scores.
         keys = jnp.where(is_candidate, -scores, jnp.nan)
         starts, ends = (
@@ -215,8 +220,8 @@ class _TopK(Mean):
     def _sum_of_gains(
         cls, starts: Array, ends: Array, k: int
     ) -> Float[Array, "*shape"]:
-        """Returns the total gain of the ranks from `starts` to `ends - 1` below `k`."""
-        # float64 on the host: the difference of float32 totals has few digits.
+        """Returns the total gain of the ranks below `k` from `starts` to `ends - 1`."""
+        # Use float64 on the host, because differences of float32 totals are inexact.
         totals = np.cumsum(cls._gains(np.arange(k), np), dtype=np.float64)
         totals = np.concatenate([[0.0], totals])
         high = totals.astype(np.float32)
@@ -323,7 +328,7 @@ class NDCGAtK(_TopK):
 
 
 def _as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
-    """Returns ids as an array, on the host or device where they are."""
+    """Returns ids as an array. Ids on the host stay on the host."""
     ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
     if ids.size == 0:  # NumPy makes empty lists float64.
         return ids.astype(np.int32)

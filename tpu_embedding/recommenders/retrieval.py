@@ -38,9 +38,9 @@ def top_k(
 ) -> TopK:
     """Returns the `k` rows of a table with the largest scalar product with each query.
 
-    This is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders:
-    exact, and sharded over all devices. Of equal scores, the lower id comes first. To
-    export a model's method that calls it, use
+    This is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders.
+    It is exact, and sharded over all devices. Rows with equal scores are ordered by id.
+    To export a method of a model that calls `top_k`, use
     `te.export.save(model, directory, ..., method=...)`.
     `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` is the recall of the result.
     Outside `jax.jit`, calls with the same shapes compile once, unless `transform` is a
@@ -51,16 +51,16 @@ def top_k(
       queries: `[queries, dim]`, converted to float32. Global.
       k: number of rows, from 1 to the vocabulary size.
       table: name of the table, optional if the layer has only one.
-      **options: `transform`, such as an item tower, which maps rows to the vectors to
-        compare with, and `excluded`, ids not to return; see `te.functional.top_k`.
+      **options: `transform`, which maps rows to the vectors to compare with, such as an
+        item tower; and `excluded`, the ids not to return. See `te.functional.top_k`.
 
     Returns:
       `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If fewer
-      than `k` rows are left after exclusions, the rest are `-inf` and
+      than `k` rows are left after exclusions, the remaining entries are `-inf` and
       `te.inputs.PADDING_ROW_ID`.
 
     Raises:
-      TypeError: if `layer` is not a layer but, for example, a model.
+      TypeError: if `layer` is not a `TPUEmbedding`; for example, if it is a model.
       ValueError: if `k`, the table's name or a shape doesn't fit, or if the table's ids
         are not row numbers.
 
@@ -87,7 +87,7 @@ def top_k(
     if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
         options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
     # A module, or the module of a bound method, enters jit as a static graph and traced
-    # weights, so that new weights don't recompile.
+    # weights. So new weights don't cause a recompilation.
     graph, state = nnx.split(module)
     method = getattr(transform, "__func__", type(module).__call__)
     options |= {"transform": state, "graph": graph, "method": method}
@@ -109,10 +109,11 @@ def _top_k_with_module(
     transform: nnx.State,
     **options: Any,
 ) -> TopK:
-    """Returns the best rows as transformed by a module; see `top_k`.
+    """Returns the best rows after transforming all rows with a module; see `top_k`.
 
-    Parameters are arguments, so a training step doesn't recompile. The module is split
-    into `graph`, `method` (of its class) and `transform`, its state.
+    The module is split into its `graph`, a `method` of its class, and its state,
+    `transform`. The state is an argument, so its new values after a training step don't
+    cause a recompilation.
     """
     by_module = functools.partial(method, nnx.merge(graph, transform))
     return functional.top_k(
@@ -130,9 +131,9 @@ def top_k_of_tower(
 ) -> TopK:
     """Returns the `k` items whose vectors have the largest products with each query.
 
-    Unlike `top_k`, it supports items whose vectors come from several tables, or from
-    other features. It is exact: the tower computes the vectors of all items, a few
-    thousand at a time. Call it inside `nnx.jit`, and outside of losses.
+    Unlike `top_k`, this function supports items whose vectors come from several tables,
+    or from other features. It is exact: the tower computes the vectors of all items, a
+    few thousand at a time. Call it inside `nnx.jit`, and outside of losses.
 
     Args:
       tower: maps numbers of items, int32 `[n]`, to vectors `[n, dim]`, such as
@@ -183,7 +184,7 @@ def top_k_of_tower(
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
-    """Returns whole tables, and records a call so that an export keeps them."""
+    """Returns whole tables, and records a call, so that an export includes them."""
     _, member = find_table(layer.plan, table)
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))

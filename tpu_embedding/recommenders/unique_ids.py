@@ -1,9 +1,9 @@
 """Finds the unique ids of each device's samples, for models that transform rows.
 
-The batches of a sequence model repeat most of their ids. Such a model looks up each
-device's unique ids as a plain feature, transforms each row once, and then gathers the
-results into the positions of the samples with `expand`. The gradient of a value sums
-over its positions.
+In a batch of a sequence model, most ids occur several times. Such a model looks up each
+device's unique ids as a plain feature, and transforms each row once. It then gathers
+the results into the positions of the samples with `expand`. The gradient of a value is
+the sum of the gradients at its positions.
 """
 
 import functools
@@ -21,18 +21,26 @@ from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray, RaggedIds, padding_of
 
 _MAX_RANGE_PER_ID: Final = 16
-"""Maximum range of ids, per id, at which marking each value is faster than a sort."""
+"""Maximum range of the ids, divided by their number. Up to this ratio, it is faster to
+mark each value in the range than to sort."""
 
 
 class UniqueIds(NamedTuple):
-    """The unique ids of each device's samples, and the position of each use.
+    """The unique ids of each device's samples, and the position of each id among them.
 
     Attributes:
       ids: `[num_devices * size]`, each device's unique ids, ascending, then padding.
         Look them up as a feature with `output_shape=(-1,)`.
-      index: nest like the ids, of int32 `[batch]` or `[batch, valence]`: the position
-        of each id among its device's unique ids, or `size` for padding.
+      index: nest like the ids, of int32 arrays `[batch]` or `[batch, valence]`. They
+        hold the position of each id among its device's unique ids, or `size` for
+        padding.
       size: ids per device, including padding.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> unique = te.inputs.unique_ids(np.array([7, 2, 7]), None, "songs")
+      >>> unique.index.tolist()
+      [1, 0, 1]
     """
 
     ids: np.ndarray
@@ -101,15 +109,15 @@ def unique_ids(
     """Finds the unique ids of each device's samples. Runs on the host.
 
     Each device then reads and exchanges a row once, however many of its samples need
-    it, and the model transforms it once. The gradient of `te.functional.expand` sums
-    over the positions of a row before anything is sent. So an optimizer that asks for
-    each occurrence of an id sees one per device and row.
+    it, and the model transforms it once. `te.functional.expand` sums the gradients at
+    the positions of a row before they are sent. So an optimizer that asks for each
+    occurrence of an id sees one occurrence per device and row.
 
     Args:
       ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
         `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these, such as a
         history and a candidate, which share the rows.
-      plan: plan of the layer, or `plan.for_loaders()`. None means that one device has
+      plan: plan of the layer, or `plan.for_loaders()`. If it is None, one device has
         all samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
         is the mean number of unique ids on a device, divided by its samples, and
@@ -121,7 +129,7 @@ def unique_ids(
 
     Returns:
       The unique ids and the index. Ids that don't fit in 32 bits are for tables of
-      64-bit ids. Their padding is the reserved id, so their feature needs
+      64-bit ids. They are padded with the reserved id, so their feature needs
       `out_of_range_ids="drop"`.
 
     Raises:
@@ -170,8 +178,8 @@ def unique_ids(
         unique_of_device, index[own_samples] = _rank(joined[own_samples], padding)
         unique.append(unique_of_device)
     counts = list(map(len, unique))
-    # Unique ids are not a sum over samples. Their squares are estimated as if ids
-    # arrived independently at random.
+    # The number of unique ids is not a sum over samples. The sum of squares is
+    # estimated as if ids arrived independently at random.
     mean = sum(counts) / batch_size
     demand = RaggedDemand(
         feature_name=feature,
@@ -254,7 +262,7 @@ def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
     if num_values > _MAX_RANGE_PER_ID * used.size:
         unique, ranks[is_id] = np.unique(used, return_inverse=True)
         return unique, ranks
-    # Mark each value in the range that occurs, which is faster than a sort.
+    # Mark the values that occur in the range, which is faster than a sort.
     offsets = used - lowest
     is_used = np.zeros(num_values, bool)
     is_used[offsets] = True
@@ -272,15 +280,15 @@ def expand(
 ) -> Any:
     """Gathers the values of unique ids into the positions of the samples.
 
-    Each device has the values of its samples, so nothing crosses the network. It
-    supports reverse-mode differentiation. The gradients of a value are summed in
-    float32 and rounded once.
+    Each device has the values of its samples, so nothing crosses the network. The
+    function supports reverse-mode differentiation. The gradients at all positions of a
+    value are summed in float32, and the sum is rounded once.
 
     Args:
-      values: `[num_devices * size, ...]`, global, of any float type: one per unique id,
-        such as an MLP's output for its row.
+      values: `[num_devices * size, ...]`, global, of any float type. There is one value
+        per unique id, such as an MLP's output for the id's row.
       index: from `tpu_embedding.inputs.unique_ids`, or a nest of such arrays.
-      plan: plan of the lookup. None means that all values are on one device.
+      plan: plan of the lookup. If it is None, all values are on one device.
 
     Returns:
       The value of each position, in the same type: `[batch, ...]` or `[batch,
@@ -308,7 +316,7 @@ def expand(
         batch_size, spec = index.shape[0], plan.batch_sharding.spec
 
         def run(values: Array, index: Array) -> Array:
-            # Pad with samples without ids, so that the devices divide the batch.
+            # Pad with samples without ids, so that devices share the batch equally.
             room = ((0, -batch_size % num_devices), *((0, 0),) * (index.ndim - 1))
             no_id = values.shape[0] // num_devices
             index = jnp.pad(index, room, constant_values=no_id)
@@ -328,7 +336,7 @@ def expand(
 
 @jax.named_scope("expand")
 def _expand(values: Array, index: Array) -> Array:
-    """Gathers values, and zeros for an index past the end. Per device."""
+    """Gathers values. An index past the end gives zeros. Per device."""
     return _gather(values.shape[0], values, index)
 
 
@@ -345,8 +353,8 @@ def _gather_forward(num_values, values, index):
 def _gather_backward(num_values, index, cotangents):
     """Sums the cotangents of each value in float32.
 
-    Narrow cotangents are converted in slices, because a float32 copy of all would take
-    more memory than anything else in a sequence model's step.
+    Narrow cotangents are converted in slices, because a float32 copy of all of them
+    would take more memory than anything else in a sequence model's step.
     """
     width, dtype = cotangents.shape[-1], cotangents.dtype
     index, cotangents = index.reshape(-1), cotangents.reshape(-1, width)

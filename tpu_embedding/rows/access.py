@@ -1,8 +1,8 @@
 """Reads and changes rows of packed arrays: gather, add, replace, set. Per shard.
 
 Functions work on the rows of one shard, without communication. All other code accesses
-rows by id only through this file, so another implementation of gathers and scatters
-would go here. Blocks of consecutive rows serve passes over a whole table.
+rows by id only through this file, so this file is the place for another implementation
+of gathers and scatters. Blocks of consecutive rows serve passes over a whole table.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from tpu_embedding.xla import copied_in_vectors, run_if
 
 _MAX_LOST_ROUNDINGS: Final = 8
 """Maximum rounding steps of a new value that `replace_rows` may lose. A moving average
-loses one."""
+loses one step."""
 
 
 _RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
@@ -62,7 +62,7 @@ def _at_places(function: _RowFunction) -> _RowFunction:
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """Reads rows.
 
-    Ids past the last row, including padding, read the last row. Their result must not
+    Ids past the last row, including padding, read the last row. What they read must not
     be used.
 
     Returns:
@@ -148,8 +148,8 @@ def replace_rows(
 
     A TPU offloads additions from its TensorCore, and packed rows can only be added to.
     `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
-    magnitude, such as a slot after an outlier. Then the remainder is also added. Values
-    that no difference can change, such as NaN, are cleared first.
+    magnitude, such as a slot after an outlier. In that case, the remainder is also
+    added. Values that no difference can change, such as NaN, are cleared first.
 
     Args:
       packed: the rows of this shard.
@@ -190,8 +190,8 @@ def _clear_stuck_values(
     """Zeroes values that adding a difference cannot replace, in place.
 
     These are NaN, infinities, and values whose difference overflows. No line may be set
-    twice at once, so the first rows of all lines are cleared together, then the second
-    rows, and so on. If nothing is stuck, no line is read.
+    twice in one scatter, so the first rows of all lines are cleared together, then the
+    second rows, and so on. If nothing is stuck, no line is read.
 
     See `replace_rows` for the arguments.
 
@@ -299,11 +299,11 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
 Carry = TypeVar("Carry")
 
 _ROWS_PER_BLOCK: Final = 8192
-"""Approximate number of rows per block of the pass: 4 MiB of 128 float32 lanes."""
+"""Approximate number of rows per block of a pass: 4 MiB of 128 float32 lanes."""
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows: a single one, and the rest in a loop.
+    """The blocks that cover all rows: a single block, and the rest in a loop.
 
     Attributes:
       size: rows of a block in the loop.
@@ -318,7 +318,7 @@ class Blocks(NamedTuple):
     def loop(self, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         """Calls `carry = body(start, carry)` for each block in the loop."""
         begin, end = self.others
-        if begin == end:  # Its body is not traced.
+        if begin == end:  # The body is not traced.
             return carry
         return jax.lax.fori_loop(
             begin, end, lambda i, carry: body(i * self.size, carry), carry
@@ -347,9 +347,9 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
 def write_block(
     packed: PackedRows, start: Any, rows: Shaped[Array, "rows *row"]
 ) -> PackedRows:
-    """Writes rows from `start` on. A line must begin there.
+    """Writes rows from `start` on. A line must begin at `start`.
 
-    The new rows are as they are stored. Unused lanes may be missing.
+    The new rows are stored rows. Their unused lanes may be missing.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
@@ -366,9 +366,9 @@ def merge_block(
     stored: Shaped[Array, "rows lanes"],
     is_new: Bool[Array, " rows"],
 ) -> PackedRows:
-    """Replaces the rows where `is_new`, from `start` on. A line must begin there.
+    """Replaces rows from `start` on, where `is_new`. A line must begin at `start`.
 
-    `stored` has whole lines of rows, as they are stored.
+    `stored` has the new rows in their stored form, in whole lines.
     """
     old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)

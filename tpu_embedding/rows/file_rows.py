@@ -60,8 +60,8 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
       layout: packing of these rows. Its number of rows may differ.
 
     Returns:
-      `[lines * rows_per_line, *shape]` of `file_row`, as a view of the lines if
-      possible.
+      `[lines * rows_per_line, *shape]`, with the `shape` and dtype of `file_row`. The
+      result is a view of the lines if possible.
     """
     stored = rows_of_lines(lines.reshape(-1, layout.lanes_per_line), layout)
     match layout.narrow_dtype:
@@ -76,7 +76,7 @@ def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Puts rows of a file into whole lines, the inverse of `file_rows_of_lines`.
 
     Args:
-      rows: `[lines * rows_per_line, *shape]` of `file_row`.
+      rows: `[lines * rows_per_line, *shape]`, with the `shape` and dtype of `file_row`.
       layout: see `file_rows_of_lines`.
 
     Returns:
@@ -94,14 +94,15 @@ def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
-    """Returns numbers as rows of a file, rounded to its type.
+    """Returns numbers as rows of a file, rounded to the file's type.
 
     Args:
       values: `[rows, *row_shape]`, real numbers.
       packed: rows of the table or slot variable, or their shapes.
 
     Returns:
-      `[rows, *shape]` of `file_row`. Values of that type are returned uncopied.
+      `[rows, *shape]`, with the `shape` and dtype of `file_row`. Values that already
+      have this dtype are not copied.
 
     Example:
       >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
@@ -121,7 +122,7 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Returns rows of a file as numbers, narrow rows as float32.
 
-    Maps `[rows, *shape]` of `file_row` to `[rows, *row_shape]`.
+    Maps `[rows, *shape]`, with the `shape` of `file_row`, to `[rows, *row_shape]`.
     """
     match layout.narrow_dtype:
         case None:

@@ -8,8 +8,8 @@ tiles that a gather of rows would copy. So narrow rows are stored in int32 array
     int8        four elements of a row share a lane; two more lanes hold the row's
                 scale and bias, both float32
 
-Rows that share lanes are read with a shift, without moving lanes of a TPU's vector
-registers. An int8 row has its own lanes because of its scale and bias.
+Rows that share lanes are read with a shift, so a TPU moves no values between lanes. An
+int8 row has its own lanes because of its scale and bias.
 
 A new row replaces the old one exactly: the int32 difference of their bits is added,
 shifted to the row's bits. Such additions never carry into other rows.
@@ -41,7 +41,7 @@ _MAX_CODE: Final = 255
 
 
 def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
-    """Returns the lanes that a row takes, alone or together with another row.
+    """Returns the lanes that a row takes, including lanes that it shares.
 
     Example:
       >>> lanes_per_row("bfloat16", 64), lanes_per_row("int8", 64)
@@ -64,8 +64,9 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
     Args:
       rows: float32 `[rows, dim]`, NumPy or JAX.
       dtype: storage type.
-      bits: random uint32 `[rows, dim]`. bfloat16 then rounds up or down at random,
-        such that the mean is exact. By default, it rounds to nearest.
+      bits: random uint32 `[rows, dim]`. With them, values are rounded to bfloat16 up or
+        down at random, such that the mean is exact. By default, values are rounded to
+        nearest.
 
     Returns:
       int32 `[rows, lanes]`: the bit patterns of bfloat16, or the words of int8.

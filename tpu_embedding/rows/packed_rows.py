@@ -4,7 +4,8 @@ A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column
 then copies the whole table before each gather or scatter. Packing prevents the copy:
 `128 // dim` rows share one *line* of 128 lanes, and a longer row takes a multiple of
 128 lanes. On CPU and GPU, a line is one row. Rows of a single value are in a flat array
-on every device, because a TPU can read and add to its single elements.
+on every device, because a TPU can read single elements of such an array, and add to
+them.
 
 A line consists of *lane groups*: neighbouring lanes that hold a row, or two rows of 16
 bits per element. With a `dim` of 32, a float32 table has four rows per line:
@@ -13,8 +14,8 @@ bits per element. With a `dim` of 32, a float32 table has four rows per line:
     line 0   | row 0  | row 1  | row 2  | row 3  |     groups_per_line = 4
     line 1   | row 4  | row 5  | row 6  | row 7  |     rows_per_line = 4
 
-In bfloat16, it has eight. Each lane holds an element of one row in its lower bits, and
-an element of another row in its upper bits:
+A bfloat16 table of this `dim` has eight rows per line. Each lane holds an element of
+one row in its lower bits, and an element of another row in its upper bits:
 
     line 0   | 0 and 4 | 1 and 5 | 2 and 6 | 3 and 7 |     rows_per_lane = 2
 
@@ -56,8 +57,8 @@ def round_up(value: int, multiple: int) -> int:
 def bank_lanes(dim: int) -> int:
     """Returns the lanes of a row in a table whose rows are dealt to banks.
 
-    They are the next of 8, 16, 32 and 64, or the next multiple of 128. At these widths,
-    lines of 128 lanes hold rows like a TPU's `[rows, lanes]` array does.
+    `dim` is rounded up to 8, 16, 32, 64 or a multiple of 128. At these widths, lines of
+    128 lanes hold rows in the same way as a TPU's `[rows, lanes]` array.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -69,7 +70,7 @@ def bank_lanes(dim: int) -> int:
 
 
 def gather_in_bounds(values: Array, positions: Int[Array, " n"]) -> Array:
-    """Returns `values[positions]` along the first axis. All must be in bounds."""
+    """Returns `values[positions]` along the first axis. Positions must be in bounds."""
     return values.at[positions].get(
         mode="promise_in_bounds", wrap_negative_indices=False
     )
@@ -112,7 +113,8 @@ class RowLayout:
       narrow_dtype: storage type of rows whose elements share 32-bit lanes. If None, a
         lane holds one element of the array's dtype.
       banks: number of ranges that the shard's rows are dealt to, round-robin; see
-        `dealt`. With several, a row takes 8, 16, 32 or 64 lanes, or a multiple of 128.
+        `dealt`. With several banks, a row takes 8, 16, 32 or 64 lanes, or a multiple of
+        128.
       bank_name: name of the banks in messages.
     """
 
@@ -203,7 +205,7 @@ class RowLayout:
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
-        """Shape of the lines, per shard: `(num_lines,)` if rows are flat."""
+        """Shape of the lines, per shard: `(num_lines,)` if they are flat."""
         if self.is_flat:
             return (self.num_lines,)
         return self.num_lines, self.lanes_per_line
@@ -232,12 +234,12 @@ class RowLayout:
         return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
-        """Returns the layout of a slot variable with this shape and dtype of a row."""
+        """Returns the layout of a slot variable, given its rows' shape and dtype."""
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     @functools.cached_property
     def facts(self) -> tuple[str, ...]:
-        """Everything that determines the place of a row, one text per fact.
+        """Everything that determines the place of a row, one string per fact.
 
         Two layouts have rows in the same lanes if all facts are equal.
         """
@@ -301,11 +303,11 @@ class PackedRows:
         return self
 
     def with_held_rows(self, held, row_ids):
-        """Returns these rows after a change to the named rows of `held_rows()`."""
+        """Returns these rows, given `held_rows()` after a change to `row_ids`."""
         return held
 
     def where_held(self, rows, row_ids):
-        """Returns the rows read, with NaN for rows that the lines lack."""
+        """Returns `rows` as they were read, with NaN for rows that the lines lack."""
         return rows
 
     def num_missing(self, row_ids):
@@ -344,7 +346,7 @@ class PackedRows:
 
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
-    """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
+    """Packs rows `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
 
     Narrow rows are rounded to nearest.
     """
@@ -440,7 +442,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
 
 
 def padded(values: Any, lanes: int) -> Any:
-    """Pads `[n, _]` (NumPy or JAX) with zeros to a width."""
+    """Pads an array `[n, _]` (NumPy or JAX) with zeros to `lanes` columns."""
     missing = lanes - values.shape[1]
     if not missing:
         return values
@@ -478,7 +480,7 @@ def select_lanes(
     groups_per_line: int,
     dim: int,
 ) -> Array:
-    """Selects a lane group from each line, by halving the line.
+    """Selects a lane group from each line, by halving the line repeatedly.
 
     Unlike a masked sum, a selection keeps the row's bits, whatever its neighbours hold.
     """

@@ -1,8 +1,8 @@
 """The gradient of a stacked table, as `lookup/` passes it to `update/`.
 
-A gradient arrives at the owners of its rows in rounds: always one, and more only under
-skew. `GradientRounds` is the interface: the backward pass fills it, an update applies
-it round by round, and neither runs the other's code.
+A gradient arrives at the owners of its rows in rounds. There is always a first round.
+Later rounds exist only under skew. `GradientRounds` is the interface: the backward pass
+fills it, an update applies it round by round, and neither runs the other's code.
 
 Row ids must not be added or scaled. A generic `jax.tree.map` over a sparse gradient
 would do so silently, and change the wrong rows. `seal` therefore hides integers in an
@@ -40,10 +40,10 @@ _ROW_IDS: Final = define_prng_impl(
 
 
 class _Guard(np.ndarray):
-    """A leaf before the sealed ones, whose arithmetic raises outside of `jax.jit`.
+    """A leaf before the sealed leaves. Arithmetic on it raises outside of `jax.jit`.
 
-    JAX's own error there doesn't mention gradients: random keys lack `real` and `conj`,
-    with which Optax starts a norm.
+    Without this leaf, JAX would raise an error that doesn't mention gradients: Optax
+    starts a norm with `real` or `conj`, which random keys lack.
     """
 
     def _reject_arithmetic(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class RowGradients:
     Attributes:
       row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
         for optimizers that see occurrences); `PADDING_ROW_ID` where unused.
-      values: `[rows, dim]`, their gradients, undefined where unused.
+      values: `[rows, dim]`, gradient of each row, undefined in unused positions.
       occurrences: the gradient of each occurrence of an id, for optimizers that need
         the norm of all occurrences; else None.
     """
@@ -170,8 +170,8 @@ after the first."""
 class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
-    Different rounds have different rows, so an update may apply rounds one by one. It
-    exists only while a step is traced, and is not a pytree.
+    Different rounds have different rows, so an update may apply rounds one by one. A
+    `GradientRounds` exists only while a step is traced, and is not a pytree.
 
     Attributes:
       first: gradients of the first round, which has all rows unless there is skew.

@@ -38,7 +38,7 @@ class RowStorage:
         return self
 
     def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns why a table can't use this storage and the fix, or None."""
+        """Returns why a table can't use this storage, with the fix. None if it can."""
         return None
 
     def device_layout(self, layout: RowLayout) -> RowLayout:
@@ -53,7 +53,7 @@ class RowStorage:
         """Yields lines of `print(plan)` about the rows."""
         return iter(())
 
-    # Called only if devices do not hold all rows:
+    # The methods below are called only if devices don't hold all rows.
 
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array

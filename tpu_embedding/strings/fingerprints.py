@@ -1,8 +1,9 @@
 """Stable 64-bit hashes of many strings at once.
 
 `farmhash64` is FarmHash's `Fingerprint64`, which TensorFlow's `to_hash_bucket_fast` and
-Keras's `Hashing` use. `siphash64` is SipHash-2-4, which they use with a salt. So tables
-trained there work here.
+Keras's `Hashing` use. `siphash64` is SipHash-2-4, which TensorFlow's
+`to_hash_bucket_strong` and Keras's `Hashing` use with a salt. Tables trained with those
+libraries can therefore be used.
 
 Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
 "SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in
@@ -27,10 +28,10 @@ _LONG_BLOCK: Final = 64
 _STRINGS_PER_PART: Final = 8192
 
 MAX_BYTES: Final = 2**16
-"""Maximum length of a string. FarmHash takes 60 ms for one of this length.
+"""Maximum length of a string. FarmHash takes 60 ms for a string of this length.
 
-The hashes process all strings at once, block by block. Clients of a served model choose
-its strings, and a string of 10 MB would take 9 s.
+The hashes process all strings at once, block by block. The limit protects a served
+model, whose clients choose the strings: a string of 10 MB would take 9 s.
 """
 
 
@@ -39,7 +40,7 @@ class ByteStrings:
     """Strings of bytes in one buffer.
 
     Attributes:
-      buffer: uint8, with at least 8 more bytes after the last string.
+      buffer: uint8, with at least 8 unused bytes after the last string.
       starts: int64 `[num_strings]`, position of each string in the buffer.
       lengths: int64 `[num_strings]`.
     """
@@ -171,7 +172,7 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     state = np.empty((4, num_strings), np.uint64)
     for i, constant in enumerate(constants):
         state[i] = constant ^ key[i % 2]
-    # Longest strings first, so that the strings with a k-th word come first.
+    # Sort the longest strings first, so that all strings with a k-th word come first.
     order = np.argsort(-strings.lengths, kind="stable")
     ordered = strings[order]
     num_words = ordered.lengths // _WORD
@@ -270,7 +271,7 @@ def _weak_hash(strings: ByteStrings, offset: Any, a: Words, b: Words):
 
 
 def _farm_above_64(strings: ByteStrings) -> Words:
-    """Mixes 56 bytes of state with each 64 bytes, then with the last 64 bytes."""
+    """Mixes 56 bytes of state with each block of 64 bytes, then with the last 64."""
     num_strings = strings.lengths.shape[0]
     num_blocks = (strings.lengths - 1) // _LONG_BLOCK
     x = np.full(num_strings, np.uint64(81))
@@ -301,7 +302,7 @@ def _farm_block(
 ) -> np.ndarray:
     """Mixes 64 bytes into the state `(x, y, z, v, v, w, w)`.
 
-    The last block has a different multiplier and a different factor for two words.
+    The last block uses a different multiplier, and a different factor for two words.
     """
     x, y, z, v0, v1, w0, w1 = state
     x = _rotate(x + y + v0 + strings.words(offset + 8), 37) * multiplier

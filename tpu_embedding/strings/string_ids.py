@@ -1,11 +1,13 @@
 """Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
-All of them accept any container of strings, and keep its weights and structure. Strings
-have the same ids as in TensorFlow and Keras, so tables trained there can be used.
+All three accept any container of strings, and keep its weights and structure. Strings
+have the same ids as in TensorFlow and Keras, so tables trained with those libraries can
+be used.
 
-Runs and exports save the vocabularies of features in numbered files, and the names in
-another file, since file systems limit the length of names and may ignore case. The
-files may come from untrusted sources, so they are JSON without nested values.
+Runs and exports save the vocabularies of features in numbered files. The names of the
+features are in a separate file, since file systems limit the length of file names and
+may ignore their case. Files may come from untrusted sources, so they are JSON without
+nested values.
 """
 
 import codecs
@@ -33,7 +35,7 @@ from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
 
 # Possessive quantifiers (`*+`) never backtrack, so a match takes linear time and no
-# memory.
+# additional memory.
 _STRING: Final = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LIST: Final = rf"\[\s*+(?:{_STRING}\s*+,?+\s*+)*+\]"
 _FIELD: Final = rf"{_STRING}\s*+:\s*+(?:{_STRING}|{_LIST}|[-+.\w]++)"
@@ -85,7 +87,7 @@ _UNKNOWN: Final = -1
 _FILE_FORMAT: Final = "tpu_embedding.vocabulary 1"
 
 Unknown = Literal["bucket", "error"]
-"""How to handle strings missing from a vocabulary: with a bucket's id or an error."""
+"""What a string outside the vocabulary gets: the id of a bucket, or an error."""
 
 
 def hash_ids(
@@ -107,9 +109,9 @@ def hash_ids(
     different salts.
 
     `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the mask, and
-    adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns those
-    bins minus 1: use it with the Keras table's rows from row 1 on. Masked strings look
-    up nothing here, whereas Keras reads row 0.
+    adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns the
+    bins of Keras minus 1. Use it with a table that has the rows of the Keras table from
+    row 1 on. Masked strings then look up nothing, whereas Keras reads row 0.
 
     Args:
       strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
@@ -117,8 +119,8 @@ def hash_ids(
         integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
         drop trailing NUL characters; dtype `object` keeps them.
       num_buckets: `vocabulary_size` of the table, 1 to 2**31 - 2.
-      salt: number from 0 to 2**64 - 1, or a pair of them. A single number `n` means
-        `(n, n)`.
+      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A single number `n`
+        means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -167,9 +169,9 @@ def hash_ids(
 
 
 def fingerprint_ids(strings: Any) -> Any:
-    """Returns FarmHash's 64-bit fingerprint of each string, for tables of any ids.
+    """Returns FarmHash's 64-bit fingerprint of each string, for tables of 64-bit ids.
 
-    Among 2**32 strings, two have the same fingerprint with a probability of 0.4.
+    Among 2**32 strings, the probability that any two share a fingerprint is 0.4.
 
     Args:
       strings: see `hash_ids`.
@@ -196,8 +198,9 @@ def fingerprint_ids(strings: Any) -> Any:
 class Vocabulary:
     """A numbered list of strings, like `keras.layers.StringLookup`.
 
-    Ids are assigned in this order: 0 to the mask token, if there is one; then the
-    buckets of unknown strings; then the tokens. FarmHash picks among several buckets.
+    If the vocabulary has a mask token, id 0 is reserved for it. The next ids are for
+    unknown strings, one per bucket. The tokens have the ids after them. If there are
+    several buckets, FarmHash chooses one.
 
     Attributes:
       tokens: the strings, in the order of their ids.
@@ -226,18 +229,19 @@ class Vocabulary:
 
         Args:
           tokens: distinct strings. Like lists written by Keras, they may begin with the
-            mask token, if there is one, and `num_oov_buckets` times `oov_token`.
+            mask token (if `mask_token` is set), followed by `oov_token`, repeated
+            `num_oov_buckets` times.
           num_oov_buckets: number of ids for unknown strings. With 0, unknown strings
             raise an error.
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
             and id 0 stays unused, as in Keras.
           oov_token: token for unknown strings in lists written by Keras.
           strip_whitespace: whether `ids` strips white space around strings, like
-            `str.strip`. The tokens must not have any.
+            `str.strip`. The tokens themselves must not begin or end with white space.
 
         Raises:
           TypeError: if a token is not a str, or `tokens` is a single string.
-          ValueError: if there are no tokens, more than the limit, or duplicates.
+          ValueError: if there are no tokens, too many tokens, or duplicates.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
@@ -328,7 +332,7 @@ class Vocabulary:
         mask token, `oov_token` for each bucket, then the tokens.
 
         Args:
-          path: path of the file. An existing file is replaced once the new one is
+          path: path of the file. An existing file is replaced when the new file is
             complete.
 
         Raises:
@@ -386,7 +390,7 @@ class Vocabulary:
         """Returns the id of each string.
 
         Args:
-          strings: containers as in `hash_ids`. If some token is a number, integers are
+          strings: containers as in `hash_ids`. If any token is a number, integers are
             looked up by their decimal digits.
           unknown: how to handle unknown strings: `"bucket"` returns a bucket's id,
             `"error"` raises an error.
@@ -427,7 +431,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_of_bytes(self) -> dict[str | bytes, int]:
-        """Ids by string and by bytes, made when bytes are first looked up."""
+        """Ids by str and by bytes, created when bytes are first looked up."""
         return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
@@ -447,7 +451,7 @@ class Vocabulary:
         return buckets.astype(np.int32) + self._first_oov_id
 
     def _special(self) -> tuple[str, ...]:
-        """Returns the strings before the tokens in lists written by Keras."""
+        """Returns the strings that precede the tokens in lists written by Keras."""
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
 
@@ -495,7 +499,7 @@ def check_unknown(unknown: Any, owner: str) -> None:
 
 
 def _strip(string: str | bytes) -> str | bytes:
-    """Strips white space. Bytes follow the rules of text."""
+    """Strips white space. Bytes are treated as UTF-8 text."""
     if isinstance(string, str):
         return string.strip()
     text = string.decode(errors="surrogateescape")
@@ -531,7 +535,7 @@ _NAMES_FILE: Final = "names.json"
 def save_vocabularies(
     directory: pathlib.Path, vocabularies: Mapping[str, Vocabulary]
 ) -> None:
-    """Writes vocabularies, if there are any, below a directory."""
+    """Writes vocabularies to a subdirectory. Writes nothing if there are none."""
     path = directory / VOCABULARIES_DIR
     if vocabularies:
         path.mkdir(exist_ok=True)
@@ -541,9 +545,10 @@ def save_vocabularies(
 
 
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
-    """Returns the vocabularies below a directory, by the names of their features.
+    """Returns the vocabularies in a subdirectory, by the names of their features.
 
-    The directory may be untrusted, so links, which may point elsewhere, are errors.
+    The directory may be untrusted. Symbolic links could point outside of it, so they
+    are errors.
 
     Raises:
       ValueError: if a file is missing or was not written by `save_vocabularies`. The

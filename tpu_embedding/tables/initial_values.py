@@ -1,12 +1,12 @@
 """Creates the initial values of tables, equal on any number of devices.
 
 A table's values depend on the seed, the table's name and the row, but never on the
-stack, the shards or the packing. So tables larger than a device's memory, and restarts
-on other devices, have the same values.
+stack, the shards or the packing. A table therefore has the same values on any number of
+devices, and after a restart on other devices.
 
 With a `RowInitializer`, each owner of rows computes their values slab by slab, and
 writes each slab in place. Memory beyond the tables is a few slabs. The tables of a
-stack share one loop, whose data is their keys, sizes and parameters.
+stack share one loop, which reads their keys, sizes and parameters from arrays.
 
 Any other initializer is called once for the whole table, with the logical shape, and
 XLA computes one contiguous block per shard. One all-to-all then sends each row to its
@@ -57,8 +57,9 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
       key: typed JAX random key, the only source of randomness.
 
     Returns:
-      Packed rows by stack name, sharded over the plan's mesh. A stack whose ids are not
-      row numbers also has arrays, under other names, that say which ids its rows have.
+      Packed rows by stack name, sharded over the plan's mesh. If a stack's ids are not
+      row numbers, the result also has arrays, under other names, that say which id each
+      row has.
 
     Example:
       >>> import tpu_embedding as te
@@ -169,7 +170,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # Round the parameters of a single table as with several tables.
+    # The parameters of a single table are then rounded as with several tables.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -216,7 +217,7 @@ def _fill_slabs(
         stack.first_local_row(jnp.repeat(rows, banks), shard, bank)
         for rows in (offsets, offsets + sizes)
     )
-    # In whole lines.
+    # Extend the ranges to whole lines.
     begins = begins // rows_per_line * rows_per_line
     ends = -(-ends // rows_per_line) * rows_per_line
     num_slabs = -(-(ends - begins) // slab)
@@ -228,7 +229,7 @@ def _fill_slabs(
         i = part // layout.banks
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
-        # The last slab of the shard overlaps the previous one, with equal values.
+        # The last slab may overlap the previous slab, and then writes equal values.
         start = jnp.minimum(begins[part] + slab_of_part * slab, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
@@ -243,10 +244,10 @@ def _fill_slabs(
 def _rows_per_slab(layout: RowLayout) -> int:
     """Returns the rows per block of a pass over all rows of a shard.
 
-    A pass reads or writes a few blocks at a time. Each row counts as whole lines there,
-    since XLA:TPU may tile an array of short rows.
+    A pass reads or writes a few blocks at a time. In this size, each row counts as
+    whole lines, since XLA:TPU may pad short rows to whole tiles.
 
-    The rows fill whole lines, at most all of the shard's.
+    The rows fill whole lines, and don't exceed the lines of the shard.
     """
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
@@ -259,7 +260,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
 def logical_values(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
-    """Returns the table's values, split into one contiguous block per shard. Global."""
+    """Returns a table's values, split into one contiguous block per shard. Global."""
     initializer = table.config.initializer
     assert initializer is not None
     shape = (table.num_rows, stack.dim)

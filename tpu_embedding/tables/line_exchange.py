@@ -1,9 +1,10 @@
 """Cuts tables into blocks of rows, and moves their lines between devices.
 
-A block is a range of consecutive rows of one table, and a chunk of a file. A window is
-what one device reads or writes in a turn of `row_stream.py`: one block, or neighbouring
-blocks of several small tables. Two programs move the lines of windows between their
-owners and the devices that serve them. Ranges are arguments of the programs.
+A block is a range of consecutive rows of one table. A file stores it as one chunk. A
+window is what one device reads or writes in a turn of `row_stream.py`: one block, or
+neighbouring blocks of several small tables. Two programs move the lines of windows
+between their owners and the devices that serve them. Ranges are arguments of the
+programs.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
-"""Smaller blocks don't speed up reads: a request takes as long as 10 MB."""
+"""Smaller blocks don't speed up reads: a request takes as long as reading 10 MB."""
 
 RowRanges = Mapping[str, tuple[int, int]]
 """First row and end of a range of rows, by table name."""
@@ -123,12 +124,12 @@ def windows_of(
 
 
 _TILE_ELEMENTS: Final = 1024
-"""Elements of a TPU tile. Parts of whole tiles are sent without a copy."""
+"""Elements of a TPU tile. Parts that consist of whole tiles are sent without a copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineExchange:
-    """Facts of the exchange of lines between owners and the devices that serve ranges.
+    """Facts about the exchange of lines between owners and devices that serve ranges.
 
     Stacks whose rows are packed equally have equal facts, and share programs.
 
@@ -169,7 +170,7 @@ class LineExchange:
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Shape of the lines to write, with all parts of each shard's window."""
+        """Shape of the lines to write: all parts of the windows of all shards."""
         num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
@@ -200,11 +201,11 @@ class LineExchange:
         return (self.num_parts, part_rows, *self.row.shape)
 
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
-        """Returns slices of a part's rows: in the part's lines, and in the window."""
+        """Returns where a part's rows are, as slices of its lines and of the window."""
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
-        # The stack's rows in a part have the same remainder.
+        # All rows of a part have the same remainder in the stack.
         banks = self.layout.banks
         remainder = part % banks * self.num_shards + part // banks
         first = (remainder - window.start) % self.num_parts

@@ -1,18 +1,19 @@
 """Streams the rows of a stack to and from hosts, in natural order, block by block.
 
-A table's rows are dealt round-robin to devices, so no device holds a range of rows, as
-checkpoints and exports need. In each turn, every device serves one range of at most
-`rows_per_block` rows. To read, all owners send it their lines of the range in one
-all-to-all, and the host reorders the rows while copying them. To write, the host deals
-the rows into lines, and one all-to-all sends them to their owners, which write them in
-place.
+A table's rows are dealt round-robin to devices, so no device holds the ranges of
+consecutive rows that checkpoints and exports need. In each turn, every device serves
+one range of at most `rows_per_block` rows. To read, all owners send the device their
+lines of the range in one all-to-all, and the host reorders the rows while copying them.
+To write, the host deals the rows into lines, and one all-to-all sends them to their
+owners, which write them in place.
 
 No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` in
-addition to its tables, and the host six blocks of 10 to 20 MB per local device.
+addition to its tables. The host needs six blocks of 10 to 20 MB per local device.
 
-If one process has all devices and they are CPUs, the lines are in its memory. It then
-reads rows in place, and deals new rows to their owners, without an exchange. On eight
-CPU devices that is ten times as fast, and takes 30 MB instead of 900.
+If one process has all devices, and all are CPUs, the lines are in its memory. The
+process then reads rows in place, and deals new rows to their owners, without an
+exchange. On eight CPU devices, this is ten times as fast as an exchange, and takes 30
+MB instead of 900 MB.
 
 Ranges are arguments of the programs, so one compilation serves all tables of a stack,
 and all stacks with equal `LineExchange` facts.
@@ -50,13 +51,13 @@ MAX_DEVICE_BYTES: Final = 256 * 2**20
 """Bound on the temporaries of a turn on each device."""
 
 _ALIGNMENT: Final = 64
-"""Bytes. JAX copies arrays to CPU devices unless they start at a multiple of this."""
+"""Alignment in bytes. JAX copies less aligned arrays to CPU devices."""
 
 ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 Receivers = Literal["one", "all"]
-"""Processes that receive a block: the one whose device reads it, or all."""
+"""Processes that receive a block: the process whose device reads it, or all of them."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -68,7 +69,7 @@ class RowBlock(NamedTuple):
     Attributes:
       table: name of the table.
       start: first row.
-      rows: `[num_rows, *shape]` of `file_row`.
+      rows: `[num_rows, *shape]`, with the `shape` and dtype of `file_row`.
     """
 
     table: str
@@ -94,7 +95,7 @@ def read_blocks(
       plan: plan of the embedding layer.
       ranges: rows to read, by table. Defaults to all rows.
       receivers: `"one"` returns each block to one process only. `"all"` returns it to
-        all processes, which takes more turns if there are several.
+        all processes, which takes more turns if there are several processes.
 
     Returns:
       An iterator of turns, each with the blocks of this process, possibly none.
@@ -189,7 +190,7 @@ def _read_by_exchange(
                 exchange,
             )
         ]
-        # Otherwise three turns are in memory while the next one is read.
+        # Otherwise, three turns would be in memory while the next turn is read.
         del received, lines_of_window
 
 
@@ -265,8 +266,8 @@ def _write_on_host(
 ) -> PackedRows:
     """Replaces the rows of windows in this process's memory."""
     lines, sharding = packed.lines, packed.lines.sharding
-    # All windows share this memory, since allocating costs as much as a copy. CPU
-    # devices use it without a copy because it is aligned.
+    # All windows share this memory, since an allocation takes as long as a copy. CPU
+    # devices use the memory without a copy, because it is aligned.
     dtype = np.dtype(exchange.row.dtype)
     num_bytes = math.prod(exchange.dealt_shape) * dtype.itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -307,7 +308,7 @@ def windows_for_all(processes: Sequence[int]) -> list[int]:
 
 
 def _one_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Yields each item once the next is made, so that a transfer can run meanwhile."""
+    """Yields each item after making the next one, so that transfers run meanwhile."""
     made = collections.deque(itertools.islice(items, 1))
     while made:
         made.extend(itertools.islice(items, 1))
@@ -335,7 +336,7 @@ def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shards_by_number(array: jax.Array, size: int) -> dict[int, jax.Array]:
-    """Returns this process's shards of `size` lines by number, without copies."""
+    """Returns this process's shards of `size` lines by number. Copies nothing."""
     return {
         _number_of_part(shard.index, size): shard.data
         for shard in array.addressable_shards

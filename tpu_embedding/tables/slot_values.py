@@ -1,8 +1,8 @@
 """Reads and sets slot variables by table and name, as NumPy arrays.
 
-Each optimizer has its own pytree of state per stack. The functions here present it per
-table, under the names that users know: `accumulators`, `momenta`, `mu`.
-`table_values.py` does the same for the tables themselves.
+Each optimizer has its own pytree of state per stack. The functions of this file present
+the state per table, under the names that users know, such as `accumulators`, `momenta`
+and `mu`. `table_values.py` does the same for the tables themselves.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _HYPERPARAMETERS = {"hyperparams", "hyperparams_states"}
 """Fields of `optax.inject_hyperparams`, which `with_hyperparameters` sets."""
 
 _PARTS_OF_A_SUM = {"value", "rest"}
-"""Fields of a compensated sum, which mean little without the field that holds it."""
+"""Fields of a compensated sum, which mean little without the name of the sum."""
 
 
 def slot_values(
@@ -53,7 +53,7 @@ def slot_values(
 
     Returns:
       Arrays by table and slot name. Slot variables are `[vocabulary_size, dim]` or
-      `[vocabulary_size]`, in logical row order. Other values lack the first axis.
+      `[vocabulary_size]`, in logical row order. Totals and counts lack the first axis.
 
     Raises:
       ValueError: if `parts` is unknown, or the slots were made for another plan.
@@ -97,8 +97,8 @@ def with_slot_values(
     Args:
       slots: optimizer state by stack name, from `init_slots`.
       values: arrays by table and slot name, as `slot_values` returns them. Missing
-        tables and slots keep their values. Tables of a stack share their count of
-        steps, so they must not pass different counts.
+        tables and slots keep their values. The tables of a stack share a count of
+        steps, so their values must not contain different counts.
       plan: plan of the embedding layer.
 
     Returns:
@@ -184,9 +184,9 @@ class NamedSlot:
 
     Attributes:
       name: see `slot_values`.
-      kind: whether the leaf has one entry per row, one per table of the stack, or is
-        shared by its tables, like counts and the hyperparameters of
-        `optax.inject_hyperparams`.
+      kind: `"rows"` if the leaf has one entry per row, and `"tables"` if it has one per
+        table of the stack. The tables share leaves of the other two kinds, such as
+        counts and the hyperparameters of `optax.inject_hyperparams`.
       leaf: packed rows, or an array.
     """
 
@@ -279,12 +279,12 @@ def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
 
 
 def _names(paths: list[list[str]]) -> list[str]:
-    """Returns the shortest end of each path that is unique and meaningful.
+    """Returns the shortest suffix of each path that is unique and meaningful.
 
-    A path has the fields, keys and positions around a leaf of a state.
+    A path lists the fields, keys and positions that lead to a leaf of a state.
     """
-    # A part of a compensated sum is prefixed with the name of the sum, and the name of
-    # a hyperparameter begins at the field that holds hyperparameters.
+    # The name of a part of a compensated sum begins with the name of the sum. The name
+    # of a hyperparameter begins with the field that holds all hyperparameters.
     lengths = []
     for path in paths:
         first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)

@@ -1,7 +1,7 @@
 """Converts between stacks on devices and one NumPy array per table.
 
-The layout of a stack depends on the devices, the stacking and the packing. The arrays
-per table do not: they hold the logical rows as the user declared them.
+The layout of a stack depends on the devices, the stacking and the packing. The array of
+a table doesn't depend on them: it holds the logical rows, as the user declared them.
 
 Rows travel block by block; see `row_stream.py`. In addition to the user's arrays, the
 host holds a few blocks.
@@ -26,7 +26,7 @@ from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 
 
 class NotFinite:
-    """Counter of NaN and infinite numbers in new rows, which warns about them."""
+    """Counts NaN and infinite numbers in new rows, and warns about them."""
 
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
@@ -72,6 +72,14 @@ def unstack_tables(
 
     Raises:
       ValueError: if the arrays were made for another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> te.functional.unstack_tables(tables, plan)["movie"].shape
+      (10, 4)
     """
     values = {}
     for stack in plan.stacks:
@@ -194,15 +202,16 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Rejects rows that a narrower type cannot hold.
 
-    NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
+    NaN and infinities are accepted, except in int8 rows. `NotFinite` warns about them.
 
     Raises:
       ValueError: if a number is out of the type's range. The message names the `owner`,
         and counts rows from `start`.
     """
     if dtype == "int8":
-        # A row's scale is the float32 difference between its smallest and largest
-        # element. Any NaN or infinity makes it not finite.
+        # The scale of a row is computed from the float32 difference between its
+        # smallest and largest element. A NaN or infinity makes this difference NaN or
+        # infinite.
         with np.errstate(invalid="ignore", over="ignore"):
             rows = rows.astype(np.float32, copy=False)
             ranges = rows.max(axis=1) - rows.min(axis=1)
@@ -216,7 +225,7 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
             )
         return
     largest = float(jnp.finfo(dtype).max)
-    # Compared in at least float32: the limit of bfloat16 is infinite in float16.
+    # Compare in at least float32, because the limit of bfloat16 is infinite in float16.
     rows = rows.astype(np.promote_types(rows.dtype, np.float32), copy=False)
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():

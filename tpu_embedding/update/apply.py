@@ -2,12 +2,12 @@
 
 Each driver has a function `(table, state, gradient, writer) -> (table, state)` in
 `DRIVERS`. Drivers for touched rows are here, drivers for all rows in `every_row.py`.
-Everything is per shard, and in place where donated.
+Everything runs per shard, and in place if the arrays are donated.
 
-A gradient comes in rounds, which are applied one after the other. Their rows are
-disjoint, so the result equals one update with all rows. Values shared by all rows, such
-as the step count and learning rate, advance once per step. If a learning rate is not
-finite, the step moves no row.
+A gradient arrives in rounds, which are applied one after another. Different rounds have
+different rows, so the result equals one update with all rows. Values shared by all
+rows, such as the step count and learning rate, advance once per step. If a learning
+rate is not finite, the step does not change any rows.
 """
 
 import dataclasses
@@ -53,7 +53,8 @@ from tpu_embedding.update.totals import (
 from tpu_embedding.xla import computed_apart, read_before_write
 
 PADDING_ROWS: Final = 8
-"""Rows of padding for a rule with totals. A single row would broadcast like totals."""
+"""Number of padding rows for a rule with totals. A single row would broadcast, as
+totals do."""
 
 UpdateStack = Callable[
     [PackedRows, Any, GradientRounds, TableWriter], tuple[PackedRows, Any]
@@ -66,7 +67,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
     Totals are summed block by block. Rows that are stored on the host are summed in the
-    same order, so totals have the same bits wherever the rows are.
+    same order, so totals have the same bits wherever the rows are stored.
     """
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
@@ -127,8 +128,8 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns a stack's state after a step that did not touch its rows.
 
     Values shared by all rows advance as in any other step, so they count the same steps
-    for all tables, however tables are stacked. Slot variables are not involved: XLA
-    copies nothing, and devices do not communicate.
+    for all tables, however tables are stacked. Slot variables are not read or written,
+    so XLA does not copy them and devices do not communicate.
 
     Args:
       state: from `init_state`, for a rule on touched rows.
@@ -157,7 +158,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
 
 
 class TableAndSlots(NamedTuple):
-    """The arrays that a gradient's rounds change, one after the other."""
+    """The arrays that the rounds of a gradient change, one after another."""
 
     table: PackedRows
     slots: list[PackedRows]
@@ -168,8 +169,8 @@ def update_touched(
 ) -> tuple[PackedRows, Any]:
     """Runs the rule once on each row that the step looked up.
 
-    If there are several rounds, a rule with totals runs first to find them, then to use
-    them.
+    If there are several rounds, a rule with totals first runs to find the totals, and
+    then runs again to use them.
     """
     stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
     step = start_step(stack.optimizer, state, stack.dim, stack.updates)

@@ -1,11 +1,12 @@
 """Updates every row of a table, touched or not.
 
-The rule runs over the table block by block, in place, once per round of the gradient on
-the rows that the round covers.
+The rule runs over the table block by block, in place. For each round of the gradient,
+it runs on the rows that the round covers.
 
 Rules that need totals over the table, or run once per several steps, must see all
-rounds of the gradient. Their state keeps a dense gradient, a slot variable of the
-table's size. Each step adds to it, and the pass over the table clears it.
+rounds of the gradient before they run. Their state keeps a dense gradient, a slot
+variable of the table's size. Each step adds its gradient to this slot variable, and the
+pass over the table clears it.
 """
 
 import dataclasses
@@ -92,7 +93,7 @@ def update_kept_gradient(
     gradient: GradientRounds,
     writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
-    """Adds to the kept gradient, and runs the rule on every row when due.
+    """Adds to the kept gradient, and runs the rule on every row if an update is due.
 
     Per shard; in place where donated.
     """
@@ -143,10 +144,10 @@ def update_kept_gradient(
 def update_every_row(
     table: PackedRows, state: Any, gradient: GradientRounds, writer: TableWriter
 ) -> tuple[PackedRows, Any]:
-    """Runs a rule without kept gradient on every row, round by round.
+    """Runs a rule on every row, round by round, without a kept gradient.
 
-    Each round of the gradient covers its own range of rows, so each row moves once. Per
-    shard; in place where donated.
+    Each round of the gradient covers its own range of rows, so each row is updated
+    once. Per shard; in place where donated.
     """
     stack = writer.stack
     step = start_step(stack.optimizer, state, stack.dim)
@@ -194,7 +195,7 @@ class _SortedGradients(NamedTuple):
                 jax.lax.dynamic_slice_in_dim(array, position, chunk)
                 for array in (self.row_ids, self.values)
             )
-            # Ids of later blocks and padding map out of range.
+            # Ids of later blocks and of padding are mapped out of range.
             at = jnp.where(ids < end_row, ids - start, size)
             return (
                 position + chunk,

@@ -2,8 +2,9 @@
 
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. A `RuleStep` gathers the touched rows of table and slot variables, runs the rule
-on them, and adds the differences back in place. So rules need not know about row ids,
-shards, packing or rounds. Values shared by all rows are computed once per step.
+on them, and updates the slot variables in place. The caller adds the updates to the
+table. So rules need not know about row ids, shards, packing or rounds. Values shared by
+all rows are computed once per step.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
 ) -> optax.GradientTransformation:
-    """Turns a transformation of dense rows into one of `RowUpdates`.
+    """Turns a transformation of dense rows into a transformation of `RowUpdates`.
 
     Slot variables of rows that are not in the updates do not change (lazy semantics): a
     moment decays only when its row is touched. Values shared by all rows, such as the
@@ -131,8 +132,9 @@ def init_rule(
 class RuleStep:
     """One step of a rule. It exists only during tracing.
 
-    Values that all rows share are computed before the rows, which may come in rounds. A
-    rule with totals is not split: its shared values depend on the totals.
+    Values that all rows share are computed first, because the rows may arrive in
+    rounds. A rule with totals is not split, because its shared values depend on the
+    totals.
 
     Attributes:
       optimizer: the rule.
@@ -155,19 +157,19 @@ class RuleStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if the step has a non-finite rate. None if rates are constant."""
+        """False if a rate of the step is not finite, or None for constant rates."""
         values = values_of(self.state)
         return rates_are_finite(self.optimizer, self.dim, values)
 
     def only_if_finite(self, gradient: GradientRounds) -> GradientRounds:
-        """Returns a gradient, without rows if a learning rate is not finite."""
+        """Drops all rows of a gradient if a learning rate is not finite."""
         return gradient if self.is_finite is None else gradient.only_if(self.is_finite)
 
     def new_state(self, slots: Sequence[PackedRows], new_values: list[Any]) -> Any:
         """Returns the state after the step.
 
-        A non-finite learning rate makes totals and other dependent values NaN. They
-        keep their old values.
+        If the learning rate is not finite, totals and other values that depend on it
+        become NaN. Such values are reset to their old values.
         """
         if self.is_finite is not None:
             pairs = zip(new_values, values_of(self.state), strict=True)

@@ -1,14 +1,14 @@
 """Writes updated rows to a table in its storage dtype.
 
-Updates are added to a float32 table. A narrow table, such as bfloat16, is rounded after
-float32 arithmetic, up or down at random, so that the mean over many steps is exact.
-Rounding to the nearest number would lose every update below half a unit of the dtype,
-and small gradients would never move the row.
+Updates are added to a float32 table. For a narrow table, such as bfloat16, the sum is
+computed in float32 and then rounded up or down at random, so that the mean over many
+steps is exact. Rounding to the nearest number would lose every update below half a unit
+of the dtype, and small gradients would never change the row.
 
 The random bits are a hash of the step, the table's name, the row and the element, so
 rounding does not depend on devices, stacking or packing. The step is part of the state:
 without it, an element that was rounded back to its old value would get the same bits in
-the next step, and never move.
+the next step, and would never change.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class TableWriter:
       stack: the stack's plan.
       step: `RoundedState.step` of a narrow table, whose rows are rounded
         stochastically. `None` for a float32 table.
-      table_sizes: float32 `[tables]`, number of rows of each table to count, or `None`
+      table_sizes: float32 `[tables]`, number of rows to count in each table, or `None`
         for all rows.
     """
 
@@ -61,7 +61,7 @@ class TableWriter:
     table_sizes: Float[Array, " tables"] | None = None
 
     def closed(self, state: Any) -> Any:
-        """Returns the stack's state after the step, given the rule's."""
+        """Returns the stack's state after the step, given the rule's state."""
         if self.step is None:
             return state
         return RoundedState(step=self.step + 1, inner=state)
@@ -86,8 +86,9 @@ class TableWriter:
     def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
 
-        Such a rule returns the difference from the old row. If the old row were NaN, so
-        would be the difference; if it were large, a small new value would be lost.
+        Such a rule returns the difference from the old row. If the old row were NaN,
+        the difference would also be NaN. If the old row were large, a small new value
+        would be lost to rounding.
 
         Args:
           table: the rows.
@@ -127,8 +128,8 @@ class TableWriter:
         occurrence: Int[Array, ""] | int = 0,
     ) -> Shaped[Array, "ids _"]:
         """Returns `old + updates` as the table stores rows; see `add`."""
-        # A zero must not change an element's bits. Adding it would turn -0.0 into 0.0,
-        # and flush a denormal on a TPU.
+        # An update of 0 must not change an element's bits. Adding 0 would turn -0.0
+        # into 0.0, and flush a denormal on a TPU.
         new = jnp.where(updates == 0, old, old + updates)
         if self.step is None:
             return new

@@ -1,12 +1,13 @@
 """Finds totals over rows that arrive in parts: gradient rounds or table blocks.
 
-While a rule runs it asks for totals, `total = rows.total(values)`, each of which may
-depend on earlier ones. With one part, the answer is an all-reduce. With several, the
-rule runs on every part once per total, using the totals known so far, and the values
-that it passes for the next total are summed over the parts. XLA removes everything else
-that such a run computes. The last run uses all totals.
+While a rule runs, it requests totals, as in `total = rows.total(values)`. A total may
+depend on earlier totals. If there is only one part, each request is answered by an
+all-reduce. If there are several parts, the totals are found one after another. For each
+total, the rule runs on every part with the totals known so far, and the values that it
+passes for the next total are summed over the parts. XLA removes everything else that
+such a run computes. In the last run, all totals are known.
 
-Totals are by table, so a shard's rows are matched with their tables.
+Totals are computed per table, so each row of a shard is matched with its table.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
 RunPart = Callable[[Any, AllReduce], Any]
-"""Runs the rule on one part, with a function that answers requests for totals."""
+"""Runs the rule on one part. The second argument answers requests for totals."""
 
 FoldParts = Callable[[Callable[..., Any], Any], Any]
 """Given `fold` and `carry`, calls `carry = fold(carry, part, ...)` for all parts but
@@ -124,7 +125,7 @@ def tables_of_rows(
 
     num_begun = count_reached([table.row_offset for table in stack.tables])
     sizes = [table.num_rows for table in stack.tables]
-    # Rows between two tables belong to neither.
+    # Rows between two tables belong to neither table.
     num_ended = count_reached([x.row_offset + x.num_rows for x in stack.tables])
     tables = num_begun - 1 if len(sizes) > 1 else None
     return TableRows(

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.nn import in_batch_softmax
-from tpu_embedding.tools.train.losses import (
-    LOSSES,
-    mean_loss,
-    merge_batches,
-    values_of,
-)
+from tpu_embedding.tools.train.losses import LOSSES, mean_loss, values_of
 from tpu_embedding.tools.train.models.click import Outputs, click_outputs
 
 GENERATOR = np.random.default_rng(0)
@@ -26,7 +21,7 @@ def rating_outputs(scores):
 
 def summarize(loss, outputs_of, scores=SCORES, clicks=CLICKS, weights=WEIGHTS):
     evaluate = jax.jit(lambda s, y, w: LOSSES[loss].evaluate(outputs_of(s), y, w))
-    return values_of(merge_batches(map(evaluate, scores, clicks, weights)))
+    return values_of(map(evaluate, scores, clicks, weights))
 
 
 def test_click_metrics_over_batches():

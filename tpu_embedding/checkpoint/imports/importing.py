@@ -58,6 +58,15 @@ class ImportReport:
       kept: tables of the model that kept their values, because the source lacks them or
         `tables` left them out.
       unused: tables of the source that were not imported.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> pretrained = {"movie": np.ones((10, 4)), "city": np.ones((50, 4))}
+      >>> report = te.checkpoint.import_tables(pretrained, layer)
+      >>> report.tables, report.unused
+      ({'movie': 'movie'}, ('city',))
     """
 
     origin: str

@@ -134,6 +134,23 @@ def open_stacked_tables(
 
     Raises:
       CheckpointError: if the checkpoint is damaged, or its stacks do not fit.
+
+    Example:
+      >>> import tempfile
+      >>> import safetensors.numpy
+      >>> import tpu_embedding as te
+      >>> movie = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> # Two shards of 8 rows each: the table's even rows, then its odd rows.
+      >>> stack = np.repeat(np.arange(16), 4).reshape(16, 4).astype(np.float32)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = folder + "/stack.safetensors"
+      ...     safetensors.numpy.save_file({"movies/table": stack}, path)
+      ...     options = {"num_sparse_cores": 2, "rotation": 1}
+      ...     source = open_stacked_tables(
+      ...         path, [movie], stacks={"movies": ["movie"]}, **options
+      ...     )
+      ...     np.asarray(source.tables["movie"].values)[:4, 0].tolist()
+      [0.0, 8.0, 1.0, 9.0]
     """
     known_stacks = _stacks_of(open_tables(path))
     configs = {str(table.name): table for table in tables}

@@ -103,6 +103,12 @@ class TableSource:
     Attributes:
       origin: format and path, for messages.
       tables: tables by name in the source.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> source = te.checkpoint.open_tables({"movie": np.zeros((10, 4), np.float32)})
+      >>> print(source.tables["movie"].values)
+      float32[10, 4]
     """
 
     origin: str

@@ -74,8 +74,8 @@ def with_norm_of_arrays(
 ) -> optax.GradientTransformation:
     """Gives a rule the norm of all its dense arrays, unless a model provides a norm.
 
-    A model's norm covers one step's gradients, so a rule on the mean gradient of
-    several steps uses the norm of its own arrays.
+    A model's norm covers the gradients of one step. A rule that is applied to the mean
+    gradient of several steps therefore uses the norm of its own arrays.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -106,10 +106,10 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
 
 
 def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns False for a rate that is 0 or subnormal, and a safe divisor.
+    """Returns whether a rate is neither 0 nor subnormal, and a safe divisor.
 
     FTRL's linears have units of `1 / rate`, so a step with rate 0 must not change them.
-    The caller masks it.
+    The caller masks such a step.
     """
     # The inverse of a subnormal number overflows.
     moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny

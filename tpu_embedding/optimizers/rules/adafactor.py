@@ -1,12 +1,13 @@
-"""Adafactor: second moments as one row and one column vector per table.
+"""Adafactor: second moments as one row vector and one column vector per table.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML
-2018), with Keras' formulas. Keras divides by the mean of the row accumulators, this
-rule by the mean of the column accumulators. Both are the same moving average of the
-mean squared gradient, but the second is known on every shard.
+2018), with Keras' formulas. Keras divides by the mean of the row accumulators, while
+this rule divides by the mean of the column accumulators. The two means are the same
+moving average of the mean squared gradient, but only the mean of the column
+accumulators is known on every shard.
 
-One state serves tables and dense arrays of any rank. Tables have rank 2, their totals
-are over all rows, and a step may skip rows.
+Tables and dense arrays of any rank have the same type of state. A table has rank 2, its
+totals are over all of its rows, and a step may skip rows.
 
 Totals are compensated float32 sums, which stay accurate over millions of additions.
 """
@@ -66,8 +67,8 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
 
     Args:
       values: float32.
-      total: float32, broadcast against the values. Sums up to 8 times as large are
-        exact.
+      total: float32, approximate sum, broadcast against the values. Sums of up to 8
+        times this size are exact.
 
     Example:
       >>> values = jnp.array([1e7, 0.25])
@@ -102,7 +103,8 @@ def compensated_sum(start: jax.Array) -> CompensatedSum:
 
 
 NO_SUM: Final = CompensatedSum(None, None)
-"""Placeholder that keeps the state's structure where no sum is kept."""
+"""Placeholder for a sum that is not kept, so that all states have the same
+structure."""
 
 
 class CollectedGradients(NamedTuple):
@@ -118,13 +120,14 @@ class AdafactorState(NamedTuple):
       count: updates so far.
       row_accumulators: `r`, `[rows]`. A dense array of rank 3 or more uses its shape
         without the last axis.
-      row_clocks: `[rows]`. In mode "lazy" the row's updates so far, in mode "exact" the
-        sum of the decays' logarithms up to the row's latest update.
+      row_clocks: `[rows]`. In mode "lazy", the number of the row's updates so far. In
+        mode "exact", the sum of the logarithms of the decays up to the row's latest
+        update.
       column_accumulators: `c`, `[tables, dim]`. A dense array of rank 3 or more uses
         its shape without the second-to-last axis.
       velocities: second moments of a dense array of rank 0 or 1.
       squares: sum of the squares of each table's elements, `[tables]`.
-      clock: sum of the decays' logarithms so far, only in mode "exact".
+      clock: sum of the logarithms of the decays so far, only in mode "exact".
       averages: moving averages in the array's shape, only with `use_ema`.
       average_counts: `[rows]`, the `count` at the latest update of each row's average.
       average_momentum: decay of the averages.
@@ -135,8 +138,8 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # Each step sees all rows of a dense array, so nothing is tracked. Its sums are
-    # empty, so that all states have the same structure.
+    # A dense array needs no running sum, because each step sees all of its rows. Its
+    # sums are placeholders, so that all states have the same structure.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -176,8 +179,8 @@ def plus_total(
 ) -> CompensatedSum:
     """Adds `[rows, dim]` values to the totals of their tables.
 
-    A float32 sum would have an error relative to the largest total that a table ever
-    had, which is too much if the table's values shrink.
+    The error of a plain float32 sum would be relative to the largest total that a table
+    ever had. This is too large if the table's values shrink.
 
     Args:
       total: each table's sum so far.
@@ -242,14 +245,14 @@ def adafactor(
 
     `S` is the regularised square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
     is the root mean square of `x` over the table. The slot variables are `r` and a
-    clock, `[rows]`. Each table has one vector of column accumulators `c`, `[dim]`. They
-    all start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
+    clock, `[rows]`. Each table has one vector of column accumulators `c`, `[dim]`. All
+    of these start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
 
     Source: Shazeer and Stern (2018), as `keras.optimizers.Adafactor` of Keras 3 and
     `tf_keras`. `optax.adafactor` is a different algorithm: it factors only large
     matrices, and its decay, clipping and scaling differ.
 
-    The modes differ in rows that the step does not look up:
+    The modes differ in how they treat rows that the step does not look up:
 
     * `"exact"` gives Keras' numbers. Such rows have gradient 0, so their `r` decays.
       The missed decays are applied when the row is next touched, so a rare row has a
@@ -257,28 +260,31 @@ def adafactor(
       of the table.
     * `"lazy"` does not change such rows. `t` in the decay of `r` counts the row's own
       updates, so the first update sets `r` to the row's mean of `S`. Means over rows
-      include only touched rows, except in `RMS(w)`. It equals `"exact"` if every step
-      touches every row.
+      include only touched rows, except in `RMS(w)`. The result is the same as in mode
+      `"exact"` if every step touches every row.
 
     A step takes three small all-reduces per table, of `dim + 2`, 1 and 2 scalars.
     `RMS(w)` comes from a running sum of squares of the values that the table stores, so
-    it includes a narrow table's rounding, and the row of a new id replaces the previous
-    one. A restore recomputes it. Where ids are not row numbers, means and `RMS(w)`
-    include only the rows that ids read, as if the table had only those rows. Adafactor
-    must come last in a chain. To change table values later, use
-    `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
+    it includes the rounding of a narrow table. If a row is given to a new id, the sum
+    includes only the row's new values. A restore recomputes the sum. If ids are not row
+    numbers, means and `RMS(w)` include only the rows that belong to an id, as if the
+    table had only those rows. Adafactor must come last in a chain. To change table
+    values later, use `tpu_embedding.Optimizer.set_embedding_tables`, which updates the
+    sum.
 
     One `adafactor(...)` can train a model's tables and dense parameters: on dense
-    arrays of any rank it gives Keras' numbers in either mode. Arrays of rank 2 or more
-    are factored over their last two axes; others keep full second moments.
+    arrays of any rank it gives Keras' numbers in either mode. The second moments of
+    arrays of rank 2 or more are factored over the last two axes. Arrays of lower rank
+    keep full second moments.
 
-    `use_ema` keeps moving averages of the rows; see `with_ema`, also for how to read
-    them.
+    `use_ema` keeps moving averages of the rows. `with_ema` describes the averages and
+    how to read them.
 
     `global_clipnorm` bounds the norm of all the loss's gradients, for tables and dense
     parameters together. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this
-    norm; `tpu_embedding.functional.apply_gradients` accepts it as an argument, or
-    computes its tables' norm. Otherwise it is the norm of the transformed arrays.
+    norm; `tpu_embedding.functional.apply_gradients` accepts the norm as an argument, or
+    computes the norm of its tables' gradients. Without these, the norm is taken over
+    the arrays that the optimizer is applied to.
 
     Options that move all rows need a pass over the table in each step, and keep the
     dense gradient as `every_row` does: `gradient_accumulation_steps`,
@@ -294,25 +300,26 @@ def adafactor(
       clip_threshold: largest root mean square of `u`, positive.
       relative_step: no effect, as in Keras, which always uses the smaller of
         `learning_rate` and `1 / sqrt(t)`.
-      weight_decay: fraction of the rows, times the learning rate, lost before the
-        update.
+      weight_decay: the rows lose this fraction, multiplied by the learning rate, before
+        the update.
       clipnorm: largest norm of a table's gradient, positive.
       clipvalue: largest absolute gradient element, positive. At most one of `clipnorm`,
         `clipvalue` and `global_clipnorm` is allowed.
-      global_clipnorm: largest norm of the model's gradients, positive. On tables,
-        excludes `gradient_accumulation_steps`.
+      global_clipnorm: largest norm of the model's gradients, positive. On tables, it
+        cannot be combined with `gradient_accumulation_steps`.
       use_ema: True keeps moving averages of the rows.
       ema_momentum: decay of the averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
-        rows. Defaults to never. Excludes `gradient_accumulation_steps`.
+        rows. Defaults to never. Cannot be combined with `gradient_accumulation_steps`.
       loss_scale_factor: factor that the loss was multiplied by, positive; gradients are
         divided by it.
-      gradient_accumulation_steps: number of steps per update, at least 2, which uses
-        their mean gradient. Defaults to 1. As in Keras, averages advance in every step.
+      gradient_accumulation_steps: number of steps per update, at least 2. An update
+        uses the mean gradient of these steps. By default, each step makes an update. As
+        in Keras, averages advance in every step.
       name: no effect; an argument of Keras.
       mode: `"lazy"` or `"exact"`, see above.
       ema_start: `"first_update"` starts the averages after the first update, like Keras
-        3; `"initial_values"` before it, like `tf_keras`.
+        3; `"initial_values"` starts them before the first update, like `tf_keras`.
       clipnorm_of: `"sum"` takes the norm of the summed gradient, `"occurrences"` the
         norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
 
@@ -362,7 +369,7 @@ def adafactor(
     )
     if steps == 1:
         return DeclaredRule(row_optimizer)
-    # A layer collects the gradients of its tables itself.
+    # A layer accumulates the gradients of its tables itself.
     return DeclaredRule(row_optimizer, _collecting(transformation, steps))
 
 
@@ -388,7 +395,7 @@ def _collecting(
 class _Adafactor:
     """The rule for tables' rows and for dense arrays of any rank.
 
-    The other fields are arguments of `adafactor`.
+    Fields that are not listed below are arguments of `adafactor`.
 
     Attributes:
       clip: unscales and clips a gradient.
@@ -443,7 +450,7 @@ class _Adafactor:
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras schedules count steps, and an update may take several.
+        # Keras schedules count steps, and an update may take several steps.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -479,9 +486,9 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales the clipped gradient of a dense array whose rank is not 2.
+        """Scales the clipped gradient of a dense array of rank other than 2.
 
-        `array` is after weight decay.
+        `array` holds the values after weight decay.
         """
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
@@ -510,8 +517,9 @@ class _Adafactor:
         decayed: jax.Array,
         tables: TableRows,
     ) -> ScaledGradient:
-        """Scales the clipped gradients of rows, given before and after weight decay."""
-        # Outside the layer all rows are given, and may have been set since.
+        """Scales clipped gradients, given the rows before and after weight decay."""
+        # Outside the layer, all rows are given, and the caller may have set them since
+        # the last step.
         squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
@@ -554,7 +562,7 @@ class _Adafactor:
         )
 
     def _rows_to_update(self, tables: TableRows) -> Any:
-        """Returns the mask of rows to update, in mode "lazy" the touched rows."""
+        """Returns the mask of rows to update, in mode "lazy" only touched rows."""
         return tables.is_touched if self.mode == "lazy" else tables.is_used
 
     def _decay_at(self, t: jax.Array) -> jax.Array:
@@ -564,7 +572,7 @@ class _Adafactor:
     def _move_rows(
         self, gradient: Any, state: AdafactorState, tables: TableRows
     ) -> AdafactorState:
-        """Returns the state with the new `r`, and the new clocks."""
+        """Returns the state with new row accumulators and clocks."""
         mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
         old = state.row_accumulators
         if state.clock is None:  # Mode "lazy".
@@ -581,7 +589,8 @@ class _Adafactor:
         old = missed * old + (1 - missed) * self.epsilon_1
         b = self._decay_at(state.count + 1)
         # The first step has b = 0, whose logarithm is infinite. It can be skipped,
-        # because rows that it does not touch remain at their initial value, epsilon_1.
+        # because rows that this step does not touch remain at their initial value,
+        # epsilon_1.
         clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
         return state._replace(
             row_accumulators=b * old + (1 - b) * mean,

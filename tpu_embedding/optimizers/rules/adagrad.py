@@ -1,4 +1,4 @@
-"""Adagrad and its variants: per row, bounded, proximal, Clippy, and by frequency.
+"""Adagrad and its row-wise, bounded, proximal, Clippy and frequency-aware variants.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011). Duchi and Singer, "Efficient Learning using
@@ -6,8 +6,8 @@ Forward-Backward Splitting" (NIPS 2009). Clippy shortens a table's step if value
 change too fast: Tang et al., "Improving Training Stability for Multitask Ranking Models
 in Recommender Systems" (KDD 2023).
 
-`frequency_aware_adagrad` takes longer steps for rare rows. The rows of a
-`frequency_estimator` table are themselves the mean number of steps between lookups.
+`frequency_aware_adagrad` takes longer steps for rare rows. In a `frequency_estimator`
+table, each row's value is the mean number of steps between lookups of the row.
 """
 
 import math
@@ -43,7 +43,8 @@ class AdagradState(NamedTuple):
     """State of `adagrad` and `rowwise_adagrad`.
 
     Attributes:
-      accumulators: sums of squared gradients, `[rows, dim]`; row-wise `[rows]`.
+      accumulators: sums of squared gradients, `[rows, dim]`, or `[rows]` for
+        `rowwise_adagrad`.
     """
 
     accumulators: jax.Array
@@ -69,8 +70,8 @@ def adagrad(
     Source: Duchi et al. (2011), as in `tf.tpu.experimental.embedding.Adagrad`, which
     has no epsilon. Keras uses `epsilon=1e-7`.
 
-    With equal hyper-parameters it equals `optax.adagrad` on the dense gradient, which
-    is zero for untouched rows.
+    With equal hyper-parameters, the result equals `optax.adagrad` on the dense
+    gradient, because this gradient is zero for untouched rows.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -130,8 +131,8 @@ def rowwise_adagrad(
     `DECOUPLE`, in `fbgemm_gpu/codegen/genscript/optimizers.py`. FBGEMM's defaults are
     `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
-    Rows decay only in steps that look them up. Without weight decay it equals the dense
-    rule. optax lacks row-wise Adagrad.
+    Rows decay only in steps that look them up. Without weight decay, the result equals
+    applying the rule to all rows. optax lacks row-wise Adagrad.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -206,8 +207,8 @@ def adagrad_momentum(
     `s` is the scaled gradient. The slot variables `a` and `m`, `[rows, dim]`, start at
     0, so a row's first step is about `learning_rate * sign(g)`.
 
-    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with its TPU operation's
-    formula.
+    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula of its TPU
+    operation.
 
     A row's momentum decays only in steps that look the row up. optax has no equivalent.
 
@@ -289,7 +290,7 @@ def bounded_adagrad(
 
     Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
     Its update is not public. As that file's comments suggest, `max_var_update` bounds
-    the step `s`, and the accumulator adds the unclipped gradient's square.
+    the step `s`, and the square of the unclipped gradient is added to the accumulator.
 
     Without bounds and with `update_accumulator_first`, it equals `adagrad` and
     `optax.adagrad` with an epsilon of 0.
@@ -426,16 +427,16 @@ def clippy_adagrad(
 
     `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change
     allowed per element. `scale` shortens the whole table's step. The inner minimum is
-    over all elements of the table with a nonzero step `d`, which takes an all-reduce of
-    one scalar per table. `p` uses `a` from before the step, or from after it with
-    `use_standard_accumulator_update`. The slot variable `a`, `[rows, dim]`, starts at
-    `initial_accumulator_value`.
+    over all elements of the table with a nonzero step `d`. Computing it takes an
+    all-reduce of one scalar per table. `p` uses `a` before the step or, with
+    `use_standard_accumulator_update`, after the step. The slot variable `a`,
+    `[rows, dim]`, starts at `initial_accumulator_value`.
 
     Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
     TensorFlow Recommenders.
 
-    It equals the dense rule, because untouched rows have gradient zero. optax has no
-    Clippy.
+    The result equals applying the rule to all rows, because untouched rows have
+    gradient zero. optax has no Clippy.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -445,8 +446,8 @@ def clippy_adagrad(
       absolute_threshold: non-negative.
       epsilon: positive.
       use_standard_accumulator_update: True adds the squares before the step.
-      clip_accumulator_update: True adds the squares of the scaled gradient. Excludes
-        `use_standard_accumulator_update`.
+      clip_accumulator_update: True adds the squares of the scaled gradient. Cannot be
+        combined with `use_standard_accumulator_update`.
       **options: see `with_options`.
 
     Raises:
@@ -531,19 +532,19 @@ def frequency_aware_adagrad(
         k = min((t / c)**probability_exponent, max_lr_multiplier)
         w -= learning_rate * (k * g / sqrt(a) + l1 * sign(w) + l2 * w)
 
-    `c / t` is the fraction of steps that looked the row up, so a row in every step has
-    the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
+    `c / t` is the fraction of steps that looked the row up, so a row that every step
+    looks up has the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
     `initial_accumulator_value`. The slot variable `c`, `[rows]`, int32, starts at 0.
 
     Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
     floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
-    `optimization_parameters.proto`; at a decay of 1 they have no effect. That message's
-    comment wrongly divides by the accumulator instead of the counter, and multiplies by
-    the gradient twice.
+    `optimization_parameters.proto`; at a decay of 1 they have no effect. The formula in
+    that message's comment is wrong: it divides by the accumulator instead of the
+    counter, and multiplies by the gradient twice.
 
-    Both sources keep a counter per element, all equal within a row; this rule keeps one
-    per row. Rows are regularised only in steps that look them up. optax has no
-    equivalent.
+    The two sources keep one counter per element, although all counters of a row are
+    equal. This rule keeps one counter per row. Rows are regularised only in steps that
+    look them up. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -628,16 +629,16 @@ def frequency_estimator(
     `TableConfig(..., dim=1, initializer=jax.nn.initializers.constant(max_delta))`.
 
     Source: `FrequencyEstimatorParameters` of TensorFlow's
-    `optimization_parameters.proto`. There the learning rate passes the step; here the
-    rule counts its own updates. optax has no equivalent.
+    `optimization_parameters.proto`. In TensorFlow, the caller passes the step as the
+    learning rate. This rule counts its own updates instead. optax has no equivalent.
 
     Args:
       tau: weight of the newest interval, in (0, 1).
       max_delta: upper bound of an averaged interval, in steps, positive.
-      outlier_threshold: an interval at least this many times the row replaces the row;
-        positive.
-      weight_exponent: TensorFlow's fourth parameter, no effect on the update. Pass it
-        to `frequency_weights`, which applies it.
+      outlier_threshold: an interval of at least this many times the row's value
+        replaces the value; positive.
+      weight_exponent: TensorFlow's fourth parameter. It has no effect on the update;
+        pass it to `frequency_weights`, which applies it.
 
     Raises:
       ValueError: if a value is out of range, or the table's dim is not 1.
@@ -684,8 +685,8 @@ def frequency_weights(
     """Returns sample weights from looked-up rows of a `frequency_estimator` table.
 
     An interval `delta` has the weight `(delta / max_delta)**weight_exponent`: 1 for ids
-    never seen, less for frequent ids. Multiply the ids' embeddings or losses by it;
-    TensorFlow documents only the formula.
+    never seen, less for frequent ids. Multiply the ids' embeddings or losses by the
+    weights. TensorFlow documents only the formula.
 
     Args:
       deltas: activations of a `frequency_estimator` table, one id per sample, in any

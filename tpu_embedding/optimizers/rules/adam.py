@@ -1,4 +1,4 @@
-"""Adam, Yogi, RMSProp and Adadelta, by default lazy: moments move with their row.
+"""Adam, Yogi, RMSProp and Adadelta, which by default change only touched rows.
 
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Yogi is similar
 but bounds the change of the second moment: Zaheer et al., "Adaptive Methods for
@@ -71,8 +71,8 @@ def adam(
 
     It differs from `optax.adam` and Keras' Adam in three ways:
 
-    * A row's moments decay only in steps that look the row up. `lazy_adam=False` moves
-      every row in every step, at the cost of a pass over the table.
+    * A row's moments decay only in steps that look the row up. `lazy_adam=False`
+      updates every row in every step, at the cost of a pass over the table.
     * There is no bias correction unless `bias_correction=True`.
     * Epsilon is inside the root unless `sum_inside_sqrt=False`.
 
@@ -85,7 +85,7 @@ def adam(
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because smaller
         squares are 0 in float32.
-      lazy_adam: False moves every row in every step, as dense Adam does.
+      lazy_adam: False updates every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
       **options: see `with_options`.
@@ -173,8 +173,8 @@ def proximal_yogi(
 
     Unlike `optax.yogi`, it has no bias correction. TensorFlow users multiply the
     learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with the step `t` counted
-    from 1. Slot variables decay and rows are regularised only in steps that look the
-    row up.
+    from 1. A row is regularised, and its slot variables decay, only in steps that look
+    the row up.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -241,8 +241,9 @@ def online_yogi(
 
     If the denominator is 0, the row becomes 0. If the learning rate is 0, the row and
     its slot variables do not change. The slot variables `v` and `l`, `[rows, dim]`,
-    start at 0, and `v_new` is the next `v`. So a row's first update discards its
-    initial value. Rows change only in steps that look them up.
+    start at 0, and `v_new` is the next value of `v`. Because `l` starts at 0, a row's
+    first update discards its initial value. Rows change only in steps that look them
+    up.
 
     Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
     `optimization_parameters.proto`. That file cites the paper "plus some extensions
@@ -293,7 +294,7 @@ def online_yogi(
 
 
 def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
-    """Moves `v` towards the squares by at most `1 - beta_2` of them, never below 0."""
+    """Moves `v` by `1 - beta_2` of the squared gradients, towards the squares."""
     squares = jnp.square(gradients)
     return v - (1 - beta_2) * jnp.sign(v - squares) * squares
 
@@ -342,7 +343,7 @@ def rmsprop(
     kernels `ResourceSparseApplyRMSProp` and `ResourceSparseApplyCenteredRMSProp`.
 
     Slot variables decay only in steps that look their row up; `optax.rmsprop` and Keras
-    move every row. TensorFlow 1 started `ms` at 1, Keras starts it at 0.
+    update every row in each step. TensorFlow 1 started `ms` at 1, Keras starts it at 0.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -414,7 +415,7 @@ def adadelta(
     `optimization_parameters.proto`, and its kernel `ResourceSparseApplyAdadelta`.
 
     Slot variables decay only in steps that look their row up; `optax.adadelta` and
-    Keras move every row.
+    Keras update every row in each step.
 
     Args:
       learning_rate: scalar or optax schedule.

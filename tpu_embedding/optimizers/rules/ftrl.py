@@ -61,8 +61,8 @@ def ftrl(
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
     value. `l` starts at 0, so a row's first update discards its initial value.
 
-    If the learning rate is 0, the row and its slot variables do not change, except with
-    `multiply_linear_by_learning_rate`, where they may, as in TensorFlow.
+    If the learning rate is 0, the row and its slot variables do not change. With
+    `multiply_linear_by_learning_rate` they may change, as in TensorFlow.
 
     Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
     kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.

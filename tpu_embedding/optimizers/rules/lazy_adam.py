@@ -19,10 +19,10 @@ from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 SkippedSteps = Literal["ignore", "catch_up"]
 
 _STEPS_PER_TURN: Final = 8
-"""Skipped steps per loop iteration, so that XLA fuses them."""
+"""Number of skipped steps per loop iteration. XLA fuses the steps of an iteration."""
 
 _NEGLIGIBLE: Final = 1e-8
-"""Bound on the sum of omitted moves, relative to the first move."""
+"""Bound on the sum of omitted moves, relative to the first skipped move."""
 
 
 class LazyAdamState(NamedTuple):
@@ -66,26 +66,28 @@ def lazy_adam(
     form, by default without bias correction.
 
     A row that a step does not look up has gradient 0. Dense Adam still decays its
-    moments and moves it by the remaining `m`. `skipped_steps` selects what happens
-    here:
+    moments and moves it by the remaining `m`. `skipped_steps` selects what this
+    optimizer does instead:
 
     * `"ignore"`: the row and its moments do not change. This is the usual lazy Adam.
     * `"catch_up"`: the next step that looks the row up first takes the skipped steps,
       then its own. The row and its moments then equal dense Adam's with the same
       gradients. This needs an int32 slot variable per row.
 
-    With `"catch_up"`, lookups read the row before the skipped moves, even in the step
-    that takes them; its gradient belongs to the row as it was read. Each move is
-    `beta_1 / sqrt(beta_2)` times the previous one, 0.9005 by default. A loop over the
-    touched rows takes up to 198 of them; later ones are below float32's precision. It
-    runs until the row that waited longest is done, so most steps on real data run all
-    iterations. On a CPU the rule then takes about 20 times as long, 120 ms for 8,192
-    rows of 64. `every_row(optax.adam(...))` gives dense Adam's values in every lookup,
-    at the cost of a pass over the table.
+    With `"catch_up"`, a lookup reads the row as it was before the skipped moves, even
+    in the step that takes these moves. The gradient of that step belongs to the row as
+    it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the previous
+    move, by default 0.9005 times. A row takes at most 198 skipped moves by default;
+    later moves are below float32's precision. A loop takes the moves of all touched
+    rows together, and runs until the row that waited longest is done. On real data,
+    most steps therefore run all iterations. On a CPU the rule then takes about 20 times
+    as long as without catching up: 120 ms for 8,192 rows of 64 elements.
+    `every_row(optax.adam(...))` gives dense Adam's values in every lookup, at the cost
+    of a pass over the table.
 
     Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use a schedule's rates
-    at the skipped steps, but the current value of a rate set by hand. A non-finite rate
-    counts as 0, because such a step does not change tables.
+    at the skipped steps. If the rate is set by hand, they use its current value. A
+    non-finite rate counts as 0, because such a step does not change tables.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -160,7 +162,8 @@ class _CatchUpAdam:
         """Takes the steps that each row skipped, then its own."""
         del params
         updates = updates.astype(state.mu.dtype)
-        # Under `in_sequence`, a row is updated several times per step and skips none.
+        # Under `in_sequence`, a row may be updated several times per step, without
+        # skipped steps between these updates.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
@@ -181,8 +184,8 @@ class _CatchUpAdam:
     def skipped_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
         """Returns the sum of the moves that each row skipped.
 
-        In the `k`-th step after the row's latest step `t`, the gradient is 0 and the
-        move is::
+        In the `k`-th step after the row's latest update, which was in step `t`, the
+        gradient is 0 and the move is::
 
             step_size(t + k) * beta_1**k * mu
             / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)

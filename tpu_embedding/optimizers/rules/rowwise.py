@@ -1,6 +1,6 @@
 """FBGEMM's optimizers that keep one scalar per row or scale a step by the row's norm.
 
-Formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`, names
+The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
 `fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM,
 slot variables decay only in steps that look their row up, while bias correction counts
 all steps.
@@ -91,8 +91,8 @@ def lamb(
     `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
-    `LAMB` of FBGEMM, with its defaults. In FBGEMM a row of zeros never moves, and a
-    step of zeros gives NaN.
+    `LAMB` of FBGEMM, with its defaults. In FBGEMM, a row of zeros never changes, and a
+    step `u` of zeros gives NaN.
 
     `optax.lamb` takes norms over the whole table, so tables reject it as not row-local.
 
@@ -142,8 +142,8 @@ def partial_rowwise_lamb(
     `u` is Adam's step with weight decay. The slot variables `m`, `[rows, dim]`, and
     `v`, `[rows]`, start at 0.
 
-    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. It differs from FBGEMM
-    and `optax.lamb` in the same way as `lamb`.
+    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. This rule differs from
+    FBGEMM and from `optax.lamb` in the same ways as `lamb` does.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -189,8 +189,8 @@ def rowwise_rmsprop(
         ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
 
-    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory of
-    `rmsprop`'s.
+    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory that
+    `ms` takes in `rmsprop`.
 
     Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, which adds epsilon outside
     the root. optax lacks row-wise RMSProp.
@@ -247,7 +247,7 @@ def _moment_steps(
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Returns the steps that Adam and LAMB share: moments, then weight decay.
 
-    There is one velocity per `velocity_of`.
+    `velocity_of` says whether each element or each row has its own velocity.
     """
     beta_1, beta_2 = betas
 

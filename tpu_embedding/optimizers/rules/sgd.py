@@ -68,7 +68,7 @@ def momentum(
     its kernel `ResourceSparseApplyMomentum`.
 
     `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
-    SGD move every row in every step, like `every_row(momentum(...))` at a constant
+    SGD update every row in every step, like `every_row(momentum(...))` at a constant
     learning rate.
 
     Args:
@@ -146,11 +146,11 @@ def assign() -> optax.GradientTransformation:
         w = g
 
     The sum is over samples, features and devices. A touched row with gradient 0 becomes
-    0. It has neither slot variables nor a learning rate.
+    0. The optimizer has neither slot variables nor a learning rate.
 
     Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
-    `in_sequence` the last occurrence of an id wins; TensorFlow does not guarantee an
-    order. optax has no equivalent.
+    `in_sequence`, the row is set to the gradient of the id's last occurrence;
+    TensorFlow does not guarantee an order. optax has no equivalent.
 
     The layer clears a row before it adds `g`, so the row equals `g` even if it was NaN
     or infinite. Outside the layer, the update is `g - w`, as usual in optax.

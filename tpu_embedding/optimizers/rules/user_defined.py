@@ -47,7 +47,7 @@ def user_defined(
 
         w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
-    Like TensorFlow, it calls the function with these positional arguments:
+    As in TensorFlow, the function is called with these positional arguments:
 
     * `gradient`: summed over the step's ids, `(dim,)`.
     * `embedding_table`: the row, `(dim,)`.
@@ -60,7 +60,8 @@ def user_defined(
     touched rows, so JAX must be able to trace it.
 
     Source: `tf.tpu.experimental.embedding.CustomOptimizer`, whose function is
-    elementwise. Here it may use the whole row, for example its norm.
+    elementwise. In this package, the function may use the whole row, for example its
+    norm.
 
     Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
 
@@ -69,8 +70,8 @@ def user_defined(
       learning_rate: scalar or optax schedule.
       slot_names: names of the slot variables, distinct strings.
       slot_initializers: one scalar per slot, or a function of `(shape, dtype)` such as
-        `jnp.ones` that returns the same values for every row. `shape` is the slot's on
-        one shard.
+        `jnp.ones` that returns the same values for every row. `shape` is the shape of
+        the slot variable on one shard.
       hyperparameters: scalars or optax schedules.
       slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
 

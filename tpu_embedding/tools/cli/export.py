@@ -1,6 +1,7 @@
 """The command `tpu-embedding export`."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -82,10 +83,10 @@ class Export:
             run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data: Any = None
+        data = write = None
         if (run_dir / SCHEMA_FILE).exists():
             data = CsvEncoder.read(run_dir, source=config.data)
-        write = None if data is None else data.write
+            write = functools.partial(run_directory.write_preprocessing, data=data)
         if data is None or self.data_dir is not None:
             data = open_data(config, self.data_dir)
             run_directory.check_vocabularies(data, run_dir)

@@ -64,28 +64,21 @@ def mean_loss(
     return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
 
 
-def merge_batches(batches: Iterable[Metrics]) -> Metrics:
-    """Returns the merged metrics of all batches; empty without batches.
+def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
+    """Returns the values of all metrics that are defined, in order, over all batches.
 
-    Waits for a batch only after the next one is dispatched.
+    Waits for a batch only after the next one is dispatched. No metric is defined if no
+    sample has a positive weight. Some, such as AUC, are also undefined if the samples
+    do not determine them. If the bins of an AUC are too coarse for its scores, by more
+    than `MAX_AUC_ERROR`, an entry `auc_max_error` follows it.
     """
     merged: Metrics = collections.OrderedDict()
-    for batch_metrics in batches:
+    for metrics in batches:
         jax.block_until_ready(merged)
-        merged = _merge(merged, batch_metrics) if merged else batch_metrics
-    return merged
-
-
-def values_of(metrics: Metrics) -> dict[str, float]:
-    """Returns the values of all metrics that are defined, in order.
-
-    No metric is defined if no sample has a positive weight. Some, such as AUC, are also
-    undefined if the samples do not determine them. If the bins of an AUC are too coarse
-    for its scores, by more than `MAX_AUC_ERROR`, an entry `auc_max_error` follows it.
-    """
-    computed = jax.device_get(_computed(jax.device_get(metrics)))
+        merged = _merge(merged, metrics) if merged else metrics
+    computed = jax.device_get(_computed(jax.device_get(merged)))
     result = {}
-    for name in metrics:
+    for name in merged:
         is_defined, value, max_error = computed[name]
         if is_defined:
             result[name] = float(value)

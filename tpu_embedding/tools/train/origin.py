@@ -29,7 +29,7 @@ from tpu_embedding.tools.train.run_config import (
 from tpu_embedding.tools.train.run_directory import (
     RECORDS_FILE,
     SCHEMA_FILE,
-    read_records,
+    latest_start,
 )
 
 _TEXT_SUFFIXES: Final = (".csv", ".tsv", ".txt", ".dat", ".data")
@@ -129,7 +129,7 @@ def config_of_run(
         schema.
       RunDirectoryError: if a record is damaged.
     """
-    origin, run = _latest_start(directory)
+    origin, run = latest_start(directory)
     if config is not None:
         given = RunOrigin(config=config, settings=tuple(settings), data_dir=data_dir)
         loaded = given.load()
@@ -171,14 +171,6 @@ def config_of_run(
             f"{', '.join(different):.400}. Pass the run's values with --set."
         )
     return loaded
-
-
-def _latest_start(directory: pathlib.Path) -> tuple[dict[str, Any] | None, Any]:
-    """Returns the latest record of a run's origin, or None, and of its config."""
-    origin, run = None, {}
-    for record in read_records(directory / RECORDS_FILE):
-        origin, run = record.get("origin") or origin, record.get("run") or run
-    return origin, run
 
 
 def _model_changes(

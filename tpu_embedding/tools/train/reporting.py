@@ -25,6 +25,7 @@ from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
     RECORDS_FILE,
     TENSORBOARD_DIR,
+    latest_start,
     read_records,
     replace_text,
 )
@@ -133,10 +134,8 @@ class RunReport:
         self._file = self._board = None
         if not distributed.is_first():
             return
-        description = last = config.describe()
-        for record in read_records(self._path):
-            last = record.get("run", last)
-        for name, before, now in changes(last, description):
+        description, (_, last) = config.describe(), latest_start(directory)
+        for name, before, now in changes(last or description, description):
             self.line(f"changed since the last start: {name} {before!r} -> {now!r}")
         self._file = self._path.open("a", encoding="utf-8")
         if self._file.tell():

@@ -8,12 +8,12 @@ the checkpoints. The first one prints, and writes the records and the plot.
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import math
+import operator
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
 import jax
@@ -35,10 +35,9 @@ from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.strings.string_ids import save_vocabularies
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
+from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train import run_directory, run_steps
-from tpu_embedding.tools.train.losses import LOSSES, Metrics, merge_batches, values_of
+from tpu_embedding.tools.train.losses import LOSSES, values_of
 from tpu_embedding.tools.train.origin import RunOrigin
 from tpu_embedding.tools.train.reporting import (
     RunReport,
@@ -260,17 +259,14 @@ class _Run:
         if not self.config.keep_best:
             return self.step
         saved = self.checkpoints.all_steps()
-        kept = {s: x for s, x in self.evaluations.items() if s in saved}
-        return run_directory.best_step(kept) if kept else self.step
+        return run_directory.best_step(self.evaluations, saved) or self.step
 
     @property
     def ends_early(self) -> bool:
         """True if the last `patience` evaluations did not beat an earlier one."""
-        if not self.config.patience or not self.evaluations:
-            return False
-        best = run_directory.best_step(self.evaluations)
+        best = run_directory.best_step(self.evaluations, self.evaluations) or 0
         num_worse = sum(step > best for step in self.evaluations)
-        return num_worse >= self.config.patience
+        return 0 < self.config.patience <= num_worse
 
     @property
     def evaluates_first(self) -> bool:
@@ -288,11 +284,7 @@ class _Run:
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
-            save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
-            if schema := getattr(data, "schema", None):
-                text = json.dumps(schema.to_json())
-                path = self.directory / run_directory.SCHEMA_FILE
-                run_directory.replace_text(path, text)
+            run_directory.write_preprocessing(self.directory, data)
         if description := getattr(data, "description", None):
             self.report.line(description)
         self.report.line(str(plan) if verbose else format_tables(plan))
@@ -339,7 +331,7 @@ class _Run:
             if self.ends_early:
                 return "done"
         ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
-        with_rows = self.with_host_rows(ready, lambda batch: batch.features)
+        with_rows = self.with_host_rows(ready)
         with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
             for step, batch, self.sizes_so_far, _ in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
@@ -373,9 +365,7 @@ class _Run:
         is_done = self.step >= config.num_steps or self.ends_early
         return "done" if is_done else "stopped"
 
-    def with_host_rows(
-        self, batches: Iterable[_Item], features_of: Callable[[_Item], Any]
-    ) -> Generator[_Item, None, None]:
+    def with_host_rows(self, batches: Iterable[_Item]) -> Generator[_Item, None, None]:
         """Yields batches once their rows of `te.HostRows` tables are in the state.
 
         With such tables, batches are drawn ahead, and `exchanged` is set for each
@@ -392,11 +382,9 @@ class _Run:
         row_bytes = [x.store.num_bytes // x.stack.num_rows for x in hosts]
 
         def total() -> np.ndarray:
-            return np.array(
-                [[x.num_ids for x in hosts], [x.num_fetched for x in hosts]]
-            )
+            return np.array([(x.num_ids, x.num_fetched) for x in hosts]).T
 
-        before = total()
+        before, features_of = total(), operator.attrgetter("features")
         for batch in host_rows(batches, model, optimizer, features_of=features_of):
             num_ids, num_fetched = total() - before
             self.exchanged = {
@@ -416,23 +404,12 @@ class _Run:
 
     def evaluate(self) -> None:
         """Computes and reports the metrics on the held-out data."""
-        # New buffer sizes each time, so a resumed run sums in the same order.
-        sizes = BufferSizes()
-
-        def prepared() -> Iterator[Batch]:
-            for number, batch in enumerate(self.data.evaluation_batches()):
-                owner = f"Evaluation batch {number}"
-                run_steps.check_values(batch, self.config, owner)
-                yield run_steps.prepare_batch(
-                    batch, self.plan, sizes, model=self.config.model
-                )
-
-        def evaluated() -> Iterator[Metrics]:
-            for batch in self.with_host_rows(prepared(), lambda batch: batch.features):
-                yield self.evaluation_step(self.state, shard_batch(batch, self.plan))
-
         self.tell("evaluation_start")
-        metrics = values_of(merge_batches(evaluated()))
+        batches = run_steps.evaluation_batches(self.config, self.data, self.plan)
+        metrics = values_of(
+            self.evaluation_step(self.state, shard_batch(batch, self.plan))
+            for batch in self.with_host_rows(batches)
+        )
         if not metrics:
             raise DataError(
                 f"{type(self.data).__name__}.evaluation_batches() must yield a sample "

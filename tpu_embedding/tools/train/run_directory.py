@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import orbax.checkpoint as ocp
@@ -21,6 +21,7 @@ from tpu_embedding.strings.string_ids import (
     VOCABULARIES_DIR,
     Vocabulary,
     load_vocabularies,
+    save_vocabularies,
 )
 from tpu_embedding.tools.data.batch import DataError, Dataset
 
@@ -140,16 +141,23 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 
 def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
     """Returns a run's best checkpoint if its config keeps it, else the newest one."""
-    run: dict[str, Any] = {}
-    for record in read_records(directory / RECORDS_FILE):
-        run = record.get("run", run)
+    _, run = latest_start(directory)
     newest = newest_checkpoint(directory / CHECKPOINTS_DIR)
     if newest is None or run.get("keep_best") is not True:
         return newest
-    saved = {path.name for path in newest.parent.iterdir()}
     evaluations = evaluations_of(directory)
-    evaluations = {s: values for s, values in evaluations.items() if str(s) in saved}
-    return newest.with_name(str(best_step(evaluations))) if evaluations else newest
+    saved = [step for step in evaluations if newest.with_name(str(step)).exists()]
+    return newest.with_name(str(best_step(evaluations, saved) or newest.name))
+
+
+def latest_start(
+    directory: pathlib.Path,
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Returns the latest records of a run's origin, or None, and of its config."""
+    origin, run = None, {}
+    for record in read_records(directory / RECORDS_FILE):
+        origin, run = record.get("origin") or origin, record.get("run") or run
+    return origin, run
 
 
 def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
@@ -162,9 +170,12 @@ def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
     return dict(sorted(evaluations.items()))
 
 
-def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int:
-    """Returns the first step with the lowest main metric, the first metric."""
-    return min(evaluations, key=lambda step: next(iter(evaluations[step].values())))
+def best_step(
+    evaluations: Mapping[int, Mapping[str, float]], saved: Collection[int]
+) -> int | None:
+    """Returns the first saved step with the lowest main metric, the first metric."""
+    steps = {step: next(iter(x.values())) for step, x in evaluations.items()}
+    return min((x for x in steps if x in saved), key=steps.__getitem__, default=None)
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -214,6 +225,13 @@ def replace_text(path: pathlib.Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_preprocessing(directory: pathlib.Path, data: Any) -> None:
+    """Writes the vocabularies and the schema that a data set has, if it has any."""
+    save_vocabularies(directory, getattr(data, "vocabularies", {}))
+    if schema := getattr(data, "schema", None):
+        replace_text(directory / SCHEMA_FILE, json.dumps(schema.to_json()))
 
 
 def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:

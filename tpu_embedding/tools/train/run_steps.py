@@ -9,7 +9,7 @@ Batches are read, prepared and transferred ahead of the loop.
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -110,6 +110,17 @@ def train_batches(
     finally:
         # Processes agree on buffer sizes, so all must prepare the same batches.
         thread.shutdown(cancel_futures=jax.process_count() == 1)
+
+
+def evaluation_batches(
+    config: RunConfig, data: Any, plan: EmbeddingPlan
+) -> Iterator[Batch]:
+    """Yields the held-out batches of a `Dataset` on the host, checked and prepared."""
+    # New buffer sizes each time, so a resumed run sums in the same order.
+    sizes = BufferSizes()
+    for number, batch in enumerate(data.evaluation_batches()):
+        check_values(batch, config, f"Evaluation batch {number}")
+        yield prepare_batch(batch, plan, sizes, model=config.model)
 
 
 def prepare_batch(

@@ -23,7 +23,7 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.strings.string_ids import Vocabulary, save_vocabularies
+from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.data.batch import (
     Batch,
     DataError,
@@ -35,7 +35,7 @@ from tpu_embedding.tools.data.csv_labels import LabelColumn
 from tpu_embedding.tools.data.csv_schema import CellError, CsvSchema
 from tpu_embedding.tools.data.csv_text import CsvBlock, find_encoding, read_blocks
 from tpu_embedding.tools.train import run_directory, run_steps
-from tpu_embedding.tools.train.losses import Metrics, merge_batches, values_of
+from tpu_embedding.tools.train.losses import values_of
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
@@ -80,12 +80,6 @@ class CsvEncoder:
             ) from error
         return cls(schema, vocabularies, **fields)
 
-    def write(self, directory: pathlib.Path) -> None:
-        """Writes the files for `read`."""
-        text = json.dumps(self.schema.to_json())
-        (directory / SCHEMA_FILE).write_text(text, encoding="utf-8")
-        save_vocabularies(directory, self.vocabularies)
-
     @property
     def vocabulary_sizes(self) -> dict[str, int]:
         """Rows of each feature's table."""
@@ -129,12 +123,11 @@ class CsvEncoder:
         Raises:
           DataError: if the text is not a value of the column, or looks up no row.
         """
-        cells = {column.name: [""] for column in self.schema.columns} | {name: [text]}
         empty = {column.name: [""] for column in self.schema.columns}
-        found = {}
-        for table, ids in self.encode(cells).features.items():
-            row, nothing = _ids_of(ids), _ids_of(self.encode(empty).features[table])
-            if changed := [x for x in row if x not in nothing]:
+        found, nothing = {}, self.encode(empty).features
+        for table, ids in self.encode(empty | {name: [text]}).features.items():
+            row, of_empty = _ids_of(ids), _ids_of(nothing[table])
+            if changed := [x for x in row if x not in of_empty]:
                 found[table] = changed
         if not found:
             raise DataError(f"{text!r} in column {name!r} looks up no row.")
@@ -152,11 +145,7 @@ class CsvEncoder:
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the rows of `file`, all of them held out."""
-        if self.file is None:
-            raise DataError(
-                "A run stores no rows. Pass a CSV file with the label column: "
-                "tpu-embedding evaluate RUN FILE."
-            )
+        assert self.file is not None, "the command rejects a run without a file"
         for block in self.blocks(self.file):
             num_rows = len(block.lines)
             if not num_rows:
@@ -218,10 +207,7 @@ def _ids_of(ids: Any) -> list[int]:
 
 
 def evaluate_rows(
-    config: RunConfig,
-    model: Any,
-    data: Dataset | CsvEncoder,
-    plan: EmbeddingPlan,
+    config: RunConfig, model: Any, data: Dataset | CsvEncoder, plan: EmbeddingPlan
 ) -> dict[str, float]:
     """Returns a model's metrics on the evaluation batches of a data set.
 
@@ -230,15 +216,8 @@ def evaluate_rows(
     """
     graph, state = nnx.split((model,))
     step = jax.jit(run_steps.make_evaluation_step(graph, config.loss))
-    sizes = BufferSizes()
-
-    def evaluated() -> Iterator[Metrics]:
-        for number, batch in enumerate(data.evaluation_batches()):
-            run_steps.check_values(batch, config, f"Evaluation batch {number}")
-            batch = run_steps.prepare_batch(batch, plan, sizes, model=config.model)
-            yield step(state, shard_batch(batch, plan))
-
-    metrics = values_of(merge_batches(evaluated()))
+    batches = run_steps.evaluation_batches(config, data, plan)
+    metrics = values_of(step(state, shard_batch(batch, plan)) for batch in batches)
     if not metrics:
         raise DataError("The file must have rows to evaluate, but has none.")
     return metrics
