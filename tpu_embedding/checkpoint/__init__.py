@@ -1,7 +1,7 @@
 """Saves and restores training state, and imports tables from other libraries.
 
-Files don't depend on devices or plans: each table is one array, rows in natural order,
-in an ordinary Orbax checkpoint.
+Files don't depend on devices or plans. A checkpoint is an ordinary Orbax checkpoint in
+which each table is one array with its rows in natural order.
 
     saving           te.save, te.restore, and the Orbax handler they use
     restoring        reads a checkpoint into a state block by block, under any plan

@@ -1,14 +1,14 @@
 """Reads and writes the arrays of a checkpoint with tensorstore.
 
 Arrays are stored as uncompressed zarr 3. Each chunk ends with its CRC-32C, so any zarr
-reader notices a flipped bit. `state.json` repeats these checksums, so a missing chunk
-or a chunk from another checkpoint is also an error. A large table's chunks hold 10 to
-20 MB of adjacent rows.
+reader notices a flipped bit. `state.json` repeats these checksums, so `te.restore` also
+notices a chunk that is missing or comes from another checkpoint. A large table's chunks
+hold 10 to 20 MB of adjacent rows.
 
-Orbax names the arrays of a tree, and an `ArrayWriter` writes them. Tables and slot
-variables are `TableToSave` leaves of the tree. A stack's rows stream block by block
-(`tables/row_stream.py`), so neither devices nor host hold a second copy of a table.
-Each process writes the blocks of its own devices.
+Orbax passes the leaves of a tree, with names for their arrays, to an `ArrayWriter`.
+Tables and slot variables are `TableToSave` leaves. A stack's rows are read and written
+block by block (`tables/row_stream.py`), so neither devices nor host hold a second copy
+of a table. Each process writes the blocks of its own devices.
 """
 
 import collections
@@ -74,7 +74,7 @@ def array_spec(
 ) -> dict[str, Any]:
     """Returns the tensorstore spec of a new array in the directory `path`.
 
-    Zeros in `chunk_shape`, for empty axes, are raised to one.
+    For empty axes, `chunk_shape` may hold zeros, which are raised to one.
     """
     return {
         "driver": "zarr3",
@@ -96,10 +96,11 @@ def array_spec(
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
-    """Returns rows per chunk: all rows, or a power of two that divides the block size.
+    """Returns the number of rows per chunk.
 
-    Zeros pad the last chunk to full size. The chunk size is halved until this padding
-    is at most 1/128 of the rows.
+    A small array is a single chunk. Otherwise, the number is a power of two that
+    divides the rows per block. Zeros pad the last chunk to full size, so the number is
+    halved until this padding is at most 1/128 of the rows.
     """
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
@@ -110,7 +111,7 @@ def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
 
 
 class PendingWrites:
-    """Writes in progress. `add` blocks while over `MAX_PENDING_BYTES` are pending."""
+    """Writes in progress. `add` blocks while these exceed `MAX_PENDING_BYTES`."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
@@ -138,7 +139,8 @@ class OpenCheckpoint:
 
     Attributes:
       root: directory of the state, for messages.
-      files: path that keeps leading to this directory even if it is replaced.
+      files: path from which files are read. It leads to the same directory even if a
+        new directory takes over the name `root`.
       record: description of the checkpoint.
       threads: threads that open arrays and verify chunks.
     """
@@ -161,8 +163,8 @@ class OpenCheckpoint:
 def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint so that everything is read from one save.
 
-    On Linux, files are read through the open directory, so a directory that takes its
-    name in the meantime isn't read.
+    On Linux, the directory is kept open and files are read through it. A directory that
+    takes over its name in the meantime is thus never read.
 
     Raises:
       CheckpointError: if the checkpoint is missing, or its description is damaged.
@@ -187,7 +189,7 @@ class SavedArray:
     def __init__(
         self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
-        """Starts to open the array at `keys`. `records` are its accepted types."""
+        """Starts to open the array at `keys`, whose type must be one of `records`."""
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
         self._files = checkpoint.files
@@ -208,7 +210,7 @@ class SavedArray:
         """Reads part of the array.
 
         Args:
-          index: slices within the array, or row ids `[n]`. Defaults to all of it.
+          index: slices within the array, or row ids `[n]`. Defaults to the whole array.
 
         Raises:
           CheckpointError: if a chunk is missing, damaged, or from another save.
@@ -234,8 +236,9 @@ class SavedArray:
     def _open(self) -> ts.TensorStore:
         """Opens the array after checking its metadata against the checkpoint's record.
 
-        Tensorstore kills the process for sizes that don't fit in memory. So chunks may
-        not be larger than the array, and `read` compares them with their files' sizes.
+        Tensorstore kills the process if a chunk's declared size does not fit in memory.
+        So chunks may not be larger than the array, and `read` first checks that each
+        chunk's file has the declared size.
         """
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
@@ -274,7 +277,7 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Raises ValueError for chunks that `te.save` never writes, such as compressed."""
+    """Raises ValueError for chunk formats that `te.save` never writes."""
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
@@ -385,10 +388,10 @@ class StackToSave:
     """The rows of a stacked table or slot variable.
 
     Attributes:
-      packed: global rows.
+      packed: rows of all shards.
       stack: the rows' stack.
       plan: plan of the layer.
-      chosen: rows of each dynamic table to write, in ascending order of their ids.
+      chosen: dynamic table name to the rows to write, in ascending order of their ids.
     """
 
     packed: PackedRows
@@ -397,9 +400,10 @@ class StackToSave:
     chosen: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yields the blocks that this process writes. All processes iterate together.
+        """Yields the blocks that this process writes.
 
-        For a stack of dynamic tables, every host temporarily holds all its rows.
+        All processes must iterate together. For a stack of dynamic tables, each host
+        temporarily holds all rows of the stack.
         """
         if self.stack.vocabulary.ids_are_rows:
             for turn in read_blocks(self.packed, self.stack, self.plan):
@@ -452,8 +456,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
     ) -> Sequence[Any]:
         """Copies leaves to the host and starts to write them.
 
-        Returns once the remaining writes fit in host memory. Device arrays may then be
-        donated.
+        Returns once all leaves are copied and at most `MAX_PENDING_BYTES` remain to be
+        written. Device arrays may then be donated.
         """
         del args
         created: list[ts.Future] = []
@@ -475,7 +479,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
                     if shard.replica_id == 0:
                         writes.add(store[shard.index], np.array(shard.data))
             elif jax.process_index() == 0:
-                # Every process has a copy, such as a random key. One writes it.
+                # Every process has a copy of the leaf, for example of a random key.
+                # Only the first process writes it.
                 writes.add(store, np.array(value))
         # One pass over a stack reads the rows of all its tables. `add` blocks while
         # unwritten rows take too much memory.

@@ -34,7 +34,8 @@ _ERRORS_OF_FILES = (
     TypeError,
     ValueError,
 )
-"""Errors raised by libraries, and by values whose type `te.save` never writes."""
+"""Errors of libraries, and errors caused by values of types that `te.save` never
+writes."""
 
 
 class CheckpointError(ValueError):
@@ -54,7 +55,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[No
     """Turns errors raised while a checkpoint is written into `CheckpointError`."""
     fix = "Free disk space, choose a writable directory, or convert leaves whose dtype "
     fix += "files cannot store."
-    # Tensorstore and Orbax raise any of these for a full disk.
+    # Tensorstore and Orbax may raise any of these when the disk is full.
     kinds = (OSError, RuntimeError, ValueError)
     return _as_checkpoint_error(kinds, f"The checkpoint {path} cannot be written", fix)
 
@@ -99,12 +100,13 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord:
-    """An array of the checkpoint: a table, a slot variable, or values of a whole table.
+    """An array of a checkpoint: rows, or values that belong to a whole table.
 
     Attributes:
       shape: shape of the array; `[rows, *row_shape]` if it has rows.
       dtype: name of the element type.
-      has_rows: False for values of a whole table, such as a step count.
+      has_rows: whether the first axis counts rows. False for values that belong to a
+        whole table, such as a step count.
 
     Example:
       >>> print(ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True))
@@ -117,7 +119,7 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape of a row, or of the whole array otherwise."""
+        """Type and shape of one row if the array has rows, else of the whole array."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:
@@ -133,13 +135,13 @@ class TableRecord:
       vocabulary_size: number of rows.
       dim: number of columns.
       dtype: storage type of the table: float32, bfloat16 or int8.
-      values: array of the table. An int8 row is stored as `dim` codes, a scale and a
-        bias, all as bytes.
+      values: the table's rows. An int8 row is stored as bytes: `dim` codes, a scale and
+        a bias.
       slots: slot variables, counts and hyper-parameters, by name.
-      optimizer: types of the optimizer's state and how updates are applied. None if
-        the table has no optimizer.
+      optimizer: types in the optimizer's state, and how the optimizer applies updates.
+        None if the table has no optimizer.
       dynamic: `capacity` and `default_row` of a dynamic table. None for a static one.
-      directory: ids of a dynamic table and their statistics, by name.
+      directory: arrays of a dynamic table's ids and of their statistics, by name.
 
     Example:
       >>> values = ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True)
@@ -160,7 +162,7 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays of the table by name. The values have the name None."""
+        """All arrays of the table by name. The table's values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
@@ -173,9 +175,9 @@ class CheckpointRecord:
       dense: type and shape of every other leaf, by path.
       description: JSON values that the user saved with the state.
       step: name of the step's directory if a `CheckpointManager` saved it, else empty.
-      checksums: array name to the CRC-32 of its metadata followed by the CRC-32C of
-        each chunk, in hexadecimal. Empty in format 2.
-      digest: digest of all of the above, which identifies the save.
+      checksums: array name to its checksums as one hexadecimal text: the CRC-32 of its
+        metadata, then the CRC-32C of each chunk. Empty in format 2.
+      digest: digest of all other fields. It identifies the save.
 
     Example:
       >>> dense = {"linear.bias": "float32[1]"}
@@ -192,7 +194,7 @@ class CheckpointRecord:
 
     @property
     def array_names(self) -> list[str]:
-        """Names of all arrays, and thus of their directories."""
+        """Names of all arrays, which are also the names of their directories."""
         keys = [
             array_keys(table, slot)
             for table, record in self.tables.items()
@@ -207,8 +209,8 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
     Args:
       table: name of the table.
-      slot: name of a slot variable, or of a directory's array, which starts with a
-        colon. Defaults to the table's values.
+      slot: name of a slot variable, or name of an array of the table's ids, which
+        starts with a colon. Defaults to the table's values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")
@@ -222,7 +224,7 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
 
 def dense_keys(path: str) -> tuple[str, ...]:
-    """Returns the keys of any other leaf in the tree, from its dotted path."""
+    """Returns the keys in the tree of a dense leaf, given its dotted path."""
     return (DENSE, *path.split("."))
 
 

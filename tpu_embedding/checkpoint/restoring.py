@@ -1,8 +1,8 @@
 """Restores a state from a checkpoint, under any plan.
 
-Rows of tables and slot variables stream block by block into the layer's arrays, which
-are donated (`tables/row_stream.py`). Each process reads the blocks of its own devices.
-For dynamic tables, each host holds one whole array at a time.
+Rows of tables and slot variables are written block by block into the layer's arrays,
+which are donated (`tables/row_stream.py`). Each process reads the blocks of its own
+devices. For dynamic tables, each host holds one whole array of the files at a time.
 """
 
 import contextlib
@@ -125,7 +125,8 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     state = SplitState(args.state, args.plan)
     _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
-        # Either all processes leave this block or all raise. The checkpoint stays open.
+        # Either all processes complete this block or all raise. The checkpoint stays
+        # open after it.
         with _checked_by_all(directory, state.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
             digests.append(checkpoint.record.digest)
@@ -135,8 +136,8 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             if args.dense == "restore":
                 dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
-            # `restored` donates the arrays, so damage must be found first. Shapes have
-            # nothing to lose.
+            # `restored` donates the arrays, so damage must be found before that. Shapes
+            # hold no values that could be lost.
             for restore in restores:
                 if not _is_abstract((restore.layer.tables, restore.layer.slots)):
                     restore.verify(checkpoint)
@@ -149,7 +150,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
 
 
 def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Raises ValueError for unknown tables and for tables that need the optimizer."""
+    """Raises ValueError for unknown tables, or if a table needs a missing optimizer."""
     names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
@@ -167,16 +168,17 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
 def _checked_by_all(
     directory: str | os.PathLike[str], layers: Sequence[LayerState]
 ) -> Iterator[list[str]]:
-    """Raises on every process that shares the layers if any of them finds damage.
+    """Raises on all processes that share the layers if one of them finds damage.
 
-    Otherwise some processes would start writing rows and wait forever for the one that
-    raised.
+    If only that process raised, the rest would start to write rows and wait for it
+    forever.
 
     Yields:
       A list to which the caller appends the checkpoint's digest.
 
     Raises:
-      CheckpointError: if a process raises one, or processes read different saves.
+      CheckpointError: if any process raises a `CheckpointError`, or processes read
+        different saves.
     """
     digests: list[str] = []
     error = None
@@ -257,7 +259,11 @@ def _differences(
 
 
 def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
-    """Returns the other leaves. Shapes without a sharding are replicated on a mesh."""
+    """Returns the dense leaves.
+
+    Shapes without a sharding are replicated on the mesh of the first layer. If there
+    are no layers, they are put on a single device.
+    """
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if state.layers:
         sharding = state.layers[0].plan.replicated
@@ -301,8 +307,9 @@ class _LayerRestore:
       slots: whether to restore or reset slot variables.
       wanted: the layer's description of each table, by name in the layer.
       saved: the checkpoint's description of each table to restore, by the same name.
-      arrays: arrays to read, by the layer's names of the table and the slot variable or
-        directory array. The second name is None for the table's values.
+      arrays: arrays to read, by two names in the layer: the table's name, and the name
+        of the slot variable or directory array. The second name is None for the table's
+        values.
     """
 
     layer: LayerState
@@ -312,7 +319,7 @@ class _LayerRestore:
     arrays: Mapping[tuple[str, str | None], SavedArray]
 
     def of_stack(self, stack: StackPlan, slot: str | None) -> dict[str, SavedArray]:
-        """Returns an array of each table in a stack that has it restored."""
+        """Returns the arrays to restore into a slot variable of a stack, by table."""
         names = [
             table.name for table in stack.tables if (table.name, slot) in self.arrays
         ]
@@ -380,8 +387,9 @@ class _LayerRestore:
     def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
         """Returns the layer with the saved rows and slot variables.
 
-        Rows and tables that the checkpoint lacks keep their values. Slot variables that
-        it lacks for a restored table are reset. The old arrays are donated.
+        Rows and tables that the checkpoint lacks keep their values. If it lacks a slot
+        variable of a restored table, the slot variable is reset. The old arrays are
+        donated.
 
         Raises:
           CheckpointError: if a chunk is damaged. The layer's arrays are then lost.
@@ -431,7 +439,7 @@ class _LayerRestore:
         slot: str | None,
         placed: Mapping[str, PlacedIds],
     ) -> PackedRows:
-        """Returns the rows of a stack or slot variable. Shapes become zeros first."""
+        """Returns restored rows of a stack or slot variable. Shapes start as zeros."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct):
             packed = packed.zeros(plan.rows_sharding(stack))
@@ -449,7 +457,7 @@ class _LayerRestore:
         return write_table_rows(packed, stack, plan, read, num_rows, placed)
 
     def _read_shared_value(self, slot: NamedSlot, stack: StackPlan) -> jax.Array:
-        """Returns a leaf of values of whole tables, with the saved ones filled in."""
+        """Returns a leaf of whole tables' values, with the saved values filled in."""
         leaf, arrays = slot.leaf, self.of_stack(stack, slot.name)
         if not arrays:
             return leaf
@@ -470,7 +478,7 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, Any]:
-    """Returns slots that are reset for restored tables and unchanged for the rest.
+    """Returns slots, reset for restored tables and unchanged for all other tables.
 
     Tables share step counts, so these are reset only if all trained tables are
     restored.

@@ -2,11 +2,12 @@
 
 Random keys are saved as plain integers, so files don't depend on JAX.
 
-A dynamic table is saved as its ids in ascending order, with its rows in the same order
-and a learned default row last. Each id also has its natural row: 64 times its bucket
-plus its lane. A table with the same number of buckets puts each id back in that place,
-on any number of devices. With a different number of buckets, each bucket takes the ids
-that its policy would evict last, and drops those that don't fit in its 64 places.
+A dynamic table is saved as its ids in ascending order and its rows in the same order. A
+learned default row comes last. Each id is saved with its natural row, which is 64 times
+its bucket plus its lane. If the restored table has the same number of buckets, each id
+returns to this place, on any number of devices. Otherwise, ids move to different
+buckets. If a bucket receives more than 64 ids, it keeps the ids that the table's policy
+would evict last and drops the rest.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class SavedIds:
 
     Attributes:
       arrays: arrays of the directory, by their names in the files.
-      rows: the table's row for each row of the files.
+      rows: row of the table that is written to each row of the files.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -126,16 +127,17 @@ def place_saved_ids(
 ) -> PlacedIds:
     """Returns the places of saved ids in a table.
 
-    If the number of buckets differs, each bucket takes the ids that the policy would
-    evict last.
+    If the table has a different number of buckets than the saved table, each bucket
+    takes the ids that the table's policy would evict last.
 
     Args:
       arrays: arrays of the saved directory.
-      capacity: capacity of the saved table, or None if its ids had no places.
+      capacity: capacity of the saved table, or None if ids were saved without places.
       member: the table.
 
     Returns:
-      The places. `sources` are rows of the files, including the default row.
+      The places. Their `sources` are row numbers in the files, including the default
+      row's.
     """
     ids, natural_rows, sketch = (
         arrays[IDS],
@@ -174,8 +176,8 @@ def _values(
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Decay up to the table's last use. The clock can't be used: it counts steps,
-        # but the caller's `now` may count hours.
+        # Decay up to the latest use of any id. The clock can't be used, because each
+        # step advances it by 1, even if the caller's `now` counts hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -198,8 +200,8 @@ def write_table_rows(
       packed: global rows; donated.
       stack: the rows' stack.
       plan: plan of the layer.
-      read: returns a table's rows in file order.
-      num_rows: rows in the file of each table to write.
+      read: `read(table, start, num_rows)` returns rows in the order of the files.
+      num_rows: name of each table to write to its number of rows in the files.
       placed: dynamic table name to the places of its ids.
     """
     ranges = {
@@ -228,8 +230,8 @@ def restored_directory(
 ) -> IdDirectory:
     """Returns a stack's directory with the saved ids of some tables.
 
-    Its clock is the latest of the saved clocks and, if some tables are not restored,
-    the current clock. Arrays of the layer may be shapes.
+    Its clock is the latest saved clock. If some tables of the stack are not restored,
+    the clock is at least the current one. The layer may hold shapes instead of arrays.
     """
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):
@@ -282,7 +284,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
     """Returns the description of each table of a layer, by its name in the layer.
 
-    Dynamic tables have 0 rows here, because their ids are not read.
+    Descriptions of dynamic tables have 0 rows, because ids are not read.
     """
     records: dict[str, TableRecord] = {}
     for stack in layer.plan.stacks:
@@ -366,7 +368,8 @@ def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     """Returns the types in an optimizer's state that hold slot variables or counts.
 
-    `RoundedState` of narrow tables is left out, because dtypes may change.
+    `RoundedState`, which only narrow tables have, is left out, because a table may be
+    restored with a different dtype.
     """
     if structure.node_data() is None or not structure.num_leaves:
         return []
@@ -401,7 +404,7 @@ def restored_leaf(
     Args:
       saved: array of the checkpoint.
       wanted: array, shape or number.
-      sharding: sharding for shapes that don't have one.
+      sharding: sharding to use if `wanted` is a shape without a sharding.
 
     Raises:
       CheckpointError: if a file is damaged.
@@ -411,7 +414,7 @@ def restored_leaf(
     if isinstance(wanted, bool | int | float | np.generic):
         return type(wanted)(saved.read())
     if isinstance(wanted, jax.Array) and not wanted.committed:
-        # Stay uncommitted, so that programs on any devices can use the array.
+        # Keep the array uncommitted, so that programs on any devices can use it.
         value = jnp.asarray(saved.read())
     else:
         data = wanted

@@ -7,8 +7,8 @@
 
 Orbax writes a checkpoint under a temporary name and renames it at the end, so killing
 the process never damages earlier checkpoints. Saving copies blocks of rows to the host
-and writes them in the background. The call returns once the remaining blocks fit in
-host memory, and the next step may then donate its arrays.
+and writes them in the background. The call returns once all blocks are copied, and the
+next training step may then donate the state's arrays.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         self._pytree.save(directory, args=_tree_to_save(directory, args))
 
     def finalize(self, directory: epath.Path) -> None:
-        """Records the checksums of all files once they are complete."""
+        """Records the checksums of all arrays once their files are complete."""
         seal_state_file(directory)
 
     def restore(self, directory: epath.Path, args: RestoreState) -> Any:
@@ -107,7 +107,8 @@ class SaveState(ocp.args.CheckpointArgs):
     Attributes:
       state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
         `TrainState`; or any pytree.
-      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
+        it.
       description: JSON values to store with the state.
 
     Example:
@@ -126,7 +127,7 @@ class SaveState(ocp.args.CheckpointArgs):
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        # Raise the user's errors here. Errors of the disk come later.
+        # Raise errors of the arguments now. Errors of the disk come later.
         self.parts = SplitState(self.state, self.plan)
         for layer in self.parts.layers:
             for rows in jax.tree.leaves((layer.tables, layer.slots), is_leaf=is_slot):
@@ -170,15 +171,17 @@ def save(
 ) -> None:
     """Saves training state to a new directory.
 
-    The directory appears only when everything is written. Each table is one array, rows
-    in natural order, so `te.restore` can read it under any plan. To keep the latest of
-    several checkpoints, pass `te.checkpoint.SaveState` to an Orbax `CheckpointManager`.
+    The directory appears only when everything is written. Each table is saved as one
+    array with its rows in natural order, so `te.restore` can read it under any plan. To
+    keep only the latest checkpoints, pass `te.checkpoint.SaveState` to an Orbax
+    `CheckpointManager`.
 
     Args:
       directory: path of the checkpoint. It must not exist.
       state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
         `TrainState`; or any pytree, which may include data positions and random keys.
-      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
+        it.
       description: JSON values to store with the state.
 
     Raises:
@@ -216,8 +219,9 @@ def save(
 def _new_path(path: epath.Path) -> Iterator[None]:
     """Rejects a path that exists, and locks its parent folder against other saves.
 
-    Orbax writes under a temporary name that two saves to the same path would share. The
-    first process of a job decides for all. Stores such as `gs://` have no locks.
+    Orbax writes under a temporary name that two saves to the same path would share. In
+    a job, the first process checks and locks the path for all processes. Stores such as
+    `gs://` have no locks.
     """
     exists, error = False, None
     with contextlib.ExitStack() as ends:
@@ -257,34 +261,38 @@ def restore(
 ) -> Any:
     """Restores a state from a checkpoint that was saved under any plan.
 
-    The number of devices, mesh, stacking, packing and placement may all differ. Rows
-    are written in place, so the arrays of `state` are donated. Rows and tables that the
-    checkpoint lacks keep their values in `state`.
+    The number of devices, mesh, stacking, packing and placement may all differ from the
+    saved state's. Rows are written in place, so the arrays of `state` are donated. Rows
+    and tables that the checkpoint lacks keep their values in `state`.
 
-    All differences and damage are found before anything changes. To check for damage,
-    the files are read twice if `state` has arrays, and once if it has only shapes.
-    Everything is read from one save, even if the directory is replaced meanwhile.
+    All differences and damage are found before anything changes. If `state` has arrays,
+    the files are therefore read twice: first to check them, then to restore the rows.
+    If `state` has only shapes, the files are read once. Everything is read from the
+    same save, even if the directory is replaced during the restore.
 
     Args:
       directory: checkpoint from `save`, or one step of a `CheckpointManager`.
       state: state with the saved structure. Modules are restored in place. Other
-        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). Later parts may be left
-        out: restore the model of a saved `(model, optimizer)` as `(model,)`.
-      plan: the tables' plan. Needed unless modules or Linen variables hold it.
+        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). The last parts of a tuple
+        may be left out: to restore only the model of a saved `(model, optimizer)`, pass
+        `(model,)`.
+      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
+        it.
       tables: names of the tables to restore. Defaults to all; other tables keep their
         values. If the state has several layers, the layer's path precedes the name:
         `"user/movie"`. If only some tables of a stack are restored, the step counts of
-        the rest must be 0 or equal to the restored ones, because stacked tables share
-        them.
+        its other tables must be 0 or equal to the restored counts, because stacked
+        tables share step counts.
       rename: table name to its name in the checkpoint.
       slots: `"restore"` reads slot variables from the checkpoint. `"initialize"` resets
         the slot variables of the restored tables. Step counts are reset only if all
         tables of the layer are restored.
-      rules: `"check"` requires each table's optimizer state to have the types, names
-        and shapes in the checkpoint; hyper-parameters may change. `"ignore"` restores
-        slot variables with equal names, types and shapes, and resets the rest. A step
-        count is restored under any name, so a schedule that replaces a constant rate
-        continues from the saved step, or from 0 if the checkpoint counts no steps.
+      rules: `"check"` requires the types, names and shapes of each table's optimizer
+        state to be the same as in the checkpoint. Hyper-parameters may change.
+        `"ignore"` restores slot variables with equal names, types and shapes, and
+        resets the rest. It restores step counts even if their names differ. A schedule
+        that replaces a constant rate thus continues from the saved step, or starts from
+        0 if the checkpoint counts no steps.
       dense: `"restore"` reads all other leaves from the checkpoint. `"keep"` leaves
         them unchanged.
       dtypes: `"check"` requires tables to have the checkpoint's types. `"convert"`
@@ -297,8 +305,8 @@ def restore(
     Raises:
       CheckpointError: if the checkpoint or a file is missing or damaged, or if the
         checkpoint doesn't fit the state; the message lists every difference with a fix.
-        The arrays of `state` keep their values, unless files are overwritten in place
-        or removed while rows are being written.
+        The arrays of `state` keep their values, unless the checkpoint's files are
+        overwritten in place or removed while rows are being restored.
       ValueError: if an argument is invalid, or the plan of some tables is unknown.
 
     Example:

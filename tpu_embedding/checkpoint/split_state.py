@@ -2,7 +2,7 @@
 
 A state is what the user trains: Flax NNX modules, an `nnx.State`, a Linen `TrainState`,
 or any pytree with the stacks of the functional API. It holds tables and slot variables
-as stacks; the plan maps their rows to tables.
+as stacks. The plan says which rows of a stack belong to which table.
 """
 
 import collections
@@ -50,10 +50,10 @@ class LayerState:
       path: path of the layer in its model, which prefixes its tables' names. Empty if
         the state has only one layer.
       plan: the layer's plan.
-      tables: stack name to packed rows, and directory name to directory.
+      tables: stack name to packed rows, and directory name to id directory.
       slots: stack name to optimizer state. None if the state holds no optimizer.
-      tables_with_derived_state: names of tables whose values an optimizer derives state
-        from, in any module with this path.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state, in any module that has a layer at this path.
     """
 
     path: str
@@ -101,12 +101,13 @@ class SplitState:
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
         """Splits a state.
 
-        Paths of Flax variables leave out the final `value`.
+        The final key `value` is left out of the paths of Flax variables.
 
         Args:
           state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
             are arrays, numbers or `jax.ShapeDtypeStruct`s.
-          plan: the tables' plan. Modules and Linen variables hold theirs.
+          plan: the tables' plan. Not needed for modules and Linen variables, which hold
+            their own plans.
 
         Raises:
           TypeError: if a leaf is neither an array nor a number.
@@ -241,7 +242,7 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
 def _plan_of(
     path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
 ) -> EmbeddingPlan:
-    """Returns the plan at a layer's path if it fits the tables, else any that fits."""
+    """Returns a plan that fits the tables, preferably the one at the layer's path."""
     fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
     return fitting.get(path) or next(iter(fitting.values()))
 
@@ -273,9 +274,9 @@ def _pairs(
 
 
 def _layer_path(keys: tuple[str, ...]) -> str:
-    """Returns a layer's path, without the positions in tuples around its model."""
+    """Returns a layer's path, without the position of its model in a tuple."""
     if "slots" in keys[:-1] and keys[-1] not in _CONTAINERS:
-        return keys[-1]  # Here, slots are keyed by their layer's path.
+        return keys[-1]  # These slots are keyed by layer path.
     if "slots" in keys and keys[-1] == "":
         return ""
     own_keys = [key for key in keys if key not in _CONTAINERS]

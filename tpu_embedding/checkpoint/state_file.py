@@ -1,13 +1,13 @@
 """Writes, reads and checks a checkpoint's `state.json`.
 
-The file is written with the state and sealed once all arrays are on disk: the arrays'
-checksums and a digest of the file's contents are added. An interrupted save has no
-digest, so it is never read.
+The file is written together with the state. Once all arrays are on disk, it is sealed:
+the arrays' checksums and a digest of the file's own contents are added. An interrupted
+save has no digest, so it is never read.
 
-Each chunk of an array ends with the CRC-32C of its values. This reveals a flipped bit,
-but not a chunk from another checkpoint, so `state.json` repeats these checksums. They
-are read back from the files, because computing them from the values would cost a pass
-over the checkpoint.
+Each chunk of an array ends with the CRC-32C of its values. This checksum reveals a
+flipped bit, but not a chunk that was copied from another checkpoint. Therefore,
+`state.json` repeats all checksums. They are read from the ends of the chunks' files,
+because computing them from the values would take another pass over the checkpoint.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
     """One chunk of an array.
 
     Attributes:
-      number: position among all chunks, in row-major order.
+      number: position among all chunks of the array, in row-major order.
       name: path of its file in the array's directory.
     """
 
@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 def chunks_of(
     shape: Sequence[int], chunk_shape: Sequence[int], index: Any = ()
 ) -> Iterator[Chunk]:
-    """Yields the chunks that hold part of an array.
+    """Yields the chunks that contain the selected part of an array.
 
     Args:
       shape: shape of the array.
@@ -96,8 +96,8 @@ def chunks_of(
 def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Yields the positions of a grid.
 
-    `itertools.product` would copy the axes, and a forged size may make an axis that
-    does not fit in memory.
+    `itertools.product` would copy each axis into memory, where an axis with a forged
+    size may not fit.
     """
     if not axes:
         yield ()
@@ -111,7 +111,7 @@ def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
     """Returns the size in bytes of a chunk's file, and the CRC-32C at its end.
 
     Raises:
-      ValueError: if it is not a regular file inside the checkpoint.
+      ValueError: if the chunk is not a regular file inside the checkpoint.
     """
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
@@ -124,7 +124,8 @@ def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
     """Returns the contents of a file.
 
     Raises:
-      ValueError: if it is too large, or not a regular file inside the checkpoint.
+      ValueError: if the file has more than `max_bytes`, or is not a regular file inside
+        the checkpoint.
     """
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
@@ -153,7 +154,7 @@ def metadata_checksum(metadata: bytes) -> str:
 
 
 def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns each array's checksums: its metadata's, then one per chunk."""
+    """Returns each array's checksums: first of its metadata, then of each chunk."""
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = {}
         for name in names:
@@ -181,7 +182,7 @@ FORMAT_VERSION: Final = 3
 UNSEALED_VERSION: Final = 2
 
 MAX_STATE_FILE_BYTES: Final = 2**23
-"""Maximum size of the file. Its values take up to 24 times as much memory."""
+"""Maximum size of the file. The parsed values take up to 24 times as much memory."""
 
 MAX_DESCRIPTION_BYTES: Final = 2**22
 """Maximum size of the user's description as JSON."""
@@ -226,8 +227,8 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
       directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if the checkpoint is missing, its description is damaged, or it
-        is in another step's directory.
+      CheckpointError: if the checkpoint is missing, if its description is damaged, or
+        if the checkpoint is in another step's directory.
 
     Example:
       >>> import tempfile, jax
@@ -249,8 +250,9 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     """Returns the description of a state after checking it.
 
     Args:
-      root: directory of the state; gives the step and is named in errors.
-      files: path to read the directory from.
+      root: directory of the state. Its path is checked against the saved step and named
+        in errors.
+      files: path through which the directory's files are read.
     """
     path = root / STATE_FILE
     with errors_of_reading(f"The file {path}"):
@@ -375,7 +377,7 @@ def description_as_json(description: Mapping[str, Any]) -> Json:
 
     Raises:
       TypeError: if a value has no JSON form.
-      ValueError: if it is too large.
+      ValueError: if the description is too large as JSON.
     """
     text = json.dumps(dict(description))
     if len(text) > MAX_DESCRIPTION_BYTES:

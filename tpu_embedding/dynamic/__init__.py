@@ -1,7 +1,7 @@
 """Dynamic tables of 64-bit ids that are admitted and evicted within the compiled step.
 
 A `TableConfig` whose `vocabulary_size` is a `Dynamic` has room for `capacity` rows. Ids
-need not be known in advance: an optimizer's `insert_ids` gives each new id a row, and
+need not be known in advance: an optimizer's `insert_ids` assigns rows to new ids, and
 evicts ids that are no longer used. Two ids never share a row.
 """
 
@@ -10,10 +10,10 @@ evicts ids that are no longer used. Two ids never share a row.
 #
 # * `vocabulary`: what a user declares. `seam`: what the core calls.
 # * `row_ids`: `insert_ids` and `find_ids`, which replace a batch's ids with rows. Ids
-#   are sent to the owners of their buckets, which return rows.
+#   are sent to the devices that own their buckets, which reply with rows.
 # * `find_or_insert`: finds ids in a directory, and admits and places new ids.
-#   `new_rows` initializes their rows.
-# * `directory`: the arrays, and how buckets are dealt to shards.
+#   `new_rows` initializes the rows of new ids.
+# * `directory`: the arrays, and how buckets are distributed over shards.
 # * `ids_64`: ids as two mixed words. `ids_on_host`: ids and their places in NumPy.
 
 from tpu_embedding.dynamic.vocabulary import AdmitAfter as AdmitAfter
@@ -22,5 +22,5 @@ from tpu_embedding.dynamic.vocabulary import LeastFrequentlyUsed as LeastFrequen
 from tpu_embedding.dynamic.vocabulary import LeastRecentlyUsed as LeastRecentlyUsed
 from tpu_embedding.dynamic.vocabulary import TimeToLive as TimeToLive
 
-# Its public path; the reference also lists it as `te.Dynamic`.
+# The public path of `Dynamic`. The reference also lists it as `te.Dynamic`.
 Dynamic.__module__ = __name__

@@ -5,9 +5,10 @@ second line stores each id's last use and how many steps used it. A lookup reads
 line per id, without a loop over probes.
 
 A bucket and its 64 rows are on the same shard, which can thus find and insert ids
-without communication. Buckets are dealt in blocks: shard `s` holds `buckets_per_shard`
-buckets, starting with `s * buckets_per_shard`. Lane `lane` of the shard's bucket `b` is
-the shard's row `r = 64 * b + lane`, and the table's row `r * num_shards + s`.
+without communication. Buckets are distributed in blocks: shard `s` holds
+`buckets_per_shard` buckets, starting with bucket `s * buckets_per_shard`. Lane `lane`
+of the shard's bucket `b` is the shard's row `r = 64 * b + lane`, which is row
+`r * num_shards + s` of the table.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class IdDirectory:
 
     Attributes:
       keys: uint32 `[buckets, 128]`, the first mixed words of 64 ids, then their second
-        ones; see `ids_64`. Empty lanes have all bits set.
+        mixed words; see `ids_64`. Empty lanes have all bits set.
       scores: uint32 `[buckets, 128]`, the clock at each id's last use, then the number
         of steps that used it. 0 in empty lanes.
       sketch: uint32 `[buckets, 128]`, counters of unknown ids. None without
@@ -86,7 +87,7 @@ class DynamicTablePlan:
       num_buckets: number of buckets over all shards.
       buckets_per_shard: buckets on each shard. The last shards may use fewer.
       first_bucket: first bucket in a shard's directory.
-      first_row: first row on a shard.
+      first_row: first row of the table on each shard.
       num_shards: number of shards.
     """
 
@@ -100,7 +101,7 @@ class DynamicTablePlan:
 
     @property
     def default_row(self) -> int | None:
-        """Row of the table that ids without a row read. None without a default row."""
+        """Row of the table to read for ids without a row, or None to read nothing."""
         if self.dynamic.default_row == "none":
             return None
         return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards

@@ -33,7 +33,7 @@ _BUCKETS_PER_TURN: Final = 128
 """Buckets filled per iteration of the loop over new ids."""
 
 _IDS_PER_BLOCK: Final = 8192
-"""Ids whose lines are read at once, 4 MiB."""
+"""Ids whose lines are read at once. The lines take 4 MiB."""
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
@@ -50,9 +50,9 @@ class MixedIds:
     """Mixed ids in any order. Per shard.
 
     Attributes:
-      buckets: int32 `[ids]`, buckets in this shard's directory at the owner, or in the
-        concatenated directories of all shards at the source. `PADDING_ROW_ID` marks
-        padding.
+      buckets: int32 `[ids]`, bucket of each id. Owners number the buckets of their
+        shard's directory. Sources number the buckets of all shards' directories,
+        concatenated. `PADDING_ROW_ID` marks padding.
       first: uint32 `[ids]`, first mixed word.
       second: uint32 `[ids]`, second mixed word.
       may_insert: bool `[ids]`, True if the id's feature inserts ids.
@@ -74,8 +74,8 @@ class Pass(NamedTuple):
 
     Attributes:
       notes: whether to count unknown ids for admission.
-      fills: whether to assign lanes to unknown ids. All ids of their buckets must have
-        been noted.
+      fills: whether to assign lanes to unknown ids. All ids of their buckets must be
+        noted by then, in this pass or an earlier one.
     """
 
     notes: Any
@@ -158,8 +158,8 @@ def insert(
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
-    # This includes ids of `find_only` features, because a row used in this step must
-    # not be evicted. In a second pass, the ids are already noted and nothing changes.
+    # The use of ids from `find_only` features is also noted, because a row used in this
+    # step must not be evicted. A second pass notes the same uses and changes nothing.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
     is_admitted = unknown.is_id & unknown.may_insert
@@ -264,7 +264,7 @@ def _note_use(
     dynamic: Dynamic,
     now: UInt32[Array, ""],
 ) -> IdDirectory:
-    """Sets the last use of ids, and counts each step once per id."""
+    """Sets the last use of ids, and counts each step at most once per id."""
     scores = directory.scores
     last_use = read_elements(scores, ids.buckets, lanes)
     steps = read_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET)
@@ -345,7 +345,8 @@ def _fill_buckets(
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
     """Assigns lanes to admitted ids.
 
-    A loop fills several buckets per iteration. In a steady state, few need it.
+    Each iteration of a loop fills several buckets. In a steady state, only a few
+    buckets receive new ids.
 
     Returns:
       The directory, the lane of each new id or -1, and evictions by table.
@@ -363,7 +364,8 @@ def _fill_buckets(
         # the first columns.
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
-        # The two halves of each line: an id's words, and its last use and step count.
+        # Each line has two halves. In `keys`, they hold an id's two words, and in
+        # `scores`, its last use and step count.
         words = (ids.first[source], ids.second[source])
         uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
         new_keys = _with_new(old_keys, words, gets_id, order)
@@ -487,9 +489,9 @@ def _count_and_admit(
     """Counts unknown ids, and decides which of them are admitted.
 
     Each id has two counters. A counter also stores the epoch of its last change, and is
-    halved once for each epoch since then. A bucket's epoch ends after
-    `AdmitAfter.ids_per_halving` ids. A new window advances it by `_COUNT_BITS` epochs,
-    which clears all counts.
+    halved once for each epoch since then. A bucket's epoch ends when
+    `AdmitAfter.ids_per_halving` unknown ids have been counted in the bucket. A new
+    window advances the epoch by `_COUNT_BITS`, which clears all counts.
     """
     total = read_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE))
     epoch = total // np.uint32(rule.ids_per_halving)
@@ -509,7 +511,7 @@ def _count_and_admit(
         sketch = set_elements(sketch, ids.buckets, lanes, epoch | count, is_used)
     for lanes, is_used in counters:
         sketch = add_to_elements(sketch, ids.buckets, lanes, is_used)
-    # Read both counters before clipping either, because two ids may share one.
+    # Read both counters before clipping either, as two ids may share a counter.
     values = [
         read_elements(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters
     ]

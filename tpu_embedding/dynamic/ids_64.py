@@ -1,4 +1,4 @@
-"""64-bit ids as pairs of words: as the user passes them, and mixed for a directory.
+"""64-bit ids as pairs of words: the user's words, and mixed words in a directory.
 
 Mixed words look random, but the hash is invertible, so each pair belongs to exactly one
 id. The hash is a four-round Feistel network: each round XORs one word with a function
@@ -148,7 +148,8 @@ def multiply_high(words: Any, factor: int) -> Any:
     word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)
     middle = word_high * low + ((word_low * low) >> np.uint32(16))
-    # Neither sum overflows: the product of two 16-bit numbers plus two more fits.
+    # No sum overflows: the product of two 16-bit numbers plus two more such numbers
+    # fits in 32 bits.
     carried = (middle & np.uint32(0xFFFF)) + word_low * high
     upper = word_high * high + (middle >> np.uint32(16)) + (carried >> np.uint32(16))
     return upper.astype(np.int32)

@@ -1,6 +1,6 @@
 """Reads the ids of dynamic tables on the host, and places imported or restored ids.
 
-Imports provide only ids. Checkpoints also provide their uses and counts.
+An import provides only ids. A checkpoint also provides their last uses and counts.
 """
 
 import dataclasses
@@ -128,9 +128,9 @@ class PlacedIds:
       second: second mixed words, `[placed ids]`.
       buckets: buckets, `[placed ids]`.
       lanes: lanes in the buckets, `[placed ids]`.
-      kept: positions in the given ids, `[placed ids]`.
-      sources: position in the given ids for each row of the table, in the order of
-        `unstack_tables`. -1 marks a row without an id.
+      kept: positions of the placed ids among the given ids, `[placed ids]`.
+      sources: position among the given ids of each row's id, `[rows]`, in the row order
+        of `unstack_tables`. -1 marks a row without an id.
       num_left_out: number of ids that don't fit, because their buckets are full.
       last_used: last uses, `[placed ids]`. Defaults to now.
       counts: numbers of steps that used the ids, `[placed ids]`. Defaults to one.
@@ -155,7 +155,7 @@ class PlacedIds:
 def place_ids(
     ids: np.ndarray, member: DynamicTablePlan, natural_rows: np.ndarray | None = None
 ) -> PlacedIds:
-    """Returns the places of ids in an empty table. Each bucket takes the first 64.
+    """Returns the places of ids in an empty table. A bucket takes its first 64 ids.
 
     Args:
       ids: distinct uint64 ids.
@@ -201,7 +201,8 @@ def with_placed_ids(
     """Returns a stack's directory with the ids of some tables replaced.
 
     All processes of a job must call this together. Each host temporarily holds the
-    whole directory. The clock defaults to the directory's, at least 1.
+    whole directory. By default, the clock keeps its value, which is raised to 1 if it
+    is 0.
     """
     new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)

@@ -110,7 +110,8 @@ def initial_values_of_ids(
         has_function = [
             initializer.function == function for initializer in initializers
         ]
-        # Tables with other initializers need scalars, but their values are not used.
+        # `function` is called for the rows of all tables, so tables with other
+        # initializers also need scalars. The results for their rows are not used.
         first_scalars = initializers[has_function.index(True)].scalars
         scalars = [
             initializer.scalars if is_used else first_scalars
@@ -123,7 +124,7 @@ def initial_values_of_ids(
         def row(key, *parameters, function=function):
             return function(threefry_key(key), row_ids, stack.dim, *parameters)[0]
 
-        # Not constants, so that one table rounds the same way as several.
+        # Not constants, so that values round the same way for one table and several.
         values = jax.vmap(row)(*as_variables((keys, *parameters)))
         is_used = _pick(jnp.asarray(has_function), tables)
         result = jnp.where(is_used[:, None], values, result)

@@ -1,15 +1,17 @@
 """Replaces the 64-bit ids of dynamic tables with row numbers.
 
 `insert_ids` runs at the start of a training step, in the same compiled program. It
-gives new ids rows and initializes these. `find_ids`, which lookups outside of training
-call, changes nothing. All other functions see row numbers, as in a static table.
+assigns rows to new ids and initializes these rows. Lookups outside of training call
+`find_ids`, which changes nothing. All other functions see row numbers, as in a static
+table.
 
 Each device mixes its ids and sends each unique id to the owner of its bucket, in the
 same kind of rounds as a lookup. The owner finds or inserts the id and replies with its
 row. A single device processes its ids without deduplication or exchange.
 
-To insert ids, an owner must know all ids of a bucket. If they take several rounds, all
-rounds run twice: first to note the ids, then to insert them.
+Before an owner inserts ids into a bucket, it must know all of the batch's ids that
+belong to the bucket. If these arrive in several rounds, all rounds run twice: first to
+note the ids, then to insert them.
 """
 
 import dataclasses
@@ -87,14 +89,13 @@ _CLOCK_LINE: Final = (
 )
 
 _HEADROOM_STDDEVS: Final = 8
-"""Capacity of a round beyond the mean number of ids per owner, in standard deviations.
-
-An unused position costs 16 bytes."""
+"""Standard deviations by which a round's capacity exceeds the mean number of ids per
+owner. An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
 _NO_ROW: Final = NO_ID
-"""Reply for an id without a row. Otherwise, the reply is `2 * row + is_known`."""
+"""Reply for an id without a row. For other ids, it is `2 * row + is_known`."""
 
 
 @jax.tree_util.register_dataclass
@@ -124,19 +125,19 @@ class SourceIds:
 Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
 """Called as `answer(carry, ids, current_pass)` on the owner of the ids.
 
-Returns the updated carry, the lane of each id in its bucket, and whether it had a row
-before. Only the lanes of the last pass are used."""
+Returns the updated carry, the lane of each id in its bucket, and whether each id had a
+row before the call. Only the lanes of the last pass are used."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
 ]
-"""Returns the rows of features of a stack, and counts `[tables]`. Global."""
+"""Returns the rows of each feature of a stack, and counts `[tables]`. Global."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicStats:
-    """Counts of one call for a dynamic table: int32 scalars over all devices.
+    """Counts of one call for a dynamic table: int32 scalars, summed over all devices.
 
     Attributes:
       ids: ids in the batch, including repeats.
@@ -249,17 +250,18 @@ def insert_ids(
         `prepare_features`.
       plan: plan of the layer.
       now: time of the step, an integer from 1 to 2**32 - 1, equal in all calls of a
-        step. It becomes the tables' clock. Ids used at the same `now` count as used
-        once and cannot be evicted until it changes, so it must increase well before
-        the ids used at one value fill the table. Defaults to the tables' clock, which
-        each step advances by 1. A traced value that is out of range counts as None.
+        step. It becomes the tables' clock. An id used several times at the same `now`
+        counts as used once, and cannot be evicted until `now` changes. So `now` must
+        increase well before the ids used at one value fill the table. Defaults to the
+        tables' clock, which each step advances by 1. A traced value that is out of
+        range counts as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
 
     Raises:
       TypeError, ValueError: if a feature has the wrong form, if tables or slots belong
-        to another plan, or if `now` is not such an integer.
+        to another plan, or if `now` is not an integer in its range.
 
     Example:
       >>> import tpu_embedding as te
@@ -573,7 +575,7 @@ def _ask_owners(
     sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
     answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
-    # A single round notes and fills at once. With several, the first one only notes.
+    # A single round notes and fills at once. The first of several only notes.
     fills_at_once = ~is_pending | (num_passes == 1)
 
     def ask(state, current: Round, fills):
@@ -609,7 +611,7 @@ def _ask_owners(
 
 
 def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
-    """Mixes and concatenates the ids of all features. Buckets are over all shards."""
+    """Mixes and concatenates all features' ids. Buckets are counted over all shards."""
     tables = dynamic_tables(stack)
     buckets_per_shard = sum(table.buckets_per_shard for table in tables)
     mixed = []

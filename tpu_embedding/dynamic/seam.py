@@ -83,7 +83,7 @@ class DynamicInputs(VocabularyInputs):
 
         Negative ids are sign-extended to 64 bits. The id with all bits set is reserved.
         """
-        # Convert via int64, because NumPy cannot view types such as int4.
+        # Convert via int64, because NumPy cannot view types such as int4 as uint64.
         as_uint64 = (
             ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
         )

@@ -1,6 +1,6 @@
 """`Dynamic` and its policies.
 
-Declaring a vocabulary needs no traced code, so modules that have such code are imported
+Declaring a vocabulary needs no traced code. Modules with traced code are imported only
 when the core first asks for `inputs` or `stacks`.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 SLOTS_PER_BUCKET: Final = 64
-"""Places in a bucket, whose ids fill one line of 128 lanes."""
+"""Places in a bucket. The words of its ids fill one line of 128 lanes."""
 
 MAX_CAPACITY: Final = 2**31 - 2**21
 """Largest capacity. Row numbers are int32, and shards round up."""
@@ -72,8 +72,8 @@ class LeastFrequentlyUsed:
     """Evicts the id used in the fewest steps. Ties are broken by the oldest last use.
 
     Attributes:
-      half_life: number of unused steps, or units of `now`, after which an id's count is
-        halved, from 1 to 2**32 - 1. By default, counts don't decay.
+      half_life: number of steps or units of `now`, from 1 to 2**32 - 1, after which the
+        count of an unused id is halved. By default, counts don't decay.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -93,16 +93,16 @@ class AdmitAfter:
 
     Counts are kept in a sketch of 8 bytes per row. Ids that share counters may be
     admitted early. To limit this, a bucket's counts are halved whenever
-    `16 * (count - 1)` unknown ids have been counted in it, a quarter of its places per
-    count. `AdmitAfter(3)` admits less than 1 % of ids that occur only once, and
+    `16 * max(1, count - 1)` unknown ids have been counted in the bucket.
+    `AdmitAfter(3)` admits less than 1 % of ids that occur only once, and
     `AdmitAfter(2)` about 4 %.
 
     Attributes:
       count: number of calls, including the current one, from 1 to 255. A step usually
         makes one call.
       window: number of steps, or units of `now`, from 1 to 2**32 - 1. Counts are reset
-        to 0 at each multiple of it, which delays ids seen both before and after. By
-        default, counts are only halved.
+        to 0 at each multiple of the window, which delays the admission of ids that were
+        counted before the reset. By default, counts are only halved.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count
@@ -156,9 +156,9 @@ class Dynamic(Vocabulary):
         `LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
       admit: policy that chooses which unknown ids to insert: an `AdmitAfter`. None
         inserts all.
-      default_row: what ids without a row read. With `"none"`, they contribute nothing,
-        like out-of-range ids of a static table. With `"learned"`, they all read and
-        train one shared row.
+      default_row: how to look up ids without a row. With `"none"`, they contribute
+        nothing, like out-of-range ids of a static table. With `"learned"`, they all
+        read and train one shared row.
 
     Example:
       >>> import tpu_embedding as te
@@ -226,7 +226,7 @@ class Dynamic(Vocabulary):
     def rows_over(self, num_shards: int) -> int:
         """Returns the number of rows over all shards, including padding.
 
-        Each shard has whole buckets, followed by a row for a learned default row.
+        Each shard has whole buckets. A learned default row follows them.
         """
         per_shard = self.buckets_per_shard(num_shards) * SLOTS_PER_BUCKET
         return num_shards * (per_shard + (self.default_row == "learned"))

@@ -9,11 +9,11 @@ Public calls:
 
 From a model to its program and tables:
 
-    program_inputs   the program's inputs: signature, example batch, and arrays of a
-                     call
+    program_inputs   the program's inputs: their signature, an example batch, and the
+                     arrays of a call
     serving_program  traces the model for one device, without table values
 
-From there to files:
+From program and tables to files:
 
     documents        the directory, export.json, and file digests
     table_files      a model's tables and ids as safetensors files of float32, bfloat16

@@ -6,8 +6,8 @@ tables/NAME.safetensors     the changed rows of a table, and their row numbers
 other names                 whole files of the newer export that changed
 
 For each tensor `T` of a table, `[rows, ...]`, the delta holds the changed rows as `T`
-and their row numbers as `T:rows`. Ids of dynamic tables have fixed places, so inserted
-and evicted ids also appear as changed rows.
+and their row numbers as `T:rows`. In the tensor of a dynamic table's ids, ids have
+fixed places, so inserted and evicted ids also appear as changed rows.
 """
 
 import pathlib
@@ -43,8 +43,8 @@ def save_delta(
 ) -> None:
     """Writes the differences between two exports of the same model.
 
-    Files are compared by digest, and the rows of changed tables bit for bit, in blocks.
-    Only changed rows are held in memory.
+    Files are compared by their digests. If the file of a table has changed, its rows
+    are compared bit for bit, block by block. Only changed rows are held in memory.
 
     Args:
       export: the newer export, from `save`, `save_tables` or `apply_delta`.
@@ -52,8 +52,8 @@ def save_delta(
       directory: new directory for the delta. It appears once all files are written.
 
     Raises:
-      ExportError: a ValueError, if an export is damaged, if table names, shapes or
-        types differ, or if the directory holds files or cannot be written.
+      ExportError: if an export is damaged, if table names, shapes or types differ, or
+        if the directory holds files or cannot be written. It is a ValueError.
 
     Example:
       >>> import tempfile
@@ -136,9 +136,9 @@ def apply_delta(
       directory: new directory for the newer export.
 
     Raises:
-      ExportError: a ValueError, if the delta belongs to a different export, if files
-        are missing, damaged or symbolic links, or if the directory holds files or
-        cannot be written.
+      ExportError: if the delta belongs to a different export, if files are missing,
+        damaged or symbolic links, or if the directory holds files or cannot be written.
+        It is a ValueError.
 
     Example:
       >>> import tempfile
@@ -181,7 +181,7 @@ def apply_delta(
 
 
 def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
-    """Sets the rows of a delta. The caller checks the file's digest."""
+    """Writes a delta's rows to a table's file. The caller checks the file's digest."""
     changed = read_tensors(source)
     for name, tensor in read_tensors(table).items():
         row_ids = changed.get(f"{name}:rows", np.zeros(0))

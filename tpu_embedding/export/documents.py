@@ -2,9 +2,10 @@
 
 A directory appears only once all of its files are written.
 
-Exports may come from untrusted sources. So names in a document are never used as file
-paths: files have fixed names or are found in the directory, and are then compared with
-the digests in the document. Symbolic links are rejected, because they may lead outside.
+Exports may come from untrusted sources, so names in a document are never used as file
+paths. Files either have fixed names or are found by listing the directory, and their
+digests are then compared with the document. Symbolic links are rejected, because they
+may lead out of the directory.
 """
 
 import contextlib
@@ -34,11 +35,11 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
 
     Files are written to `.export-NUMBER.partial` next to the directory, and flushed to
     disk before the rename. If several writers use the same path, the first to finish
-    wins, and later renames fail. An error removes what was written; only a killed
-    process leaves its `.partial` directory.
+    wins, and later renames fail. If there is an error, the temporary directory is
+    removed. Only a killed process leaves it on disk.
 
-    All processes of a job must call this together. The first process writes, and an
-    error in it ends the job.
+    All processes of a job must call this together. The first process writes, and if it
+    fails, the job ends.
 
     Args:
       directory: path that doesn't exist, or an empty directory.
@@ -77,7 +78,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
 
 
 def check_new_directory(path: pathlib.Path) -> None:
-    """Raises ExportError unless a path is free or an empty directory."""
+    """Raises ExportError if a path exists and is not an empty directory."""
     try:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     except OSError as error:
@@ -92,7 +93,7 @@ def check_new_directory(path: pathlib.Path) -> None:
 
 
 def _flush(directory: pathlib.Path) -> None:
-    """Flushes all files of a directory to disk. A full disk may only show here."""
+    """Flushes a directory's files to disk, which may reveal that the disk is full."""
     for folder, _, files in os.walk(directory):
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:
@@ -116,7 +117,7 @@ DENSE_FILE: Final = "dense.safetensors"
 PREPROCESSING_DIR: Final = "preprocessing"
 
 MAX_DOCUMENT_BYTES: Final = 2**23
-"""Maximum size, enough for 50,000 tables. Parsing takes about 25 times as much."""
+"""Maximum size, enough for 50,000 tables. Parsing takes about 25 times the memory."""
 
 _SUFFIXES: Final = (".safetensors", ".stablehlo")
 AGAIN: Final = "export the model again, or copy the whole directory again."
@@ -141,7 +142,7 @@ class ExportDocument:
 
 
 def write_document(directory: pathlib.Path, signature: Signature | None = None) -> None:
-    """Writes the document of an export. All other files must be written before."""
+    """Writes the document of an export. All other files must already exist."""
     document = ExportDocument(
         files=digests_of_files(directory),
         signature=signature,
@@ -239,7 +240,7 @@ def check_files(
     Errors name `owner`, which defaults to the directory.
 
     Raises:
-      ExportError: if a file is missing, isn't listed, or its digest is wrong.
+      ExportError: if a file is missing, isn't listed, or has a wrong digest.
     """
     try:
         found = digests_of_files(directory)

@@ -1,13 +1,13 @@
 """The inputs of an exported program: signature, example, and the arrays of a call.
 
-The program takes three dicts: tables, dense parameters, and input arrays. An input, as
-the model's caller sees it, becomes one array `NAME`, or the arrays `NAME/values` and
-`NAME/row_splits` if it is ragged. Weights become an array `NAME/weights`. NAME is the
-input's path in the arguments, with slashes in keys written as `%2F` and percent signs
-as `%25`. Inputs are never nested, so array names are unique.
+The program takes three dicts: tables, dense parameters, and input arrays. Each input of
+the model becomes one array `NAME` or, if it is ragged, the arrays `NAME/values` and
+`NAME/row_splits`. Its weights become an array `NAME/weights`. NAME is the input's path
+in the arguments. In the path's keys, slashes are written as `%2F` and percent signs as
+`%25`. Inputs are never nested, so array names are unique.
 
-In a call, `prepare_features` checks inputs that hold ids, so a wrong id raises the same
-error as in training. The program itself rejects wrong shapes.
+When the program is called, `prepare_features` checks the inputs that hold ids, so a
+wrong id raises the same error as in training. The program itself rejects wrong shapes.
 """
 
 import collections
@@ -42,8 +42,8 @@ from tpu_embedding.types import (
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
 
 WIDE_DTYPE: Final = "uint32"
-"""Type of arrays of 64-bit ids for dynamic tables, and of no other arrays. Their last
-axis holds an id as two words, the lower one first."""
+"""Type of arrays that hold 64-bit ids of dynamic tables. Other arrays never have this
+type. The last axis holds the two words of an id, the lower word first."""
 
 
 class ExportError(ValueError):
@@ -67,10 +67,11 @@ class Input:
       name: name of its array, or prefix of its arrays' names.
       path: keys that lead to the input: the argument's name if there are several, then
         the keys in the argument. Empty for a bare argument.
-      kind: `"dense_ids"` for ids that the program was traced to look up, `"ragged_ids"`
-        for ragged ids, and `"array"` for everything else.
-      vocabulary_size: upper bound on ids. None if out-of-range ids are dropped or
-        clipped, if ids have 64 bits, or if the model computes with ids first.
+      kind: `"ragged_ids"` for ragged ids, `"dense_ids"` for `DenseIds` and for arrays
+        that the model looks up, and `"array"` for everything else.
+      vocabulary_size: exclusive upper bound on ids. None if out-of-range ids are
+        dropped or clipped, if ids have 64 bits, or if the model changes the ids before
+        it looks them up.
 
     Raises:
       ValueError: if a field has the wrong type.
@@ -100,7 +101,7 @@ class Input:
 
     @property
     def weights_name(self) -> str:
-        """Name of the array of weights, if there is one."""
+        """Name of the array of weights, if the input has weights."""
         return f"{self.name}/weights"
 
     def array_names(self, arrays: Collection[str]) -> set[str]:
@@ -130,7 +131,7 @@ class Signature:
         """Reads a signature from JSON values that `dataclasses.asdict` produced.
 
         Raises:
-          LookupError, TypeError, ValueError: if it is not a signature.
+          LookupError, TypeError, ValueError: if the value is not a signature.
         """
         inputs = tuple(
             Input(**{**entry, "path": _texts(entry["path"])})
@@ -231,8 +232,9 @@ class Example:
         """Returns the shapes of the program's arrays, with a symbol per free size.
 
         Args:
-          batch_size: batch size of the export, or None for any. If no input has this
-            size, the first feature gives the example's batch size.
+          batch_size: batch size of the export, or None for any size. The example's own
+            batch size is equal to it if an input has this size. Otherwise, the first
+            feature determines the example's batch size.
           wide: names of additional inputs with 64-bit ids.
 
         Raises:
@@ -269,7 +271,7 @@ class Example:
         return structs
 
     def _batch_sizes(self) -> list[int]:
-        """Returns batch sizes: ragged features', then other ids', then the rest."""
+        """Returns batch sizes of ragged ids, then of integers, then of the rest."""
         ragged, ids, rest = [], [], []
         for input_, leaf in zip(self.inputs, self.leaves, strict=True):
             if input_.kind == "ragged_ids":
@@ -449,7 +451,7 @@ class Feeder:
             value = read_ids(value, f"feature {input_.name!r}")
             value = value.ids if isinstance(value, DenseIds) else value
         if isinstance(value, np.ndarray | jax.Array):
-            # Dense int64 ids may hold padding, but ragged ones may not.
+            # Dense int64 ids may hold padding, but ragged ids may not.
             is_wide = self._arrays[input_.ids_name].dtype == WIDE_DTYPE
             ids: Any = value if is_wide else check(value)
             valence = math.prod(ids.shape[1:])
@@ -538,7 +540,7 @@ def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
 
 
 def _on_host(ids: Any) -> np.ndarray:
-    """Returns ids on the host. A last axis holds the two words of 64-bit ids."""
+    """Returns ids on the host. 64-bit ids get a last axis for their two words."""
     if not isinstance(ids, Ids64):
         return np.asarray(ids)
     return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)

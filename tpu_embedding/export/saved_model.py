@@ -1,9 +1,9 @@
 """Exports a model as a TensorFlow SavedModel that holds its tables as variables.
 
 The SavedModel holds the StableHLO program that `stablehlo.save` writes, in a single
-`XlaCallModule` operation like jax2tf's. TensorFlow usually reads only older versions of
-StableHLO than JAX writes by default, so the program is written in TensorFlow's version,
-which jax2tf does not do.
+`XlaCallModule` operation like jax2tf's. By default, JAX usually writes a newer version
+of StableHLO than TensorFlow can read. The program is therefore written in TensorFlow's
+version, which jax2tf does not do.
 """
 
 import importlib
@@ -47,14 +47,15 @@ def save_tensorflow(
 ) -> None:
     """Exports a model as a TensorFlow SavedModel. Requires the extra `tf`.
 
-    The `serving_default` signature takes flat tensors by name: `user` for an input
-    `user`, `watched_values` and `watched_row_splits` for ragged ids, and
-    `watched_weights` for weights. Ids and row splits are int64. The variables are in
-    the attributes `tables` and `dense` of the loaded object. To serve strings, wrap it
-    in a `tf.Module` that turns them into ids.
+    The `serving_default` signature takes flat tensors by name. A dense input `user` is
+    the tensor `user`. Ragged ids `watched` are the tensors `watched_values` and
+    `watched_row_splits`, and their weights are `watched_weights`. Ids and row splits
+    are int64. The loaded object has the variables in its attributes `tables` and
+    `dense`. To serve strings, wrap the loaded object in a `tf.Module` that turns
+    strings into ids.
 
-    Tables are first written to a temporary directory. The host then holds all of them
-    at once, because TensorFlow does.
+    Tables are first written to a temporary directory. The host then holds all tables at
+    once, because TensorFlow saves them from memory.
 
     Args:
       model: see `save`.
@@ -196,8 +197,8 @@ def _converted_ids(
     """Returns an input's ids, row splits and padded weights, converted for the program.
 
     TensorFlow passes int64 ids. The program takes int32 ids, or 64-bit ids as two
-    uint32 words. Ragged ids are padded by one value, because the program needs at least
-    one. Arrays that are not ids need no conversion.
+    uint32 words. One padding value is appended to ragged ids, because the program needs
+    at least one value. Arrays that are not ids need no conversion.
     """
     tf = _tensorflow()
     if input_.kind == "array":
@@ -222,8 +223,8 @@ def _converted_ids(
 def _to_int32(ids: Any, kind: InputKind) -> Any:
     """Converts ids to int32. Ids that don't fit become -1 or the largest int32 id.
 
-    Dense ids may hold padding. In ragged ids, the padding value is an ordinary id, as
-    in `prepare_features`.
+    Dense ids may hold the padding value. In ragged ids, this value counts as an
+    ordinary id, as in `prepare_features`.
     """
     tf = _tensorflow()
     largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1

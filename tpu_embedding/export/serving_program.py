@@ -49,8 +49,8 @@ class ServingProgram:
     """A model as a program for serving, with its weights.
 
     Attributes:
-      exported: the program, `(tables, dense, arrays) -> outputs`. All are dicts by
-        name, except that a single output array is returned bare.
+      exported: the program, `(tables, dense, arrays) -> outputs`. All four are dicts by
+        name, but a single output array is returned without a dict.
       signature: the inputs.
       tables: the tables that the program reads, by name.
       dense: dense parameters and batch statistics, by name.
@@ -118,7 +118,8 @@ class _ServedMethod:
     Attributes:
       dense: dense parameters by name.
       used_tables: names of the tables that the latest call read.
-      lookups: input name to the features for which the latest call looked it up.
+      lookups: input name to the features whose lookups read the input in the latest
+        call.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):

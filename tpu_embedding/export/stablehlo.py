@@ -66,32 +66,34 @@ def save(
     """Exports a model for serving, as a StableHLO program with its weights.
 
     The program runs on a single CPU, NVIDIA GPU or TPU device, with any batch size and
-    any number of ragged ids. It reads one array per table, rows in natural order, with
-    plain gathers. `load` runs it without the model's code.
+    any number of ragged ids. It reads each table as one array with rows in natural
+    order, using plain gathers. `load` loads it without the model's code.
 
     Args:
-      model: a `TPUEmbedding` or a module that owns some, trained on any number of
-        devices. Its `eval` mode is exported.
+      model: a `TPUEmbedding`, or a module that owns embedding layers. It may be trained
+        on any number of devices, and is exported in `eval` mode.
       directory: new directory for the export. It appears once all files are written.
       *example: arguments of the method: a batch, prepared or not. Only shapes and
-        dtypes matter. First axes as long as the batch are free, and all other sizes are
-        fixed.
+        dtypes matter. If the size of a first axis is the batch size, calls may change
+        it. All other sizes are fixed.
       method: name of the method to export.
       dtype: type of the stored tables: `"float32"`, `"bfloat16"`, or `"int8"` with a
         scale and bias per row, in FBGEMM's layout.
-      batch_size: fixed batch size, needed if the model's code computes with it or
-        features have an `output_shape`. Defaults to any size.
-      vocabularies: vocabularies of the features that receive strings, by the last key
-        of the input's path or by the input's name in the signature.
+      batch_size: fixed batch size. Needed if the model's code computes with its batch
+        size, or if features have an `output_shape`. By default, calls may have any
+        batch size.
+      vocabularies: vocabularies of the features that receive strings. A key is the last
+        key of an input's path, or the input's name in the signature.
       write_preprocessing: function that writes files describing how raw rows become
         inputs. It is called with the export's `preprocessing/` directory, and the files
         are listed with their digests.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files or cannot be written; if
-        the example does not fit, or the model cannot run on one device or with any
-        batch size; if a vocabulary does not match exactly one input or has more ids
-        than its table has rows; or if the extra `serving` is not installed.
+      ExportError: if the directory holds files or cannot be written; if the example
+        does not fit; if the model cannot run on one device, or needs a fixed
+        `batch_size`; if a vocabulary does not match exactly one input, or has more ids
+        than its table has rows; or if the extra `serving` is not installed. It is a
+        ValueError.
 
     Example:
       >>> import pathlib, tempfile
@@ -138,24 +140,24 @@ def save_tables(
 ) -> None:
     """Writes each table of a model to its own safetensors file.
 
-    A file holds one tensor with the table's name, rows in natural order. Rows pass
-    through the host in blocks, never as a whole table. `export.json` lists the files.
-    All processes of a job must call this together, and the first one writes.
+    A file holds one tensor, which has the table's name and rows in natural order. Rows
+    pass through the host in blocks, never as a whole table. `export.json` lists the
+    files. All processes of a job must call this together, and the first process writes.
 
-    A dynamic table `NAME` has 64 rows per bucket, in bucket order, followed by a
-    learned default row if it has one. Its file also holds its ids as the tensor
-    `NAME:ids`, uint32 `[buckets, 128]`: the upper words of a bucket's 64 ids, then the
-    lower words. Words of all ones mark an empty position. The host holds all of these
-    ids at once.
+    A dynamic table `NAME` has 64 rows per bucket, in bucket order. A learned default
+    row comes last. The file also holds the table's ids as the tensor `NAME:ids`, uint32
+    `[buckets, 128]`. Each row of this tensor holds the upper words of a bucket's 64
+    ids, then their lower words. At an empty position, both words have all bits set. The
+    host holds all ids at once.
 
     Args:
-      model: a `TPUEmbedding` or a module that owns some.
+      model: a `TPUEmbedding`, or a module that owns embedding layers.
       directory: new directory for the files.
       dtype: see `save`.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files or cannot be written, or
-        `dtype` is unknown.
+      ExportError: if the directory holds files or cannot be written, or if `dtype` is
+        unknown. It is a ValueError.
 
     Example:
       >>> import pathlib, tempfile
@@ -254,14 +256,14 @@ def load(
       verify: whether to compare each file with its digest in `export.json`, which takes
         about a second per GB.
       unknown_strings: how to handle strings missing from a vocabulary. `"bucket"` maps
-        them to its buckets for unknown strings. `"error"` rejects them, as a vocabulary
-        without buckets always does.
+        them to the vocabulary's buckets for unknown strings. `"error"` rejects them. A
+        vocabulary without such buckets always rejects them.
       takes_ids: whether features with a vocabulary take ids instead of strings, because
         the caller encodes strings itself.
 
     Raises:
-      ExportError: if the directory has no program, a damaged file, or a symbolic link.
-        It is a ValueError.
+      ExportError: if the directory lacks a program, or holds a damaged file or a
+        symbolic link. It is a ValueError.
       ValueError: if `unknown_strings` is not one of its choices.
 
     Example:
@@ -394,9 +396,10 @@ def jit_program(
 ) -> Any:
     """Returns the jitted program, with a row-major layout for tables.
 
-    If XLA:TPU may choose, it stores a table of dim below 128 column-major, and then
-    copies the whole table in every call. Row-major tables are padded to 128 lanes once.
-    `table_names` includes the names of dynamic tables' ids.
+    If XLA:TPU may choose the layout, it stores a table with dim below 128 column-major
+    and copies the whole table in every call. A row-major table is padded to 128 lanes
+    only once, when it is loaded. `table_names` includes the names of dynamic tables'
+    ids.
     """
     tables = dict.fromkeys(table_names, _by_rows(device))
     return jax.jit(exported.call, in_shardings=(tables, None, None))

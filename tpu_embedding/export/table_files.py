@@ -1,17 +1,18 @@
 """The tables of a model by name, and their safetensors files in an export.
 
 The safetensors library writes only whole tensors, but a table may be larger than host
-memory. So the header is written here, and the rows follow in blocks. When a file is
-read, the library checks its header, and the tensors are memory-mapped. Nothing is
-written through a map, because on a full disk the kernel would kill the process.
+memory. So this module writes the header itself, and then the rows in blocks. When a
+file is read, the library checks its header, and the tensors are memory-mapped. Files
+are never written through a memory map, because the kernel would kill the process when
+the disk is full.
 
 An int8 row has FBGEMM's layout: `dim` unsigned bytes, then a scale and a bias in
 little-endian float32. A byte `q` means `scale * q + bias`.
 
-Rows are in natural order. A dynamic table has 64 rows per bucket, in bucket order,
-followed by its default row if it has one. Its ids are a separate tensor with a line of
-128 uint32 per bucket: the upper words of its 64 ids, then the lower words. Words of all
-ones mark an empty position.
+Rows are in natural order. A dynamic table has 64 rows per bucket, in bucket order. A
+learned default row comes last. The table's ids are a separate tensor with a line of 128
+uint32 per bucket: the upper words of the bucket's 64 ids, then their lower words. At an
+empty position, both words have all bits set.
 """
 
 import dataclasses
@@ -165,8 +166,8 @@ _MAX_CODE: Final = np.float32(255)
 def check_row_format(row_format: str) -> None:
     """Raises ExportError for an unknown row format.
 
-    Every process of a job must call this before a collective. Otherwise an error on one
-    process would leave the rest waiting.
+    Every process of a job must call this before a collective operation. Otherwise, an
+    error on one process would leave all other processes waiting.
     """
     if row_format not in get_args(RowFormat):
         raise ExportError(
@@ -243,8 +244,8 @@ class StoredIds:
 
     Attributes:
       lines: uint32 `[buckets, 128]`; see the module's docstring.
-      file_rows: int64 `[rows]`, row in the file for each row of the table, or -1 if the
-        row has no id and is not written.
+      file_rows: int64 `[rows]`, row in the file for each row of the table. -1 marks a
+        row without an id, which is not written.
       num_rows: number of rows in the file.
     """
 
@@ -279,7 +280,7 @@ class LayerTable:
 
 
 def table_prefix(path: str, layers: Collection[str]) -> str:
-    """Returns the prefix of a layer's table names: its path if there are several."""
+    """Returns the prefix of table names: a layer's path if there are several layers."""
     return f"{path}/" if len(layers) > 1 else ""
 
 

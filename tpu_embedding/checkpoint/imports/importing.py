@@ -51,10 +51,10 @@ class ImportReport:
     Attributes:
       origin: format and path of the source.
       tables: name of each imported table to its name in the source.
-      slots: name of each imported table to its imported slots: slot name in the model
-        to slot name in the source.
-      dropped: the imported tables' slots that were not imported, as `"table/slot"`. The
-        optimizer's rule has different slots, or no optimizer was passed.
+      slots: name of each imported table to a dict of its imported slots, from slot name
+        in the model to slot name in the source.
+      dropped: slots of the imported tables that were not imported, as `"table/slot"`.
+        Either the optimizer's rule has different slots, or no optimizer was passed.
       kept: tables of the model that kept their values, because the source lacks them or
         `tables` left them out.
       unused: tables of the source that were not imported.
@@ -105,8 +105,8 @@ _SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
         ("0", "1"),
     ),
 }
-"""Slot names of a rule here to their names in other libraries. Numbers are positions in
-slots that were saved as a plain tuple."""
+"""Slot names of this library's rules to their names in other libraries. Numbers are
+positions in slots that were saved as a plain tuple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,17 +177,18 @@ def import_tables(
       source: a `TableSource`, or anything that `open_tables` accepts.
       model: an `nnx.Module` with `TPUEmbedding` layers. It is updated in place.
       optimizer: the model's optimizer, updated in place. Needed to import slot
-        variables and to restart derived state.
+        variables and to reset derived state.
       tables: names of the model's tables to import. Defaults to every table that the
         source has. If the model has several layers, the layer's path precedes the name:
         `"user/movie"`.
       rename: name of a table in the model to its name in the source, where they differ.
       slots: `"same_rule"` imports a table's slot variables if the source has exactly
-        the same slots as the optimizer's rule, under any library's names. A mapping
-        from slot names in the model to names in the source imports only these.
-      ids: name of a dynamic table in the model to the ids of the source's rows, 64-bit
-        integers or strings, `[rows]`. Needed unless the source has ids. They replace
-        all ids of the table and count as just used.
+        the same slots as the optimizer's rule, under the names of any known library. A
+        mapping from slot names in the model to names in the source imports only the
+        slots that it lists.
+      ids: name of a dynamic table in the model to the ids `[rows]` of the source's
+        rows, as 64-bit integers or strings. Needed unless the source has ids. The new
+        ids replace all ids of the table and count as just used.
 
     Returns:
       What was imported, dropped and kept.
@@ -195,8 +196,8 @@ def import_tables(
     Raises:
       CheckpointError: if names, shapes or types do not fit, or the source is damaged.
         The message lists every mismatch, and the model is unchanged.
-      ValueError: if the optimizer is not the model's, or is missing although it derives
-        state from the values of these tables.
+      ValueError: if the optimizer was not made for the model, or if none is passed
+        although the model's optimizer derives state from the values of these tables.
 
     Example:
       >>> import numpy as np
@@ -363,7 +364,7 @@ def _import_into_layer(
         if stack.name not in states:
             continue
         matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
-        # Slot variables of the source replace those that restarted.
+        # Slot variables of the source replace the reset ones.
         new_slots = slot_rows(states[stack.name], stack)
         initial_values = {}
         if matches.keys() & placed.keys():
@@ -374,7 +375,7 @@ def _import_into_layer(
                 if slot in match.slots:
                     rows[name] = match.slots[slot]
                 elif name in placed and initial_values.get(slot) is not None:
-                    # The rows have new ids, so the remaining slots start again.
+                    # The rows have new ids, so slots that the source lacks are reset.
                     shape = (len(placed[name].sources), *file_row(packed).shape)
                     value = np.float32(initial_values[slot])
                     fresh_rows[name] = array_of(np.broadcast_to(value, shape))
@@ -389,7 +390,7 @@ def _import_into_layer(
 def _initial_slot_values(
     stack: TrainedStackPlan, slots: Iterable[str]
 ) -> dict[str, float | None]:
-    """Returns the number each slot variable starts from, or None if not a constant."""
+    """Returns the initial value of each slot variable, or None if it isn't constant."""
     names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
     if len(names) != len(probed):
         return {}
@@ -442,7 +443,8 @@ def match_tables(
     The options are explained in `import_tables`.
 
     Raises:
-      CheckpointError: if tables do not fit. It lists each mismatch with a fix.
+      CheckpointError: if tables do not fit. The message lists each mismatch with a
+        fix.
     """
     own = [target.name for target in targets]
     names = _names(source, own, tables, rename, ids)

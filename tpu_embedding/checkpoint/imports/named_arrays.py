@@ -1,17 +1,17 @@
 """Opens named arrays: dicts, `.npz` archives, and files of other libraries.
 
 `.safetensors` files are memory-mapped, so only the rows that are read take memory. The
-safetensors library checks the header.
+safetensors library checks their headers.
 
 TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
-for sequences. For any rule, a fused optimizer names its slot variables
+for sequences. A fused optimizer with any rule names its slot variables
 `...NAME.momentum1` and `...NAME.momentum2`, or `...NAME.weight.momentum_1`.
 
 dynamicemb dumps the keys and values of dynamic tables. Each rank of a job writes its
 own binary files without headers: keys (int64), values (float32) and optionally slot
 variables (float32), all in the same order. A JSON file names the optimizer. Scores are
-not read, so all ids count as just used. The host holds these tables whole. Source:
-github.com/NVIDIA/recsys-examples at 43465ae,
+not read, so all ids count as just used. The host holds each of these tables whole. The
+format is defined in github.com/NVIDIA/recsys-examples at 43465ae,
 `corelib/dynamicemb/dynamicemb/batched_dynamicemb_tables.py`, `key_value_table.py` and
 `optimizer.py`. Older versions, such as 0c45b80, name the slot variables `_opt_values`.
 """
@@ -146,12 +146,13 @@ DTYPES: Final = {
         "BOOL": np.bool_,
     }.items()
 }
-"""Type name in a file's header to the type."""
+"""Types by their names in a file's header."""
 
 LENGTH_BYTES: Final = 8
 
 MAX_HEADER_BYTES: Final = 2**23
-"""Maximum header size, enough for 80,000 tensors. Parsing takes 25 times as much."""
+"""Maximum header size, enough for 80,000 tensors. Parsing takes 25 times as much
+memory."""
 
 
 class StoredTensor(NamedTuple):
@@ -170,7 +171,8 @@ def read_header(
 
     Args:
       path: the file.
-      error_type: type of error to raise if the file is missing or its header invalid.
+      error_type: type of error to raise if the file is missing or has an invalid
+        header.
     """
     try:
         if not path.is_file():
@@ -270,11 +272,11 @@ _FIRST_KEYS: Final = re.compile(r"(.+)_emb_keys\.rank_0\.world_size_(\d+)")
 def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
     """Opens the tables of a dynamicemb dump. Returns None if the directory has none.
 
-    Names that occur in several collections are extended by their directories' names.
+    If a name occurs in several collections, the names of its directories precede it.
 
     Raises:
-      CheckpointError: if a file's size doesn't fit the keys, or the file that names the
-        optimizer is invalid.
+      CheckpointError: if a file's size doesn't fit the number of keys, or the file that
+        names the optimizer is invalid.
       OSError: if a rank's file is missing.
     """
     tables: dict[tuple[str, ...], SourceTable] = {}
@@ -294,7 +296,8 @@ def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
     """Returns the table whose files' names start with `path`."""
 
     def read(item: str, dtype: Any) -> np.ndarray:
-        # Not lists, because the number of ranks comes from a file name and may be huge.
+        # Generators, because the number of ranks comes from a file name and may be
+        # huge.
         names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
         files = (path.with_name(path.name + name) for name in names)
         return np.concatenate([np.fromfile(file, dtype) for file in files])

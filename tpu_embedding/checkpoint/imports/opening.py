@@ -55,9 +55,10 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
           `"table/slot"`, or as in a TorchRec state dict.
         * a directory dumped by dynamicemb.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
-          SavedModel's directory. It is read by TensorFlow, from the extra `tf`.
-        * an Orbax checkpoint: an item, a step, or a CheckpointManager's directory, of
-          which the latest step is read. Tables are named by their arrays' paths.
+          SavedModel's directory. Reading it requires TensorFlow, from the extra `tf`.
+        * an Orbax checkpoint: the directory of an item, a step or a CheckpointManager.
+          The latest step of a CheckpointManager is read. Tables are named by their
+          arrays' paths.
 
         For tables that were saved in stacks, use `open_stacked_tables`.
 
@@ -113,13 +114,13 @@ def open_stacked_tables(
 ) -> TableSource:
     """Opens the stacked tables of a checkpoint that was trained on SparseCores.
 
-    The stacking is not read from the checkpoint, and a wrong rotation raises no error,
-    so compare a few rows with the trained model.
+    The arguments describe the stacking, because it is not read from the checkpoint. A
+    wrong rotation raises no error, so compare a few rows with the trained model.
 
     Args:
-      path: a checkpoint that `open_tables` can open. keras-rs names stacks
-        `var:STACK:table`, jax-tpu-embedding names them `STACK/table`, and in TensorFlow
-        STACK is a variable.
+      path: a checkpoint that `open_tables` can open. The array of a stack is named
+        `var:STACK:table` in keras-rs, `STACK/table` in jax-tpu-embedding, and `STACK`
+        in TensorFlow.
       tables: configs of the tables, with the names, rows and dims that the checkpoint
         was trained with.
       stacks: stack name to the names of its tables, in row order.

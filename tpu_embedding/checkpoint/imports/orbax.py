@@ -1,7 +1,7 @@
 """Reads the arrays of Orbax checkpoints by path, without knowing their pytree.
 
-The `_METADATA` file of a checkpoint item lists its leaves. Tensorstore reads their zarr
-arrays, from one directory each or from a shared database (OCDBT).
+The `_METADATA` file of a checkpoint item lists the item's leaves. Tensorstore reads
+their zarr arrays, which are in one directory per array or in a shared database (OCDBT).
 """
 
 import json
@@ -22,7 +22,7 @@ _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
 
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
-"""Caches decoded chunks, because a range of rows may need only part of each."""
+"""Caches decoded chunks, because a range of rows may need only part of a chunk."""
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
@@ -31,8 +31,8 @@ def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
     If a step has several items, paths start with the item's name.
 
     Args:
-      path: directory of an item, of a step, or of a CheckpointManager, which stands for
-        its latest step.
+      path: directory of an item, a step or a CheckpointManager. The latest step of a
+        CheckpointManager is read.
 
     Raises:
       CheckpointError: if an item is damaged or incomplete.

@@ -1,9 +1,10 @@
 """Finds tables in TensorFlow checkpoints of TPUEmbedding and of the TFRS layer.
 
-Checkpoint keys are paths of Python objects, such as `model/emb/_tpu_embedding/movie`. A
-table, or on newer TPUs a stack of tables, is the variable with its name. TensorFlow's
-slot variables are siblings, such as `movie/accumulators`. Slot variables of Keras
-optimizers, which TFRS uses, are nested below the variable.
+Checkpoint keys are paths of Python objects, such as `model/emb/_tpu_embedding/movie`.
+Each table is a variable with the table's name. On newer TPUs, each stack of tables is
+such a variable. TensorFlow's slot variables are its siblings, such as
+`movie/accumulators`. Slot variables of Keras optimizers, which TFRS uses, are nested
+below the variable.
 """
 
 import collections
@@ -30,15 +31,15 @@ _SLOT: Final = "/.OPTIMIZER_SLOT/"
 
 _Path = tuple[str, ...]
 _Variables = Mapping[_Path, SourceTable]
-"""Names of the objects that lead to a variable, to its value and its Keras slots."""
+"""Value and Keras slots of each variable, by the names of the objects on its path."""
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the prefix of the checkpoint at a path, or None if there is none.
+    """Returns the prefix of the checkpoint at a path, or None without a checkpoint.
 
     Args:
-      path: prefix, index file, directory of checkpoints, which stands for the latest,
-        or directory of a SavedModel.
+      path: prefix of a checkpoint, its index file, a directory of checkpoints, or a
+        SavedModel's directory. A directory of checkpoints gives the latest prefix.
     """
     if path.suffix == ".index":
         path = path.with_suffix("")
@@ -58,9 +59,9 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     """Opens a checkpoint.
 
-    All two-dimensional variables count as tables, even in dense layers. They are named
-    by their variables. If names are not unique, the names of parent objects precede
-    them, separated by `/`.
+    All two-dimensional variables count as tables, even in dense layers. Tables have the
+    names of their variables. If a name is not unique, the names of its parent objects
+    precede it, separated by `/`.
 
     Args:
       prefix: path of the checkpoint's index file, without `.index`.
@@ -85,7 +86,7 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
 def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
     """Returns the arrays by key, without scalars and strings.
 
-    TensorFlow reads whole arrays and verifies their checksums. The latest array is
+    TensorFlow reads whole arrays and verifies their checksums. The array read last is
     cached, because its rows are requested block by block.
     """
     if importlib.util.find_spec("tensorflow") is None:
