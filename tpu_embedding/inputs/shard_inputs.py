@@ -206,7 +206,7 @@ def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
     if not is_read or not hasattr(ids, "dtype"):
         raise TypeError(
-            f"Ids of feature {feature.name!r} must be an array of NumPy or JAX, got "
+            f"Ids of feature {feature.name!r} must be a NumPy or JAX array, got "
             f"{type(ids).__name__}; pass the batch through layer.prepare(features), "
             "which takes lists and other arrays."
         )

@@ -216,7 +216,7 @@ def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmb
     layers = embedding_layers(model)
     if not layers:
         check_type(f"{owner}: model", MODEL, model, line)
-        raise ValueError(f"{NO_LAYER} {owner.replace('te.', 'nnx.')}.")
+        raise ValueError(f"{NO_LAYER} plain Flax instead of {owner}.")
     return layers
 
 

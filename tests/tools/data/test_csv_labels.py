@@ -117,6 +117,11 @@ WRONG = {
     "a text": ([*NUMBERS, "x1"], {}, "line 102, column 'y'.*number.*'x1'.*task"),
     "a word": (["1", "2.5", "x"], dict(task="regression"), "line 4.*number.*'x'"),
     "many texts": ([f"u{i}" for i in range(1001)], {}, "at most 1,000 classes, got"),
+    "many numbers": (
+        list(map(str, range(1001))),
+        dict(task="classes"),
+        "at most 1,000 classes, got 1,001",
+    ),
     "three for two": (["a", "b", "c"], dict(task="binary"), "two label values, got 3"),
     "a new class": (["a", "d"], KNOWN, "line 3, column 'y'.*one of .'a'.*'d'"),
     "no number": (["3", "b"], dict(positive_from=3), "line 3.*a number.*'b'"),

@@ -101,7 +101,7 @@ class LabelColumn:
         if len(keys) > MAX_CLASSES:
             raise self._error(
                 f"the labels must have at most {MAX_CLASSES:,} classes, got "
-                f"{len(keys):,} such as {self._text(others[0])!r}",
+                f"{len(keys):,} such as {self._text((others or keys)[0])!r}",
                 "name another column with --label, or one class with --positive",
             )
         rising = sorted(keys, key=float) if not others else sorted(keys)
