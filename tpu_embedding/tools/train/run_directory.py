@@ -37,7 +37,7 @@ _FILES: Final = (
 )
 
 _MAX_LINE_BYTES: Final = 2**22
-"""Maximum length of a parsed record. Parsed JSON takes up to 25 times its size."""
+"""Maximum length of a record. Parsed JSON takes up to 25 times as much memory."""
 
 _RECORD_FIELDS: Final = {
     "run": dict,
@@ -57,8 +57,8 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
     """Creates and locks a directory on the first process of a job.
 
     The lock file exists while a process uses the directory. The operating system
-    releases the lock of a killed process. A new directory is removed again if nothing
-    was written to it.
+    releases the lock of a killed process. A directory that this function created is
+    removed again if nothing was written to it.
 
     Raises:
       RunDirectoryError: if another process uses the directory, or it contains a link, a
@@ -97,7 +97,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 ) from error
             except OSError:
                 break  # Some network file systems do not support locks.
-            # Another process may have removed the file after it was opened here.
+            # Another process may have removed the file after this process opened it.
             with contextlib.suppress(FileNotFoundError):
                 is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
         yield
@@ -121,7 +121,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
         except FileNotFoundError:
-            continue  # A running training deletes old checkpoints.
+            continue  # A run in progress deletes old checkpoints.
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise RunDirectoryError(
                 f"{path} must be a file or directory, got a link, pipe or device. Copy "
@@ -139,7 +139,7 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns a run's best checkpoint if its config keeps it, else the newest one."""
+    """Returns a run's best checkpoint if `keep_best` is set, else the newest one."""
     run: dict[str, Any] = {}
     for record in read_records(directory / RECORDS_FILE):
         run = record.get("run", run)
@@ -153,7 +153,7 @@ def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of a run's evaluations by step, from their last records."""
+    """Returns a run's evaluation metrics by step, from the last record of each step."""
     evaluations = {}
     for record in read_records(directory / RECORDS_FILE):
         values = list(record.get("evaluation", {}).values())
@@ -163,7 +163,7 @@ def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
 
 
 def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int:
-    """Returns the first step with the lowest main metric, the first metric."""
+    """Returns the first step with the lowest main metric, which is listed first."""
     return min(evaluations, key=lambda step: next(iter(evaluations[step].values())))
 
 
@@ -205,7 +205,7 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a run's file atomically, so a kill leaves the old or the new one."""
+    """Replaces a run's file atomically, so a kill leaves the old or the new text."""
     unfinished = path.with_name(f"{path.name}.partial")
     unfinished.unlink(missing_ok=True)  # It may be a link.
     try:
@@ -234,7 +234,7 @@ def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
     """Checks that strings have the same ids as when the run was trained.
 
     Raises:
-      DataError: if they differ; the message names the feature.
+      DataError: if the ids differ; the message names the feature.
     """
     now = getattr(data, "vocabularies", {})
     for name, vocabulary in vocabularies_of(directory).items() if now else ():
