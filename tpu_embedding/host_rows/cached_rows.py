@@ -84,7 +84,7 @@ class CachedRows(PackedRows):
         self.host.check_current(self)
 
     def zeros(self, sharding):
-        """Returns an empty cache like this one; `self` may hold shapes for arrays."""
+        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
         return self.host.empty_slot(self.column)
 
     @classmethod
@@ -122,7 +122,7 @@ class MappedRows(CachedRows):
         }
 
     def zeros(self, sharding):
-        """Returns an empty cache like this one; `self` may hold shapes for arrays."""
+        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
         self.host.empty()
         return self.host.empty_rows()
 

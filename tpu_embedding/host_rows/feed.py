@@ -134,7 +134,7 @@ class Feed(Generic[Batch]):
         self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
-        """Keeps rows of the last two batches cached; their steps may be yet to run."""
+        """Keeps rows of the last two batches cached, since these may be untrained."""
         for rows_of_stacks in self._handed_out:
             for key, rows in rows_of_stacks.items():
                 if self._hosts[key] is host:

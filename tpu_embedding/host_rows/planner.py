@@ -245,7 +245,7 @@ class Planner:
     def _set_exchange_rows(self, rows: np.ndarray) -> None:
         """Sets K to half the rows that the batch reads from its busiest shard.
 
-        Usually fewer than these rows are missing.
+        Usually fewer rows are missing.
         """
         most = int(self._by_shard(rows)[1].max())
         slots = round_up(self.slots_per_shard, 8)

@@ -219,7 +219,7 @@ class HostStack:
     # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
 
     def claim(self, feed: "Feed | None") -> None:
-        """Makes a pipeline the only active one, and undoes the previous one's plans.
+        """Makes a pipeline the active one; undoes the plans of the previous pipeline.
 
         The previous pipeline's last two batches stay cached until it resumes.
         """

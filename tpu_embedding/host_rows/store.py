@@ -167,7 +167,7 @@ class RowStore:
 
 @functools.cache
 def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
-    """Returns the process's thread pool, since a fork can't use its parent's pool."""
+    """Returns the thread pool of a process. A fork can't use its parent's pool."""
     del process_id
     return ThreadPoolExecutor(_num_cores() + _FILE_THREADS, "host_rows")
 

@@ -230,7 +230,7 @@ def inspect_program(
 
     large = [i for i in instructions if any(map(is_large, i.sizes))]
     copies = [i for i in large if i.opcode in _COPIES]
-    # The name of a fusion that updates in place contains its scatter.
+    # XLA names a fusion that updates in place after the scatter inside it.
     passes = (
         i
         for i in large

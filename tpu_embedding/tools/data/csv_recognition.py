@@ -68,7 +68,7 @@ def recognise(
         kept = [i for i, text in enumerate(texts) if text.lower() not in MISSING]
         present[name] = [texts[i] for i in kept]
         places[name] = np.array(kept, int)
-        if rows is not None:  # Cells past these rows were added later.
+        if rows is not None:  # Cells after the sampled rows lack numbers.
             places[name] = rows[[i for i in kept if i < len(rows)]]
     marks = {name: number_marks(set(texts)) for name, texts in present.items()}
     has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())

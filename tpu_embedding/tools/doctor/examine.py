@@ -247,7 +247,7 @@ def check_holders(
 
 
 _EMULATED_DEVICES: Final = 4
-"""Number of CPU devices to emulate in children, so that they exchange rows."""
+"""Devices to emulate in children if JAX has one CPU device, to exchange rows."""
 
 
 def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
