@@ -3,17 +3,18 @@
 The devices cache only some of these rows, so a batch's rows must be known before its
 step runs. This module repeats in NumPy the rules of `inputs/shard_inputs.py` (padding,
 truncated sequences) and `lookup/_forward.py` (ids outside the table, weights, default
-ids). It makes few passes over the ids and compiles nothing. Tests compare it with the
-compiled stages.
+ids). It makes few passes over the ids and compiles nothing. Tests compare its results
+with the compiled stages.
 
-Two cases can't be decided here:
+This module can't predict the lookup in two cases:
 
 * CPUs and TPUs flush weights below the smallest normal float32 to zero; other devices
-  may not. An id with such a weight may be dropped, which may leave its sample empty.
-  Both its row and the default row are returned, a superset of what is read.
-* NumPy ids that don't fit in int32 stay outside their table, as in a lookup without
-  `jax.jit`. Without `jax_enable_x64`, `jax.jit` truncates 64-bit arguments before this
-  library sees them. `prepare_features` replaces such ids.
+  may not. A lookup may therefore drop an id with such a weight, and read the default
+  row if the sample has no other ids. This module returns the id's row and the default
+  row, which is a superset of the rows read.
+* NumPy ids that don't fit in int32 count as outside their table, as in a lookup without
+  `jax.jit`. With `jax.jit` and without `jax_enable_x64`, JAX truncates 64-bit arguments
+  before this library sees them. `prepare_features` replaces such ids.
 """
 
 from collections.abc import Collection
@@ -36,15 +37,16 @@ def rows_of_batch(
     """Returns the rows that a batch's lookup reads, for the given stacks.
 
     Args:
-      features: batch for `lookup`, prepared or not: NumPy arrays, or JAX arrays that
-        this process holds in full. Global. Dicts may omit features.
+      features: global batch for `lookup`, prepared or not, as NumPy arrays or as JAX
+        arrays that this process holds in full. Dicts may omit features.
       plan: plan of the layer.
       stacks: names of stacks. Features of other stacks are skipped.
 
     Returns:
-      Stack name to a list with one int32 array `[rows read]` per feature of that stack
-      in the batch: stack rows in `[0, stack.num_rows)`, unordered, with duplicates and
-      without padding. The arrays don't share memory with the batch.
+      A dict from stack name to a list of int32 arrays `[rows read]`, one array for each
+      of the batch's features in that stack. They hold stack rows in
+      `[0, stack.num_rows)`, unordered, with duplicates and without padding. They don't
+      share memory with the batch.
 
     Raises:
       TypeError, ValueError: if a feature's dtype, form or shape doesn't match its
@@ -83,7 +85,7 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
     if weights is not None and leaves_out_weights(feature):
         with np.errstate(over="ignore", under="ignore"):
             weights = weights.astype(np.float32, copy=False)
-        # A weight of NaN counts.
+        # Comparisons with NaN are false, so ids with a NaN weight are kept.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
         is_row = is_row & ~(weights <= 0)
     # Several times faster than `values[is_row]` if padding is mixed in.
@@ -102,8 +104,8 @@ def _by_sample(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """Returns ids in sample order, their weights, and the row splits.
 
-    Sequences are truncated to their length. They have no weights: a sequence lookup
-    ignores weights.
+    Sequences are truncated to the feature's sequence length. Their weights are `None`,
+    because a sequence lookup ignores weights.
     """
     length = shape.sequence_length
     if not isinstance(ids, ShardedRaggedIds):

@@ -21,7 +21,7 @@ _NO_ROWS: Final = np.zeros(0, np.int32)
 def open_feed(
     batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
 ) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
-    """Opens a feed of the model's host rows; closes it on exit."""
+    """Opens a feed of the model's host rows, and closes the feed on exit."""
     hosts: dict[Key, HostStack] = {
         (path, name): rows.host
         for path, tables in layers.items()
@@ -67,12 +67,13 @@ def rows_brought(
     fetched: Mapping[Key, FetchedRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Brings fetched rows into tables and slots, and returns both by layer.
+    """Brings fetched rows into tables and slot variables, and returns them by layer.
 
     Args:
       layers: tables of the model; donated.
       slots: slot variables by layer; donated. Layers may be missing.
-      fetched: exchanges by stack. `None` only checks the steps so far.
+      fetched: exchanges by layer and stack. If `None`, this function only checks the
+        steps so far.
       lost_reads: number of missing rows that the latest lookup read, by layer and
         stack.
     """
@@ -84,7 +85,7 @@ def rows_brought(
         for name, rows in tables.stacks.items()
         if isinstance(rows, MappedRows)
     ]
-    # All checks come first: an exchange donates its arrays.
+    # All checks come before the first exchange, because it donates its arrays.
     for path, name, rows, state in on_host:
         lost = ((lost_reads or {}).get(path) or {}).get(name, np.int32(0))
         coming = None if fetched is None else fetched[path, name]

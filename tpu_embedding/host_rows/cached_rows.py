@@ -1,8 +1,9 @@
-"""Rows on the host, some of which each device caches in slots.
+"""Rows on the host, and the slots in which each device caches some of them.
 
-A cached row keeps its row id, its owner and its position in every sort. Only
-`rows/access.py` turns row ids into slots. Sums, rules and random bits therefore see the
-same ids as with all rows on the devices, and give the same bits.
+Caching a row doesn't change its row id, the device that owns it or its position in any
+sort. Only `rows/access.py` turns row ids into slots. All other code sees the same row
+ids as with all rows on the devices, so sums, rules and random bits are the same bit for
+bit.
 """
 
 import dataclasses
@@ -23,17 +24,18 @@ if TYPE_CHECKING:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows(PackedRows):
-    """The cached rows of a slot variable, addressed by slot.
+    """The cached rows of a slot variable, addressed by cache slot.
 
     Attributes:
-      lines: lines of `layout_of_cache(layout, ...)` per shard.
+      lines: the cached rows of each shard, packed as `layout_of_cache(layout, ...)`.
       layout: packing of all rows of a shard.
-      host: the host's rows. Static, so another model's rows recompile the step.
-      column: index of the array in the host's records; 0 is the table.
+      host: all rows of the stack, on the host. The field is static, so a step
+        recompiles for another model's rows.
+      column: index of this slot variable in the host's records; the table has index 0.
       owner: number of the optimizer state that the slot variable belongs to; 0 for the
         table.
       version: int32 `[1]` per shard, incremented by every exchange. The host keeps the
-        same count to detect stale copies, whose slots hold other rows.
+        same count to detect stale copies, whose slots may hold other rows by now.
     """
 
     holds_all_rows: ClassVar[bool] = False
@@ -82,7 +84,7 @@ class CachedRows(PackedRows):
         self.host.check_current(self)
 
     def zeros(self, sharding):
-        """Returns an empty cache of the slot variable; the arrays may be shapes."""
+        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
         return self.host.empty_slot(self.column)
 
     @classmethod
@@ -99,7 +101,7 @@ class CachedRows(PackedRows):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedRows(CachedRows):
-    """The cached rows of a table, and the slot of each row. Per shard, or global.
+    """The cached rows of a table and the slot of each row, per shard or global.
 
     Attributes:
       slot_of_row: int32 `[rows of the shard]`; -1 for rows that aren't cached.
@@ -120,7 +122,7 @@ class MappedRows(CachedRows):
         }
 
     def zeros(self, sharding):
-        """Returns an empty cache of the table; the arrays may be shapes."""
+        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
         self.host.empty()
         return self.host.empty_rows()
 
@@ -130,12 +132,12 @@ class MappedRows(CachedRows):
         return jnp.where(slots >= 0, slots, PADDING_ROW_ID)
 
     def with_held_rows(self, held, row_ids):
-        """Returns a copy with new cached rows; counts the rows that aren't cached."""
+        """Returns a copy with new cached rows; adds uncached rows to `num_lost`."""
         num_lost = self.num_lost + self.num_missing(row_ids)
         return dataclasses.replace(self, lines=held.lines, num_lost=num_lost)
 
     def where_held(self, rows, row_ids):
-        """Returns rows, with NaN where a row isn't cached, so its use is noticed."""
+        """Returns rows, with NaN for each uncached row, so that its use is noticed."""
         is_missing = (self._slots(row_ids) < 0).reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
 
@@ -162,5 +164,5 @@ for kind in (CachedRows, MappedRows):
 
 
 def layout_of_cache(layout: RowLayout, slots_per_shard: int) -> RowLayout:
-    """Returns the packing of a shard's cached rows, from its whole packing."""
+    """Returns the packing of a shard's cached rows, from the packing of all rows."""
     return dataclasses.replace(layout, num_rows=slots_per_shard, contents=None)

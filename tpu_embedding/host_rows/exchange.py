@@ -44,14 +44,14 @@ def _swap_rows(
     records: UInt32[Array, "rows words"],
     plan: EmbeddingPlan,
 ) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
-    """Swaps rows of a stack in place. Global.
+    """Swaps rows of a stack in place. All arrays are global.
 
     Args:
       table: rows of the table; donated.
-      slots: its slot variables; donated.
+      slots: slot variables of the table; donated.
       moves: `3 * K` integers per shard: the slots, the local rows that enter, and the
         local rows that leave. Unused positions hold `PADDING_ROW_ID`.
-      records: `K` records per shard, for the slots.
+      records: `K` records per shard, one for each slot in `moves`.
       plan: plan of the layer.
 
     Returns:
@@ -92,7 +92,7 @@ def _swap_rows(
 
 
 def words_per_row(layout: RowLayout) -> int:
-    """Returns the number of 32-bit words of a row in a record."""
+    """Returns the number of 32-bit words that a row takes in a record."""
     return -(-layout.dim // 2) if layout.narrow_dtype else layout.dim
 
 

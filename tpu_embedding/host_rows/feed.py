@@ -2,7 +2,7 @@
 
 The main thread draws batches and dispatches exchanges. A reader thread plans a batch,
 reads its rows from the store and starts the transfers, two batches ahead of the
-exchanges. `HostStack` states the rules that keep the order.
+exchanges. `HostStack` states the rules that keep the two threads in order.
 """
 
 import collections
@@ -17,7 +17,7 @@ from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.host_rows.worker import ENDING, Worker
 
 BATCHES_FETCHED: Final = 3
-"""Batches being fetched: the next one, and two more for the reader to work on."""
+"""Number of batches being fetched: the next batch, and two more for the reader."""
 
 Batch = TypeVar("Batch")
 Key = tuple[str, str]
@@ -58,12 +58,12 @@ class Feed(Generic[Batch]):
         self._fetched: collections.deque[Future[dict[Key, FetchedRows]]] = (
             collections.deque()
         )
-        # Two batches, since a loop may be one batch ahead of its steps.
+        # Two batches, since a loop may draw a batch before training on the last.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._fetched_last: dict[Key, FetchedRows] = {}
         self._stopped = threading.Event()
         self._reader = Worker("host_rows_reader")
-        # NumPy releases the GIL, so several batches at a time are faster.
+        # NumPy releases the GIL, so it is faster to work on several batches at once.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
@@ -134,7 +134,7 @@ class Feed(Generic[Batch]):
         self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
-        """Keeps rows of the last two batches cached: they may still have to train."""
+        """Keeps rows of the last two batches cached, since these may be untrained."""
         for rows_of_stacks in self._handed_out:
             for key, rows in rows_of_stacks.items():
                 if self._hosts[key] is host:
@@ -148,9 +148,9 @@ class Feed(Generic[Batch]):
     def close(self) -> None:
         """Ends the pipeline, at the end of the batches or earlier.
 
-        The garbage collector may call this in any thread. A pipeline's own thread must
-        not wait for itself, so there it only stops the fetches, and the next `claim`
-        does the rest.
+        The garbage collector may call this in any thread. A thread of the pipeline must
+        not wait for itself. In such a thread, this method only stops the fetches, and
+        the next `claim` does the rest.
         """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return

@@ -19,14 +19,14 @@ def host_rows(
     *,
     features_of: Callable[[Batch], Any],
 ) -> Iterator[tuple[Batch, Callable[..., tuple[Any, Any]]]]:
-    """Yields batches with functions that bring their rows into tables and slots.
+    """Yields each batch with a function that brings its rows into tables and slots.
 
-    Call `tables, slots = bring(tables, slots)`, which donates both, before the batch's
-    step. See `te.host_rows`.
+    Before the batch's step, call `tables, slots = bring(tables, slots)`, which donates
+    its arguments. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.
-      tables: stack name to packed rows, from `init_tables`.
+      tables: dict from stack name to packed rows, from `init_tables`.
       plan: plan of the layer.
       features_of: returns a batch's features, in the form that `lookup` accepts.
 

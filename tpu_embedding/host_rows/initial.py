@@ -1,10 +1,11 @@
 """Fills a stack's store with initial rows and slot variables, block by block.
 
-The values equal `te.functional.init_tables` and `init_slots` bit for bit, although the
-devices hold only a block at a time. Row initializers run on all devices, each on a
-range of the table. Rules run on blocks of each shard's local rows. Local rows `s` to
-`e` of all shards are stack rows `s * num_shards` to `e * num_shards`, so a block is one
-range of the store. `init_state` sums totals over the same blocks in the same order.
+The values equal those from `te.functional.init_tables` and `init_slots` bit for bit,
+although the devices hold only one block at a time. Row initializers run on all devices,
+and each device computes a range of the table. Optimizer rules run on blocks of each
+shard's local rows. Local rows `s` to `e` of all shards are stack rows `s * num_shards`
+to `e * num_shards`, so a block is one range of the store. `init_state` sums totals over
+the same blocks in the same order.
 
 A store has `read_range(begin, end, words)`, which returns uint32 `[rows, words]`, and
 `write_range(begin, values, words)`. Rows are stack rows, and `words` is a slice.
@@ -37,7 +38,7 @@ _BLOCK_BYTES: Final = 2**22
 
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
-    """Returns a record's file rows as shapes: the table's, then the slot variables'."""
+    """Returns a record's file rows as shapes: the table, then the slot variables."""
     return [file_rows.file_row(_abstract_table(stack)), *stack.slots]
 
 
@@ -47,7 +48,7 @@ def _abstract_table(stack: StackPlan) -> PackedRows:
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
-    """Returns each file row's words within a record.
+    """Returns the position of each file row's words in a record.
 
     Example:
       >>> import tpu_embedding as te
@@ -63,7 +64,7 @@ def columns_of(stack: StackPlan) -> list[slice]:
 
 
 def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
-    """Returns file rows as words of records, the last word padded with zeros.
+    """Returns file rows as words of records, padding the last word with zeros.
 
     Args:
       rows: `[rows, *shape]`, with the shape and dtype of `file_row`.
@@ -99,10 +100,10 @@ def fill_tables(
 ) -> None:
     """Writes the initial rows of a stack's tables, equal to `init_tables(plan, key)`.
 
-    The devices hold a block at a time. An initializer that needs all rows at once
-    computes one whole table, split over the devices, and the host copies each device's
-    part; XLA may round these values differently than in `init_tables`. Padding rows
-    between tables are not written.
+    The devices hold one block at a time. An initializer that needs all rows at once is
+    an exception: it computes a whole table, sharded over the devices, and the host
+    copies each device's part. XLA may then round values differently than in
+    `init_tables`. Padding rows between tables are not written.
 
     Args:
       store: records of the stack's rows.
@@ -217,7 +218,7 @@ def measured_state(
 
     Returns:
       A state with the structure of `init_state`. Counts, rates and totals are
-      replicated over the devices, and equal `init_slots` bit for bit.
+      replicated over the devices, and equal the values from `init_slots` bit for bit.
     """
 
     def values(known: list[Array]) -> list[Array]:
@@ -254,8 +255,8 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
             return {reduction: values[None] for values, reduction in request()}
         ((reduction, so_far),) = total.items()
         combine = totals.ACROSS_PARTS[reduction]
-        # In a loop, like `init_state`: outside of one, XLA:CPU sums a matrix-vector
-        # product in a different order.
+        # Runs in a loop, as in `init_state`. Outside of a loop, XLA:CPU sums a
+        # matrix-vector product in a different order.
         return {
             reduction: run_if(
                 start >= 0, lambda x: combine(x, request()[0].values[None]), so_far
@@ -291,7 +292,7 @@ def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
 
 
 def _stack_rows(start: int, size: int, stack: StackPlan) -> tuple[int, int]:
-    """Returns the stack rows of a block of all shards' local rows, as a range."""
+    """Returns the range of stack rows in a block of all shards' local rows."""
     # The last local rows may be padding.
     begin, end = (
         min(row * stack.num_shards, stack.num_rows) for row in (start, start + size)

@@ -17,10 +17,10 @@ def host_rows(
     *,
     features_of: Callable[[Batch], Any],
 ) -> Iterator[tuple[Batch, Callable[[TrainState], TrainState]]]:
-    """Yields batches with functions that bring their rows into a Linen state.
+    """Yields each batch with a function that brings its rows into a Linen state.
 
-    Call `state = bring(state)`, which donates the state's tables and slot variables,
-    before the batch's step. See `te.host_rows`.
+    Before the batch's step, call `state = bring(state)`, which donates the state's
+    tables and slot variables. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.

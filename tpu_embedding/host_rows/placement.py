@@ -45,17 +45,18 @@ class HostRows(Placement):
     """Placement that keeps all rows of a table in host memory, some cached on devices.
 
     Use it for tables that don't fit in the devices' memory. `te.host_rows` brings each
-    batch's rows to the devices before the step, and evicts other rows. Values, slot
-    variables and activations are the same as with `te.Sharded()`, bit for bit on CPU.
+    batch's rows to the devices before the step, and evicts other rows to make room.
+    Row values, slot variables and activations are the same as with `te.Sharded()`, bit
+    for bit on CPU.
 
     Slot variables are stored with their rows. Each row of the table also takes 4 bytes
     on its device, for the map from rows to cache slots. Only jobs of one process are
     supported.
 
     Attributes:
-      cache_rows: rows that all devices together cache, rounded up to a multiple of the
-        number of devices. The rows of three batches must fit; with a few times as many,
-        most lookups hit the cache.
+      cache_rows: number of rows that all devices cache together, rounded up to a
+        multiple of the number of devices. The rows of three batches must fit. With a
+        cache a few times larger, most lookups find their rows in it.
       directory: directory for a memory-mapped file, for tables larger than the host's
         memory. The file is scratch space and is removed at the end. `None` keeps the
         rows in memory.
@@ -107,7 +108,7 @@ class HostStorage(RowStorage):
         return self.directory, self.window
 
     def joined(self, other: RowStorage) -> RowStorage:
-        """Returns the storage of both tables' rows."""
+        """Returns the storage of a stack that joins the tables of two storages."""
         assert isinstance(other, HostStorage)
         return dataclasses.replace(self, cache_rows=self.cache_rows + other.cache_rows)
 

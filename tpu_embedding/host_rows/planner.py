@@ -14,7 +14,7 @@ from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
 
 UNFINISHED_BATCHES: Final = 3
-"""When a batch is planned, it and the two batches before it may not have trained."""
+"""When a batch is planned, it and the two batches before it may still be untrained."""
 
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
@@ -44,13 +44,13 @@ class Exchange(NamedTuple):
 
 
 class _Undo(NamedTuple):
-    """The state that a plan overwrote, except stamps."""
+    """The planner's state before a plan, except for stamps."""
 
     used: np.ndarray  # Places of the batch's rows that were already cached.
     users: np.ndarray
-    missing: np.ndarray  # Rows that the plan fetched, and their previous places.
-    left: np.ndarray
-    taken: np.ndarray  # Their new places.
+    missing: np.ndarray  # Rows that the plan fetched.
+    left: np.ndarray  # Previous `place` of the missing rows.
+    taken: np.ndarray  # New `place` of the missing rows.
     taken_users: np.ndarray
     evicted: np.ndarray
     hands: np.ndarray
@@ -64,8 +64,8 @@ class BatchPlan(NamedTuple):
       batch: number of the batch.
       exchanges: exchanges to run before the batch's step, in this order.
       wait_for: latest batch whose exchanges evicted one of the fetched rows. The store
-        is up to date once that batch's evicted rows are written. -1 if the rows were
-        never evicted.
+        is up to date once that batch's evicted rows are written to it. -1 if the rows
+        were never evicted.
       num_rows: unique rows of the batch.
       num_fetched: unique rows that were not cached.
       undo: previous state, for `Planner.undo`.
@@ -83,27 +83,28 @@ class Planner:
     """Decides which rows of a stack are cached, batch by batch.
 
     Row `q` of the stack belongs to shard `q % num_shards`, and is cached in a slot of
-    that shard. A missing row gets a slot that was never filled. If there is none, it
-    evicts a row that no unfinished batch uses: the one with the oldest stamp among the
-    next slots after a clock hand (a sampled LRU). Equal calls give equal plans on every
-    machine.
+    that shard. A missing row gets a slot that was never filled. If the shard has no
+    such slot, the planner evicts a row that no unfinished batch uses: the row with the
+    oldest stamp among the next slots after a clock hand (a sampled LRU). The same calls
+    give the same plans on every machine.
 
     Args:
-      num_rows: rows of the stack, over all shards.
-      num_shards: devices that own its rows.
-      slots_per_shard: rows that a device caches.
-      name: the stack and its tables, for errors.
+      num_rows: number of rows of the stack, over all shards.
+      num_shards: number of devices that own the stack's rows.
+      slots_per_shard: number of rows that a device caches.
+      name: description of the stack and its tables, for error messages.
 
     Attributes:
       next_batch: number of the next batch to plan.
-      exchange_rows: K, the rows per shard of an exchange. 0 until the first batch with
-        rows sets it. It never changes afterwards, since each new size recompiles the
-        exchange.
+      exchange_rows: K, the number of rows per shard in an exchange. 0 until the first
+        batch with rows sets it. K never changes afterwards, since each new size would
+        recompile the exchange.
       place: int32 `[num_rows]`. `slot * num_shards + shard` for a cached row,
         `-(t + 2)` for a row evicted by batch `t`, -1 for a row that was never cached.
-      row_of: int32 `[slots_per_shard * num_shards]`, by place: the cached row, or -1.
-      stamp: last batch known to use the row, planned or not, by place.
-      user: last planned batch that uses the row, by place.
+      row_of: int32 `[slots_per_shard * num_shards]`, the row cached at each place, or
+        -1.
+      stamp: last batch known to use the row at each place, planned or not.
+      user: last planned batch that uses the row at each place.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Planner:
         self.reset(0)
 
     def reset(self, next_batch: int) -> None:
-        """Empties the cache and removes all pins. The store must have all rows."""
+        """Empties the cache and removes all pins. The store must be up to date."""
         self.next_batch = next_batch
         self.place.fill(-1)
         self.row_of.fill(-1)
@@ -139,7 +140,7 @@ class Planner:
 
         Args:
           batch: number of the batch.
-          rows: int32, its sorted unique stack rows.
+          rows: int32, the batch's sorted unique stack rows.
         """
         places = self.place[rows]
         # `np.compress` is several times faster than indexing with a mask.
@@ -149,7 +150,7 @@ class Planner:
         """Plans the next batch.
 
         Args:
-          rows: int32, its sorted unique stack rows.
+          rows: int32, the batch's sorted unique stack rows.
 
         Raises:
           ValueError: if the rows of this batch and the two before it, with the pinned
@@ -202,7 +203,7 @@ class Planner:
 
         Args:
           plans: plans to undo, in planning order.
-          last_executed: number of the batch before the first of them.
+          last_executed: number of the batch before the first undone one.
         """
         for plan in reversed(plans):
             assert plan.batch == self.next_batch - 1
@@ -233,7 +234,7 @@ class Planner:
         self.stamp[places] = np.maximum(self.stamp[places], batch)
 
     def _by_shard(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns rows ordered by shard, and the count of each shard."""
+        """Returns rows ordered by shard, and the number of rows of each shard."""
         if self.num_shards == 1:
             return rows, np.array([len(rows)])
         shards = (rows % self.num_shards).astype(np.uint16)
@@ -242,7 +243,10 @@ class Planner:
         return rows[order], np.bincount(shards, minlength=self.num_shards)
 
     def _set_exchange_rows(self, rows: np.ndarray) -> None:
-        """Sets K to half the rows of the fullest shard; usually fewer are missing."""
+        """Sets K to half the rows that the batch reads from its busiest shard.
+
+        Usually fewer rows are missing.
+        """
         most = int(self._by_shard(rows)[1].max())
         slots = round_up(self.slots_per_shard, 8)
         self.exchange_rows = min(round_up(-(-most // 2), 256), slots)
@@ -288,7 +292,7 @@ class Planner:
         return ((np.flatnonzero(is_victim) + hand) % num_filled).astype(np.int32)
 
     def _too_small(self, counts: np.ndarray, batch: int) -> ValueError:
-        """Returns the error, after the batch's cached rows were marked as used."""
+        """Returns the error. The batch's cached rows must already be marked as used."""
         in_use = (self.user > batch - UNFINISHED_BATCHES).reshape(-1, self.num_shards)
         rows = in_use.sum(axis=0) + counts
         shard = int(rows.argmax())
@@ -334,10 +338,10 @@ class Planner:
 def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the sorted unique rows of several arrays.
 
-    Takes 2 to 3 ns per row where NumPy sorts with vector instructions (AVX2 or newer);
-    `np.unique`, which hashes, takes 40 to 160. Sorting slices in two threads and
-    merging them is not faster. Call this function in threads for several batches at a
-    time instead: NumPy releases the GIL.
+    Takes 2 to 3 ns per row on machines where NumPy sorts with vector instructions (AVX2
+    or newer). `np.unique` hashes, and takes 40 to 160 ns per row. Sorting slices in two
+    threads and merging them is not faster. To use more threads, call this function for
+    several batches at once: NumPy releases the GIL.
 
     Args:
       rows: int32 arrays of any shape. `PADDING_ROW_ID` is dropped.

@@ -78,8 +78,9 @@ class FetchedRows:
 class HostStack:
     """All rows of a stack on the host, and the order of exchanges with the devices.
 
-    A static field of the stack's rows, equal only to itself; copies of the rows share
-    it. `MappedRows.version` shows whether a copy is up to date.
+    A `HostStack` is a static field of `CachedRows`. It is equal only to itself, and all
+    copies of the rows share it. `CachedRows.version` shows whether a copy is up to
+    date.
 
     Args:
       stack: plan of the stack.
@@ -88,11 +89,11 @@ class HostStack:
     Attributes:
       stack: plan of the stack.
       plan: plan of the layer.
-      slots_per_shard: rows that a device caches.
+      slots_per_shard: number of rows that a device caches.
       owner: number of optimizer states made so far.
       feed: the active pipeline, or `None`.
-      num_ids: unique rows of all batches so far, each batch counted separately.
-      num_fetched: how many of them were not in the cache.
+      num_ids: number of unique rows of a batch, summed over all batches so far.
+      num_fetched: how many of these rows were not in the cache.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
@@ -218,7 +219,7 @@ class HostStack:
     # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
 
     def claim(self, feed: "Feed | None") -> None:
-        """Makes a pipeline the only active one; undoes the previous one's plans.
+        """Makes a pipeline the active one; undoes the plans of the previous pipeline.
 
         The previous pipeline's last two batches stay cached until it resumes.
         """
@@ -236,7 +237,7 @@ class HostStack:
         """Plans the next batch and reads its missing rows. Called in the reader.
 
         Args:
-          rows: its sorted unique stack rows.
+          rows: the batch's sorted unique stack rows.
           stopped: set when the batch is no longer needed.
         """
         plan = self.planner.plan(rows)
@@ -359,7 +360,7 @@ class HostStack:
         try:
             for rows, records in left:
                 records = np.asarray(records)
-                if self._error is None:  # Otherwise a stale copy may have sent them.
+                if self._error is None:  # Else they may come from a stale copy.
                     self._write_records(rows, records)
         except BaseException as error:
             self._error = self._error or error
@@ -398,7 +399,7 @@ class HostStack:
         )
 
     def end_writer(self) -> None:
-        """Ends the writer's thread when it is done. The next write starts a new one."""
+        """Ends the writer after its queued calls. The next write starts a new one."""
         if writer := vars(self).pop("_writer", None):
             writer.wait()
             writer.close()
@@ -406,7 +407,8 @@ class HostStack:
     def check_error(self, wait: bool = False) -> None:
         """Raises an error that the writer found.
 
-        Errors that lost updates are raised again until all rows are replaced.
+        After an error that lost updates, every call raises it until all rows are
+        replaced.
 
         Args:
           wait: whether to wait for the writer first.
@@ -506,7 +508,7 @@ class HostStack:
         return rows
 
     def empty(self) -> None:
-        """Marks all cache slots as empty, if the devices' rows are missing or wrong."""
+        """Marks all cache slots as empty, without writing their rows to the store."""
         self.claim(None)
         self.end_writer()  # Otherwise it would later write old rows to the store.
         self._held.fill(-1)

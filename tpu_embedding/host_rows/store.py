@@ -30,11 +30,12 @@ class RowStore:
 
     Args:
       num_rows: rows of the stack.
-      words: 4-byte words of a record.
+      words: number of 4-byte words in a record.
       directory: directory for a memory-mapped file, for tables larger than the host's
         memory. The file is unnamed, and its space is freed when the store or the
-        process ends, so training continues from a checkpoint after a crash. `None`
-        keeps the records in memory; Linux allocates each page at its first write.
+        process ends. After a crash, training therefore continues from a checkpoint, not
+        from this file. `None` keeps the records in memory; Linux allocates each page at
+        its first write.
 
     Raises:
       OSError: if the file can't be created or the disk is too small.
@@ -57,7 +58,7 @@ class RowStore:
         return self._records.nbytes
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the records of rows, using several threads if there are many.
+        """Returns the records of rows, using several threads for many rows.
 
         Args:
           rows: int32 `[count]`, stack rows. Negative rows give unspecified records.
@@ -77,7 +78,7 @@ class RowStore:
         return out
 
     def write(self, rows: np.ndarray, records: np.ndarray) -> None:
-        """Replaces the records of rows, using several threads if there are many.
+        """Replaces the records of rows, using several threads for many rows.
 
         Args:
           rows: int32 `[count]`, distinct stack rows. Negative ones are skipped.
@@ -150,7 +151,7 @@ class RowStore:
         return not len(rows) or int(rows.max()) < len(self._records)
 
     def _in_slices(self, function: Callable[[slice], None], count: int) -> None:
-        """Calls a function on slices of `count` rows, in threads if there are many."""
+        """Calls a function on slices of `count` rows, in threads for many rows."""
         if self._map is None:
             num_bytes = count * self._records.strides[0]
             num_slices = min(_num_cores(), num_bytes // _SLICE_BYTES)
@@ -166,7 +167,7 @@ class RowStore:
 
 @functools.cache
 def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
-    """Returns the process's threads. A forked process can't use its parent's."""
+    """Returns the thread pool of a process. A fork can't use its parent's pool."""
     del process_id
     return ThreadPoolExecutor(_num_cores() + _FILE_THREADS, "host_rows")
 
@@ -181,7 +182,7 @@ def _num_cores() -> int:
 def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
     """Maps a new unnamed file, after reserving its disk space.
 
-    Without the space, writing to a page would kill the process.
+    Otherwise, writing to a page when the disk is full would kill the process.
     """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:

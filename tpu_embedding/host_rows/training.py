@@ -27,14 +27,14 @@ def host_rows(
 
     Updates `model` and `optimizer` in place before yielding each batch. Train on each
     batch before drawing the third batch after it. Evaluation batches also need their
-    rows; you can loop over them in the middle of a training loop.
+    rows; you can run an evaluation loop in the middle of a training loop.
 
     Args:
       batches: batches on the host. They must not depend on the model's state, because
         each is drawn `HostRows.window + 2` batches early.
       model: model with at least one `TPUEmbedding`. If no table uses `te.HostRows`, the
         batches are yielded unchanged.
-      optimizer: the model's optimizer, or `None` if it has none.
+      optimizer: the model's optimizer, or `None` if the model has none.
       features_of: returns a batch's features, prepared for the layer. For a model with
         several layers, it returns a dict from layer path to features.
 
@@ -42,8 +42,9 @@ def host_rows(
       The batches.
 
     Raises:
-      ValueError: at the batch, if its rows don't fit in the cache; at the next batch or
-        the end, if a step used rows that were not on their device.
+      ValueError: if a batch's rows don't fit in the cache, raised at that batch; or if
+        a step used rows that were not on their device, raised at the next batch or at
+        the end of the loop.
 
     Example:
       >>> import jax.numpy as jnp

@@ -52,7 +52,7 @@ def _work(calls: "queue.SimpleQueue[Any]") -> None:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
-        del call, future, function, args  # Frees the batch's rows they may hold.
+        del call, future, function, args  # They may hold a batch's rows.
 
 
 @atexit.register

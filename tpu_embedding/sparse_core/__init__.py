@@ -1,6 +1,6 @@
 """XLA's SparseCore operations, driven from raw ids inside `jit`.
 
 `partition_ids` sorts a device's ids into the buffers that the operations read. `lookup`
-and `update` are the operations, `row_rule` lowers an optimizer to arithmetic on rows,
+and `update` run the operations, `row_rule` lowers an optimizer to arithmetic on rows,
 and `limits` chooses how many ids an operation accepts.
 """

@@ -1,9 +1,10 @@
-"""The SparseCore backend of a stack: its options, its selection, and its steps.
+"""The SparseCore backend of a stack: options, selection, lookup and update.
 
-One XLA operation looks up rows. Another sends the samples' gradients to the owners of
-their rows, sums them by row, and applies the optimizer's rule to table and slot
-variables in place. If a step's ids exceed the operations' limits, the exchange and the
-rule's driver run instead, on the same rows.
+One XLA operation looks up rows. Another operation sends the samples' gradients to the
+SparseCores that own the rows, sums the gradients of each row, and applies the
+optimizer's rule to the table and the slot variables in place. If a step's ids exceed
+the operations' limits, the step runs the XLA backend's exchange and update instead, on
+the same rows.
 """
 
 import dataclasses
@@ -71,26 +72,28 @@ class SparseCore(BackendOptions):
     """XLA's embedding operations on a TPU's SparseCores, with options.
 
     TensorFlow's TPUEmbedding and jax-tpu-embedding use the same operations, which look
-    up, pool and exchange rows, and apply the optimizer. Here they read raw ids inside
-    the step. If a step has more ids than fit in an operation, the ids are split
-    into up to 64 minibatches. If even those are too few, the step runs XLA's gathers
-    and scatters on the same rows, so no id is dropped.
+    up, pool and exchange rows, and apply the optimizer. In this library, they read raw
+    ids inside the step. If a step has more ids than fit in an operation, the ids are
+    split into up to 64 minibatches. If 64 minibatches can't hold the ids, the step runs
+    XLA's gathers and scatters on the same rows, so no id is dropped.
 
     Attributes:
-      max_ids: maximum ids, and maximum distinct rows, that one SparseCore's samples may
-        look up in another's rows in one minibatch; a multiple of 8. The memory of a
-        SparseCore may lower it. It changes speed, never results. Defaults to the mean
-        plus a few standard deviations, with room for hot rows.
-      cores: SparseCores per device. Only devices without SparseCores accept another
-        number: CPUs and GPUs emulate the operations in plain JAX, for tests. Defaults
-        to the device's number, or 2.
+      max_ids: maximum number of ids, and of distinct rows, that the samples of one
+        SparseCore may look up in the rows of one SparseCore in one minibatch; a
+        multiple of 8. A smaller limit is used if a SparseCore's memory requires it. The
+        limit changes speed, never results. Defaults to the mean plus a few standard
+        deviations, with room for hot rows.
+      cores: number of SparseCores per device. Defaults to the device's number, or to 2
+        on devices without SparseCores. Only such devices accept a different number:
+        CPUs and GPUs emulate the operations in plain JAX, for tests.
       exchange: whether to compile XLA's gathers and scatters into the program, for
-        steps that 64 minibatches can't hold. They are most of its code and compile
-        time. Without them, such a step leaves this stack's rows unchanged, returns NaN
-        activations, and reports `stats.rounds` of 1 instead of 0; the training command
-        then stops. The loss is NaN, and so is everything it updates, so restore the
-        last checkpoint. A NaN or infinite weight has the same effect. Stacks that
-        SparseCores can't update, and sums of gradients, keep the exchange.
+        steps that 64 minibatches can't hold. They make up most of the program's code
+        and compile time. Without them, such a step leaves this stack's rows unchanged,
+        returns NaN activations, and reports `stats.rounds` of 1 instead of 0; the
+        training command then stops. The loss becomes NaN, and so does everything that
+        it updates, so restore the last checkpoint. A step with a NaN or infinite weight
+        fails in the same way. Stacks that SparseCores can't update, and updates from
+        sums of gradients, always keep the exchange.
 
     Raises:
       ValueError: if an option is out of range.
@@ -182,7 +185,9 @@ def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
 
 
 _ROW_ALIGNMENT: Final = 128
-"""A SparseCore's rows are padded to a multiple of this: whole TPU tiles at any dim."""
+"""A SparseCore's rows are padded to a multiple of this.
+
+At any dim, this many rows are whole TPU tiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +197,7 @@ class SparseCoreBackend(Backend):
     Attributes:
       max_ids: the user's limit; see `te.SparseCore`.
       cores: SparseCores per device that own rows.
-      has_exchange: whether steps that don't fit run the exchange.
+      has_exchange: whether a step whose ids don't fit runs the exchange.
     """
 
     lookups: str = "sparse_core"
@@ -323,5 +328,5 @@ class SparseCoreBackend(Backend):
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:
-    """Returns the number of a shard's rows, padded so that its SparseCores are full."""
+    """Returns a shard's number of rows after padding the rows of each SparseCore."""
     return cores * round_up(-(-num_rows // cores), _ROW_ALIGNMENT)

@@ -12,13 +12,15 @@ from typing import Final, NamedTuple
 from tpu_embedding.rows.packed_rows import round_up
 
 ALIGNMENT: Final = 8
-"""Each group's ids start at a multiple of this position."""
+"""Each group's ids start at a position that is a multiple of this."""
 
 MAX_PARTITIONS: Final = 4096
-"""Most SparseCores of a program in libtpu 0.0.50; 8,192 exceed their memory."""
+"""Maximum number of SparseCores that a program may use with libtpu 0.0.50.
+
+A program for 8,192 needs more memory than a SparseCore has."""
 
 MAX_MINIBATCHES: Final = 64
-"""Most minibatches of an operation, as in jax-tpu-embedding."""
+"""Maximum number of minibatches of an operation, as in jax-tpu-embedding."""
 
 _HEADROOM_STDDEVS: Final = 6
 """Headroom above a partition's mean count, in standard deviations.
@@ -27,25 +29,25 @@ Rows are dealt round-robin, so the number of distinct rows that a core requests 
 partition is nearly Poisson, with a standard deviation of sqrt(mean)."""
 
 _SKEW: Final = 4
-"""Ids per distinct row that fit, if XLA keeps buffers for every id."""
+"""Ids per distinct row to make room for, if XLA keeps buffers for every id."""
 
 _BYTES_PER_UNIQUE: Final = 36
 """Memory per distinct row: 8 columns of its gradient, and one word.
 
-XLA processes rows in slices of as many columns as fit, at least 8, so the limits don't
-depend on the rows' width."""
+XLA processes as many columns of the rows at once as fit in memory, but at least 8. The
+limits therefore don't depend on the rows' width."""
 
 _IDS_PER_BYTE: Final = 8
-"""Ids per byte: an id takes 12 bytes, and at most 1/128 of the ids are in memory."""
+"""Ids per byte of memory, which holds at most 1/128 of the 12-byte ids at once."""
 
 _RESERVED_BYTES: Final = 32 * 1024
-"""Memory that the operations need for anything else."""
+"""Memory that the operations need for everything else."""
 
 _BYTES_PER_PARTITION: Final = 64
 """Memory that the operations need per partition."""
 
 _MIN_SPARE_ROOM: Final = 4096
-"""Minimum room for later minibatches, if they can use it; small next to a batch."""
+"""Minimum spare positions for later minibatches, unless they need fewer."""
 
 _MIN_BYTES_PER_ID: Final = 12
 """Memory per id (row, sample and gain) if a lookup of wide rows reads a whole partition
@@ -59,8 +61,9 @@ class Limits:
     Attributes:
       max_ids: ids that one core may send to one partition in one minibatch, a multiple
         of 8.
-      max_unique: distinct rows among them, a multiple of 8. XLA keeps buffers for this
-        many rows per core and partition, or for `max_ids` if it sends every id's row.
+      max_unique: distinct rows among these ids, a multiple of 8. XLA keeps buffers for
+        this many rows per core and partition, or for `max_ids` rows if it sends a row
+        for every id.
       room: positions in a device's id buffers, a multiple of 8.
     """
 
@@ -98,10 +101,11 @@ def choose_limits(
 ) -> Limits:
     """Returns limits that accommodate the skew of most batches.
 
-    Distinct rows may exceed their mean per partition by six standard deviations. Ids
-    may exceed it by the same amount plus one row per partition that every sample looks
-    up. If XLA keeps buffers for every id, there may be four times as many ids as
-    distinct rows. `limit / mean` is the skew that a limit tolerates.
+    The limit for distinct rows is the mean number of ids per partition plus six
+    standard deviations. The limit for ids adds one id per sample, so that every sample
+    may look up the same row. If XLA keeps buffers for every id, the limit for ids is
+    instead four times the limit for distinct rows. A limit divided by the mean is the
+    skew that it tolerates.
 
     The memory bounds follow the compiler's error E3001, "No viable logical replica
     count", which counts 36 bytes per distinct row and 12 per id. They are up to 14 %
@@ -136,7 +140,7 @@ def choose_limits(
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
     # Each group of a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
-    # Half that on average, so large slices have room for 8 more minibatches.
+    # Half of these on average, so `4 * unused` is room for 8 more minibatches.
     spare = max(
         device_ids // 8,
         min(4 * unused, device_ids),

@@ -2,7 +2,7 @@
 
 `lookup` and `update` run per shard, inside `shard_map`. On a TPU, each is one custom
 call that exchanges ids and rows between all SparseCores of the program. Other devices
-compute the same in plain JAX; see `reference`.
+compute the same results in plain JAX; see `reference`.
 """
 
 import functools

@@ -1,18 +1,20 @@
 """Sorts raw ids into the buffers that the SparseCore operations read.
 
 Each SparseCore looks up its own part of the device's samples. It requests rows from
-every *partition* of the table, where a partition is the rows of one SparseCore of the
-slice. The ids that one core requests from one partition are a *group*. The operations
-limit the ids and distinct rows of a group. A batch with more is cut into *minibatches*,
-which an operation runs in sequence. A minibatch is a range of rows, the same in all
-partitions, so each row is in one minibatch and its gradients are summed in one order.
+every *partition* of the table. A partition contains the rows that one SparseCore of the
+slice owns. The ids that one core requests from one partition are a *group*. The
+operations limit the number of ids and of distinct rows in a group. A batch that exceeds
+a limit is cut into *minibatches*, which an operation runs in sequence. A minibatch
+contains the same range of row numbers from every partition, so each row is in only one
+minibatch, and its gradients are summed in one order.
 
-One sort by core, partition and row makes each group's ids contiguous, in the order of
-their samples. The buffers are copied from that order in lines of 8: core by core, and
-within a core by minibatch, partition and row. Each group starts at a multiple of 8.
+A sort by core, partition and row makes each group's ids contiguous. Ids of the same row
+stay in the order of their samples. The sorted ids are copied to the buffers in lines of
+8: core by core, and within a core by minibatch, partition and row. Each group starts at
+a multiple of 8.
 
-TensorFlow and jax-tpu-embedding build such buffers on the host. As there, ids with the
-same row and sample are merged into one, and their gains are summed.
+TensorFlow and jax-tpu-embedding build such buffers on the host. As in these libraries,
+ids with the same row and sample are merged into one id, and their gains are summed.
 """
 
 import dataclasses
@@ -51,7 +53,7 @@ _SORTED_TILE: Final = 4096
 """Sorts on SparseCores are padded to a multiple of this many ids."""
 
 _MAX_COMPARED_GROUPS: Final = 1024
-"""Maximum groups for finding bounds by comparing every id with every group."""
+"""With at most this many groups, bounds come from comparing ids with all groups."""
 
 SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
 """Maps positions of ids in the batch to their samples."""
@@ -64,10 +66,10 @@ class PartitionedIds:
 
     Attributes:
       pointers: int32 `[cores * 64 * max(8, partitions)]`. For each core, minibatch and
-        partition, the position after the last id. Each core has `num_minibatches`
-        minibatches, without gaps between cores. A minibatch's spare pointers, and the
-        pointers after the last core, hold the end of all earlier positions, a multiple
-        of 8.
+        partition, the position after the group's last id. Each core has pointers for
+        `num_minibatches` minibatches, without gaps between cores. A minibatch's spare
+        pointers, and the pointers after those for the last core, hold the end of all
+        earlier positions, rounded up to a multiple of 8.
       rows: int32 `[room]`, each id's row within its partition. Unused positions hold
         `PADDING_ROW_ID`.
       samples: int32 `[room]`, each id's sample within its core. Unused positions hold
@@ -134,8 +136,8 @@ def partition_ids(
         other number, such as `PADDING_ROW_ID`, are padding and are dropped.
       rows: row within the partition.
       sample_at: maps positions of these arrays to samples, 0 to `num_samples - 1`.
-        Sample `s` belongs to core `s // (num_samples // cores)` of this device. Among a
-        core's ids of one row, samples must increase with the position.
+        Sample `s` belongs to core `s // (num_samples // cores)` of this device. The ids
+        of the same core and row must be in ascending order of their samples.
       gains: gain of each id. `None` means 1 for all ids.
       num_samples: samples of this device, a multiple of `8 * cores`.
       rows_per_partition: rows of each partition.
@@ -146,9 +148,9 @@ def partition_ids(
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and whether they hold the ids of all devices. Otherwise the buffers
-      are empty: a row has more than `limits.max_ids` ids in a group, 64 minibatches or
-      the room can't hold all ids, or a gain is not finite.
+      The buffers, and whether they hold the ids of all devices. If not, the buffers are
+      empty. This happens if a row has more than `limits.max_ids` ids in a group, if 64
+      minibatches or the room can't hold all ids, or if a gain is not finite.
     """
     num_ids, num_partitions = partitions.shape[0], cores * devices
     num_groups, samples_per_core = cores * num_partitions, num_samples // cores
@@ -206,8 +208,10 @@ class _SortedIds(NamedTuple):
     Attributes:
       bounds: int32 `[groups + 1]`, start of each group, then start of the padding.
       row: int32 `[ids]`, row within the partition.
-      rows_before: int32 `[ids + 1]`, distinct rows before each position, then in all.
-      ids_before: int32 `[ids + 1]`, ids before each position, without repeats.
+      rows_before: int32 `[ids + 1]`, number of distinct rows before each position, then
+        their total.
+      ids_before: int32 `[ids + 1]`, number of ids before each position, without
+        repeats, then their total.
     """
 
     bounds: Int[Array, " groups_and_1"]
@@ -223,7 +227,7 @@ class _CutState(NamedTuple):
       count: int32, number of minibatches.
       next_row: int32, first row of the next minibatch.
       begin: int32 `[groups]`, position of the next minibatch's first id.
-      positions: int32, used positions of the buffers.
+      positions: int32, number of used positions in the buffers.
       first: see `_Cut`.
       counts: see `_Cut`.
       is_stuck: whether not even one more row fits in a minibatch.
@@ -260,8 +264,9 @@ def _sort_by_row(
 ) -> tuple[Int[Array, " ids"], Int[Array, " ids"], Int[Array, " ids"]]:
     """Returns each id's group, row and position, stably sorted by group and row.
 
-    One word holds group and row if they fit. Otherwise there are two sorts of two
-    operands, because XLA:TPU takes half a minute to compile a sort of four.
+    If group and row fit in one word, one sort is enough. Otherwise, there are two sorts
+    of two operands each, because XLA:TPU takes half a minute to compile a sort of four
+    operands.
     """
     row = row.astype(jnp.uint32)
     if (num_groups + 1) * num_rows <= _WORD:
@@ -280,7 +285,8 @@ def _sort(
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
     """Returns sorted words and their values, or their positions if values is None.
 
-    Equal words keep their order with positions; with values, the order is undefined.
+    If values is None, equal words keep their order. Otherwise, their order is
+    undefined.
     """
 
     def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:
@@ -306,8 +312,8 @@ def _sort(
 def _on_sparse_cores(function: Callable[..., Any]) -> Any:
     """Returns the function, marked so that XLA:TPU runs it on the SparseCores.
 
-    A sort of 82,000 ids compiles in 1.5 s there and in 12 s on the TensorCore. With jax
-    before 0.12, the function is returned unchanged.
+    A sort of 82,000 ids compiles in 1.5 s for the SparseCores and in 12 s for the
+    TensorCore. With jax before 0.12, the function is returned unchanged.
     """
     if jax.__version_info__ < (0, 12):
         return function
@@ -327,7 +333,7 @@ def _sum_repeats(
     done. Most batches have no repeats.
 
     Args:
-      is_new_id: False for an id that repeats the one before it.
+      is_new_id: False for an id that repeats the id before it.
       gain: gain of each id. `None` means 1 for all ids.
     """
     num_ids, number = is_new_id.shape[0], running_sum(is_new_id)
@@ -368,8 +374,8 @@ def _cut_into_minibatches(
 ) -> _Cut:
     """Cuts the ids of all groups into minibatches. Per shard; reduces.
 
-    Each minibatch has as many rows as the limits allow in every group of every device,
-    so the fullest group decides. Usually one minibatch is enough.
+    Each minibatch takes as many rows as possible without exceeding a limit in any group
+    of any device, so the fullest group decides. Usually one minibatch is enough.
 
     Args:
       ids: the sorted ids.
@@ -420,8 +426,8 @@ def _cut_into_minibatches(
     zero = jnp.int32(0)
     none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
     state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
-    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another,
-    # so the first minibatch, usually the only one, is cut outside of the loop.
+    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another
+    # collective. Usually there is only one minibatch, so it is cut outside of the loop.
     state = jax.lax.while_loop(is_unfinished, cut, cut(state))
     is_complete = state.next_row >= num_rows
     return _Cut(
@@ -461,12 +467,13 @@ def _sources(
     """Returns, for each line of 8 positions, its first id and its group's end.
 
     A line belongs to one group. Within a group, an id's number minus its position is
-    constant, so it is a running sum of the steps between groups. So is the end.
+    constant. The value at each line is therefore the running sum of the steps between
+    groups. The end is computed in the same way.
 
     Args:
-      first: number of ids before each core, minibatch and partition.
-      counts: number of ids in each.
-      aligned_end: position after each, a multiple of 8.
+      first: number of sorted ids before each minibatch's part of each group.
+      counts: number of ids in that part.
+      aligned_end: position after that part, rounded up to a multiple of 8.
       cut: the minibatches.
       room: number of positions.
     """
@@ -474,7 +481,7 @@ def _sources(
     num_minibatches = cut.num_minibatches
 
     def steps_of(values: Array) -> Array:
-        """Returns steps between groups; 0 to and from unused minibatches."""
+        """Returns steps between groups; steps to unused minibatches are 0."""
         last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=1)
         is_used = jnp.arange(MAX_MINIBATCHES)[None, :, None] < num_minibatches
         values = jnp.where(is_used, values, last[:, :, -1:])

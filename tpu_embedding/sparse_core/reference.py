@@ -73,11 +73,11 @@ def update(
 
 
 class _AskedRows(NamedTuple):
-    """The rows requested by all devices, from one owner's view.
+    """The rows that all devices request from this device.
 
     Attributes:
-      rows: row of this device. Rows of other devices and unused positions hold this
-        device's number of rows.
+      rows: requested row of this device. Unused positions, and positions that request
+        rows of other devices, hold this device's number of rows.
       samples: sample, numbered over all devices.
       gains: gain of each id; 0 in unused positions.
       is_defined: False if a SparseCore's result would be undefined on any device.
@@ -144,7 +144,7 @@ def _is_defined(
     rows_per_core: int,
     sizes: OperationSizes,
 ) -> Bool[Array, ""]:
-    """Returns True on all devices if a SparseCore's result is defined on all of them.
+    """Returns True on all devices if SparseCores' results are defined on all devices.
 
     Buffers are well formed if partitioning their ids again gives the same buffers.
     """

@@ -1,10 +1,10 @@
 """Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-The probe has split the rule. Values that don't depend on a row, such as a scheduled
-learning rate, are computed once per step and passed to the rows as hyperparameters. The
-rest must be elementwise: the SparseCores apply it to each row as soon as its gradient
-is summed. This module evaluates it on scalars, one element of each row and slot
-variable.
+`probe_rule` splits the rule into two parts. Values that don't depend on a row, such as
+a scheduled learning rate, are computed once per step and passed to the rows as
+hyperparameters. The other part must be elementwise: the SparseCores apply it to each
+row as soon as the row's gradient is summed. This module evaluates that part on scalars,
+which are one element of the gradient, of the row and of each slot variable.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ It rejects `erf`, `lgamma`, `is_finite` and conversions of float16."""
 _SAME_ELEMENTS: Final = frozenset(
     "broadcast_in_dim copy expand_dims optimization_barrier reshape squeeze".split()
 )
-"""Operations that move no element as long as the number of elements stays the same."""
+"""Operations that change no element if the number of elements stays the same."""
 
 _DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
 """Supported dtypes of the arithmetic on rows."""
@@ -57,11 +57,11 @@ class RowRule:
     Attributes:
       num_slots: number of slot variables.
       num_hyperparameters: number of per-step values that the rows need, at least 1.
-      values: function of the state's leaves that all rows share, such as the step
-        count, in state order. Returns the hyperparameters as float32 scalars, and the
-        new leaves.
-      rows: function of gradients, rows and slot variables `[n, width]`, then the
-        hyperparameters. Returns the new rows and slot variables.
+      values: function that takes the state's leaves shared by all rows, such as the
+        step count, in the state's order. It returns the hyperparameters as float32
+        scalars, and the new leaves.
+      rows: function that takes gradients, rows and slot variables `[n, width]`, and
+        then the hyperparameters. It returns the new rows and slot variables.
       stablehlo: `rows` as StableHLO text; every argument, hyperparameters included, is
         `[1, width]`.
     """
@@ -80,7 +80,7 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
     Args:
       optimizer: row optimizer that `probe_rule` accepts.
       dim: columns of the table.
-      width: columns of a stored row, at least `dim`; those past `dim` don't change.
+      width: columns of a stored row, at least `dim`. Columns past `dim` don't change.
 
     Example:
       >>> import optax
@@ -149,7 +149,7 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
       num_slots: number of slot variables.
       num_hyperparameters: number of hyperparameters.
     """
-    # The operation only sees touched rows.
+    # The third input tells whether a row was touched: always True in the operation.
     by_row = [True, True, False, *[True] * num_slots, *[False] * num_hyperparameters]
     depends = rows_dependence(program, by_row)
     for equation in program.equations:
@@ -170,7 +170,7 @@ def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> N
 
 
 def _check_uniform(aval: Any, is_uniform: bool) -> None:
-    """Rejects a value shared by all rows, unless it is a scalar."""
+    """Rejects a value shared by all rows if its elements may differ."""
     if not is_uniform:
         raise _NotElementwiseError(
             f"a value of shape {aval.shape} differs between the elements of a row"
@@ -210,7 +210,7 @@ def _compute_rows(
         gradient, row, *others = scalars
         slots, hyperparameters = others[:num_slots], others[num_slots:]
         types = split.row_program.inputs[3 + num_slots :]
-        # zip drops the unused hyperparameter of a rule that has none.
+        # If the rule needs no hyperparameter, zip drops the unused one.
         given = [
             x.astype(y.aval.dtype) for x, y in zip(hyperparameters, types, strict=False)
         ]

@@ -1,8 +1,8 @@
 """Deals a stack's samples to SparseCores, and collects the results. Per shard.
 
 XLA's embedding operations read ids sorted by the sample's SparseCore and the row's
-SparseCore, with a limit on the ids of each pair. `SparseCoreIds.fits`, equal on all
-devices, is True if the batch stays within the limit.
+SparseCore, with a limit on the ids of each pair of SparseCores. `SparseCoreIds.fits` is
+the same on all devices: True if the whole batch stays within the limit.
 
 Each feature's samples are dealt to the device's SparseCores in equal parts.
 """
@@ -129,7 +129,7 @@ def by_core(
 def _limits_of(
     poolings: Sequence[PoolingSpec], stack: StackPlan, cores: int, max_ids: int | None
 ) -> Limits:
-    """Returns the operations' limits, from the user's limit if there is one."""
+    """Returns the operations' limits, given the user's limit or `None`."""
     return choose_limits(
         sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
         device_ids=sum(pooling.num_ids for pooling in poolings),
@@ -145,7 +145,8 @@ def _limits_of(
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
     """Returns how many of a feature's ids one SparseCore has room for.
 
-    Ragged samples may be spread unevenly. A batch that needs more room doesn't fit.
+    The ids of ragged samples may be spread unevenly over SparseCores. A batch that
+    needs more room doesn't fit.
     """
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence

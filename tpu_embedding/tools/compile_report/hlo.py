@@ -1,9 +1,9 @@
 """Reads from a program's optimised HLO how the program treats its tables.
 
-A train step must update tables and slot variables in place, copy no array of their
-size, and, if the chip has SparseCores, gather and scatter rows there. The HLO shows all
-three, so tests check them without a TPU. JAX provides it only as text
-(`compiled.as_text()`), which this module parses.
+A train step must update tables and slot variables in place, and must not copy an array
+of their size. If the chip has SparseCores, they must gather and scatter the rows. The
+HLO shows whether a step meets these rules, so tests check them without a TPU. JAX
+provides the HLO only as text (`compiled.as_text()`), which this module parses.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Instruction:
       opcode: operation, such as `"copy"` or `"fusion"`.
       dims: shape of each array of the result; tuples are flattened.
       is_on_chip: whether an array of the result is in on-chip memory instead of HBM.
-      operands: names of the instructions whose results it reads.
+      operands: names of the instructions whose results this one reads.
       text: the whole line.
     """
 
@@ -173,11 +173,12 @@ class TableAccesses:
     Attributes:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
-      temporary_bytes: maximum size of temporaries at a time, including SparseCores.
+      temporary_bytes: maximum total size of the temporaries that exist at a time,
+        including temporaries of SparseCores.
       table_sized_copies: copies within HBM of an array as large as a stacked table, a
         slot variable or a map of cached rows, or larger than all of them. XLA may keep
-        small tables on the chip during a step. Such copies from and to HBM are not
-        reported, and neither are copies below 64 KiB per device.
+        small tables in on-chip memory during a step. Copies between this memory and HBM
+        are not reported, and neither are copies below 64 KiB per device.
       table_sized_passes: other instructions that write an array of such a size, except
         in-place scatters. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers whose result has such a size.
@@ -220,7 +221,7 @@ def inspect_program(
         on_devices = stack.storage.device_layout(stack.layout)
         layouts = (on_devices, *map(on_devices.slot_layout, stack.slots))
         sizes |= {math.prod(layout.lines_shape) for layout in layouts}
-        # The map of cached rows, or nothing.
+        # Size of the map of cached rows, or 0.
         sizes.add(stack.storage.bytes_per_device(stack) // LANE_BYTES)
     instructions = list(parse_module(text).unfused_instructions())
 
@@ -229,7 +230,7 @@ def inspect_program(
 
     large = [i for i in instructions if any(map(is_large, i.sizes))]
     copies = [i for i in large if i.opcode in _COPIES]
-    # XLA names a fusion with an in-place update after its scatter.
+    # XLA names a fusion that updates in place after the scatter inside it.
     passes = (
         i
         for i in large
@@ -262,9 +263,9 @@ def inspect_program(
 def temporary_bytes(sizes: Any) -> int:
     """Returns the maximum size of a program's temporaries at a time.
 
-    XLA's `temp_size_in_bytes` does not include what SparseCores write, but its peak
-    does: 0.12 MiB against 8,938 MiB for a gather of 16.7 million rows. The larger
-    figure is returned.
+    XLA's `temp_size_in_bytes` does not include what SparseCores write, but XLA's peak
+    memory does. For a gather of 16.7 million rows, the two figures are 0.12 MiB and
+    8,938 MiB. This function returns the larger figure.
 
     Args:
       sizes: result of `compiled.memory_analysis()`.

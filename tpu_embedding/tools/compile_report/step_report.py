@@ -1,7 +1,7 @@
 """The compile report: whether a step fits, and how it treats its tables.
 
 `compile_report` compiles a step ahead of time, without a TPU. The report has the
-compiler's memory figures and the counts of `hlo.py`.
+compiler's memory figures and the counts from `hlo.py`.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """Meshes of TPU topologies to compile programs for, without TPUs.
 
 `libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. No
-function here uses a device. `SLICE_SHAPES` lists the grids of each generation's slices.
-libtpu also accepts other grids, but aborts the process for some.
+function in this module uses a device. `SLICE_SHAPES` lists the grids of each
+generation's slices. libtpu also accepts other grids, but aborts the process for some of
+them.
 """
 
 import contextlib
@@ -28,10 +29,11 @@ Tree = TypeVar("Tree")
 
 _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 
-# Environment variables while libtpu loads and describes a topology. Without the first
-# two, libtpu queries a metadata server and takes a lock file. They are restored
-# afterwards, because they would hide a real host's chips from a later process. The rest
-# describe one host: libtpu ends the process if a real host's variables are not bounds.
+# Environment variables that are set while libtpu loads and describes a topology.
+# Without the first two, libtpu queries a metadata server and takes a lock file. All
+# variables are restored afterwards, because they would hide a real host's chips from a
+# later process. `ONE_HOST` replaces a real host's variables, because libtpu ends the
+# process if their values are not bounds.
 _HOST: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -45,7 +47,7 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
 
     Args:
       topology: generation and chip grid of a slice, as in
-        `hardware.EXAMPLE_TOPOLOGIES`. Slices of the generation must have this grid.
+        `hardware.EXAMPLE_TOPOLOGIES`. The generation must have slices with this grid.
       num_slices: number of slices, from 1 to 256, connected by the data-center network.
 
     Returns:
@@ -171,7 +173,7 @@ MAX_SLICES: Final = 256
 For larger numbers, libtpu may hang or abort the process."""
 
 CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
-"""libtpu's options for one device per chip, for chips that can also have several."""
+"""libtpu's options that make a chip one device, if it can also be several devices."""
 
 _MAX_SIDE: Final = 256
 

@@ -115,7 +115,7 @@ def traffic_of_batch(plan: EmbeddingPlan, features: Any) -> dict[str, Traffic]:
 
 
 def format_traffic(rows: dict[str, Traffic]) -> str:
-    """Returns a table of modelled traffic, given by name of a batch or stack."""
+    """Returns a text table of the modelled traffic of named batches or stacks."""
     cells: list[tuple[str, ...]] = [("modelled bytes", "minimum", "sparse_core", "xla")]
     for name, traffic in rows.items():
         least, *others = dataclasses.astuple(traffic)

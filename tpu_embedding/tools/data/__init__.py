@@ -1,14 +1,14 @@
 """Data sets: batches of samples from files, or from a known teacher.
 
-A run config has a source, a frozen dataclass next to its reader. `open` returns its
-data set.
+A run config names its data by a source, which is a frozen dataclass defined next to its
+reader. The source's `open` returns the data set.
 
 * `batch`: batches, the interfaces of data sets and sources, and the error for bad data.
-* `block_dataset`: batches, shuffled by blocks, of any reader of samples.
+* `block_dataset`: a data set over any reader of samples, shuffled by blocks.
 
 Files:
 
-* `csv_clicks`: a CSV file, whose columns are recognised.
+* `csv_clicks`: a CSV file whose columns are recognised.
 * `parquet`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
 

@@ -22,7 +22,7 @@ class Batch:
     Attributes:
       features: ids by feature name: an int array `[batch]` or `[batch, valence]`
         (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`.
-        After `ModelConfig.with_inputs`, whatever it returns.
+        A model's `with_inputs` may replace them by other features.
       dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts them
         to float32, like labels and weights. A dict of arrays `[batch, ...]` is also
         accepted; its integers become int32. `None` if there are no dense inputs.
@@ -54,14 +54,16 @@ class Dataset(Protocol):
 
     `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so it can
     have attributes for them, such as the sizes of its vocabularies. The loop itself
-    uses three optional attributes. A run stores `vocabularies`, a dict from feature
-    name to `Vocabulary`, and checks them on resuming. It also stores the result of
-    `schema.to_json()`. An export includes both. `description` is a text printed when a
-    run starts.
+    uses three optional attributes:
 
-    In a job of several processes, each process feeds its own devices. It reads only
-    their samples if the data set has a method `train_part(step, samples)`, like
-    `BlockDataset`. Otherwise, it reads the whole batch.
+    * `vocabularies`: dict from feature name to `Vocabulary`. A run stores them and
+      checks them on resuming, and an export includes them.
+    * `schema`: object whose `to_json()` a run stores and an export includes.
+    * `description`: text printed when a run starts.
+
+    In a job of several processes, each process feeds its own devices. If the data set
+    has a method `train_part(step, samples)`, like `BlockDataset`, the process reads
+    only the samples of these devices. Otherwise, it reads the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as passed to `open`.
@@ -146,8 +148,8 @@ def padded_batches(
 class DataSource(Protocol):
     """Settings of a data set, and how to open it: the type of `RunConfig.data`.
 
-    A frozen dataclass. Its fields are numbers, strings, paths or tuples of them, so
-    that the command line can change them.
+    A source is a frozen dataclass. Its fields are numbers, strings, paths or tuples of
+    these, so that the command line can change them.
     """
 
     def open(
@@ -169,7 +171,7 @@ class DataSource(Protocol):
         ...
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns a data set of the same sizes without reading any file.
+        """Returns a data set with the same sizes, without reading any file.
 
         Its batches have the real shapes and arbitrary values, for compiling a step.
         Only `tpu-embedding compile` calls this method.
@@ -197,7 +199,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
 
 def check_counts(settings: Any) -> None:
-    """Raises a ValueError that names each int field of a dataclass less than 1."""
+    """Raises a ValueError that names each int field that is less than 1."""
     raise_all(
         [
             f"{type(settings).__name__}.{name} must be at least 1, got {value}"

@@ -19,7 +19,7 @@ class SampleReader(Protocol):
 
     Attributes:
       block_bounds: int64 `[blocks + 1]`, the first sample of each block, then the
-        number of samples. Samples of one block are cheap to read together.
+        number of samples. Reading samples of the same block together is cheap.
     """
 
     block_bounds: np.ndarray
@@ -39,8 +39,8 @@ class SampleReader(Protocol):
 class BlockDataset:
     """A `Dataset` that visits a reader's samples in an order shuffled by blocks.
 
-    Every sample is used once per epoch, and a batch may span two epochs, so that every
-    batch is full. The held-out samples are the last ones.
+    Every training sample is used once per epoch. A batch may span two epochs, so every
+    batch is full. The last samples are held out for evaluation.
 
     Attributes:
       batch_size: samples per batch.
@@ -74,17 +74,18 @@ class BlockDataset:
         seed: int = 0,
         num_streams: int = 1,
     ):
-        """Splits the samples into training and held-out ones.
+        """Splits the samples into training samples and held-out samples.
 
         Args:
           reader: reader of the training samples.
           batch_size: samples per batch.
-          num_evaluation_samples: number of samples to hold out, the last ones of the
-            evaluation reader, or without one, of the training reader. Defaults to all
-            samples of the evaluation reader.
+          num_evaluation_samples: number of held-out samples. They are the last samples
+            of the evaluation reader, or of the training reader if there is no
+            evaluation reader. Defaults to all samples of the evaluation reader.
           evaluation_reader: reader of the held-out samples, or None.
           seed: seed of the training order, at least 0.
-          num_streams: pieces of an epoch that a batch mixes; see `BlockOrder`.
+          num_streams: number of pieces of an epoch that a batch mixes; see
+            `BlockOrder`.
 
         Raises:
           DataError: if there are not enough samples to hold out.
@@ -117,11 +118,11 @@ class BlockDataset:
         return self.train_part(step, range(self.batch_size))
 
     def train_part(self, step: int, samples: range) -> Batch:
-        """Returns some samples of the batch of `step`, reading only these.
+        """Returns a part of the batch of `step`, and reads only this part.
 
         Args:
           step: number of the step, from 0.
-          samples: positions in the batch, consecutive.
+          samples: consecutive positions in the batch.
         """
         first = step * self.batch_size
         positions = np.arange(first + samples.start, first + samples.stop)
@@ -140,22 +141,22 @@ class BlockDataset:
 
 
 class BlockOrder:
-    """A new random order of the blocks in each epoch.
+    """An order of samples, with the blocks in a new random order in each epoch.
 
-    The order is a pure function of a position: the number of a sample, counted over all
-    epochs. A run can thus resume anywhere, on any number of processes, without saved
-    reader state.
+    Positions are counted over all epochs. The sample at a position is a pure function
+    of the position, so a run can resume anywhere, on any number of processes, without
+    saved reader state.
 
     With several streams, an epoch is cut into `num_streams` equal pieces. A batch mixes
-    them: it takes `stride` consecutive samples from each piece in turn. Leftover
-    samples come last.
+    the pieces: it takes `stride` consecutive samples from each piece in turn. Samples
+    that don't fill a turn come last.
 
     Args:
-      bounds: int64 `[blocks + 1]`, rising: the first sample of each block, then the
+      bounds: int64 `[blocks + 1]`, ascending: the first sample of each block, then the
         number of samples.
       seed: seed of the order.
       num_streams: number of pieces.
-      stride: consecutive samples from a piece, at least 1.
+      stride: number of consecutive samples from a piece, at least 1.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -174,7 +175,7 @@ class BlockOrder:
         self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the samples' int64 numbers at rising positions."""
+        """Returns the int64 numbers of the samples at ascending positions."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         # Each turn takes `stride` samples from every stream.
         turns, turn_offsets = np.divmod(offsets, self._num_streams * self._stride)

@@ -1,7 +1,7 @@
 """Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`criteo_to_parquet` converts the logs' text once. `SyntheticCriteo` draws samples of the
-same shape without files.
+`criteo_to_parquet` converts the text of the logs to Parquet files. `SyntheticCriteo`
+draws samples of the same shape without files.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Source of a log in Parquet files, or of `SyntheticCriteo` without files.
+    """Source of a log in Parquet files, or of `SyntheticCriteo` if there are no files.
 
     The features are named `cat_00`, `cat_01` and so on. Ids from files are taken modulo
     their table's number of rows.
@@ -37,8 +37,8 @@ class CriteoSource:
       vocabulary_sizes: number of table rows of each feature, if they differ.
         `vocabulary_size` is then an upper limit, so that a small machine can hold the
         tables.
-      valences: ids per sample of each feature. In files, a column holds integers for 1,
-        and lists of a fixed size for more.
+      valences: number of ids per sample for each feature. In files, a column contains
+        integers for a valence of 1, and lists of a fixed size for larger valences.
       max_valence: upper limit of synthetic samples' valences, or None.
     """
 
@@ -54,7 +54,7 @@ class CriteoSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> ParquetClicks | SyntheticCriteo:
-        """Returns the data set: rows of a log, or synthetic rows without files.
+        """Returns the data set: rows of a log, or synthetic rows if `data_dir` is None.
 
         `data_dir` is a file that `criteo_to_parquet` wrote, a directory of such files
         whose names sort by time, or None. See also `DataSource.open`.

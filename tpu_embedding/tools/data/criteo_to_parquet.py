@@ -14,7 +14,7 @@ The Parquet file has these columns:
   MLPerf's DLRM uses the same transform (`data_utils.py` and `dlrm_data_pytorch.py` of
   facebookresearch/dlrm).
 * `cat_00` to `cat_25`: int64, 1 plus the category's 32 bits; 0 for an empty field.
-  `CriteoSource` takes them modulo the table's number of rows.
+  `CriteoSource` takes these ids modulo the table's number of rows.
 
 Rows keep the order of the lines.
 """

@@ -74,8 +74,8 @@ _FIELDS_OF_KINDS: Final[dict[ColumnKind, str]] = {
 class CsvClicks(BlockDataset):
     """The rows of a CSV file in memory, in a random order in each epoch.
 
-    Features and dense inputs are as from `CsvSchema.encode`. An empty cell looks up
-    nothing, and neither does an empty list element.
+    Features and dense inputs have the form that `CsvSchema.encode` returns. An empty
+    cell looks up nothing, and neither does an empty list element.
 
     Attributes:
       schema: how the columns become features and numbers.
@@ -83,8 +83,9 @@ class CsvClicks(BlockDataset):
         than `CsvSource.min_count` training rows share the id of unknown strings.
       vocabulary_sizes: number of rows of each feature's table.
       sequence_lengths: number of columns of each feature that joins several columns.
-      number_scales: for each number, mean and standard deviation over the training rows
-        of its `signed_log`, then of the number itself.
+      number_scales: dict from the name of a number to four values: mean and standard
+        deviation of its `signed_log` over the training rows, then mean and standard
+        deviation of the number itself.
       num_classes: number of classes of the label, or None for other tasks.
       label_scale: for a regression, mean and standard deviation of the training labels;
         otherwise None.
@@ -203,8 +204,9 @@ class CsvClicks(BlockDataset):
     def constant_loss(self) -> float:
         """Returns the held-out loss of the best constant prediction.
 
-        It is the RMSE of the training labels' mean for a regression, and the log loss
-        of the training rows' class shares for classes.
+        For a regression, it is the RMSE of predicting the mean of the training labels.
+        For classes, it is the log loss of predicting the class shares of the training
+        rows.
         """
         trained, held_out = self._labels
         if self.num_classes is None:
@@ -220,10 +222,11 @@ class CsvClicks(BlockDataset):
 class CsvSource:
     """Source of `CsvClicks`: a CSV file whose first line names the columns.
 
-    Cells and list elements are stripped of white space. Columns not named in any field
-    are recognised from rows throughout the file. A column is a list if a cell has the
-    separator, and numbers or dates if all cells are. The rest are categories, including
-    integers that have few distinct values or identify something.
+    Cells and list elements are stripped of white space. If no field names a column, its
+    kind is recognised from rows throughout the file. A column contains lists if any
+    cell has the separator, and numbers or dates if all cells are numbers or dates. All
+    other columns are categories, and so are integers that have few distinct values or
+    identify something.
 
     The label selects the task. Two values make a binary task. The positive value is the
     one that means yes (`1`, `true`, `yes`, `y`, `positive`, `>50K`), or else the
@@ -252,8 +255,8 @@ class CsvSource:
       encoding: encoding of the file. By default, UTF-8, UTF-16 or Windows' Latin-1 is
         detected.
       column_names: names of the columns, if the first line is already a row.
-      min_count: minimum number of occurrences of a string in the training rows for its
-        own table row.
+      min_count: number of times that a string must occur in the training rows to get
+        its own table row.
       held_out: share of the rows held out for evaluation.
       split: `"random"` holds out random rows, selected by a hash of the row number and
         the seed. `"last"` holds out the last rows of the file.
@@ -316,7 +319,7 @@ class CsvSource:
 
         Args:
           cells: some cells of each column.
-          rows: rising row numbers of the cells. By default, they are consecutive.
+          rows: row numbers of the cells, ascending. By default, they are consecutive.
 
         Example:
           >>> source = CsvSource(label="click", numbers=("age",))
@@ -404,7 +407,8 @@ def _giveaways(
 ) -> list[str]:
     """Returns a warning for each feature that predicts labels of 0 and 1 on its own.
 
-    A feature scores a row with the smoothed mean label of the training rows of its id.
+    A feature's score for a row is the smoothed mean label of all training rows that
+    have the same id.
     """
     if not np.isin(labels[is_trained | is_held_out], (0, 1)).all():
         return []
@@ -429,7 +433,7 @@ def _giveaways(
 
 
 def _auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the AUC, or NaN with fewer than five labels of either kind."""
+    """Returns the AUC, or NaN with fewer than five positive or negative labels."""
     _, places = np.unique(scores, return_inverse=True)
     positive = np.bincount(places, labels)
     negative = np.bincount(places) - positive
@@ -465,7 +469,8 @@ def signed_log(values: Any, xp: Any = np) -> Any:
 def _scale(values: np.ndarray) -> tuple[float, ...]:
     """Returns mean and standard deviation of the logarithms, then of the numbers.
 
-    Missing numbers are ignored. Without two distinct numbers, each pair is 0 and 1.
+    Missing numbers are ignored. If there are no two distinct numbers, each mean is 0
+    and each standard deviation is 1.
     """
     present, scales = values[~np.isnan(values)], []
     for scaled in (signed_log(present), present):

@@ -1,4 +1,4 @@
-"""Reads the columns of a CSV file, and recognises kinds from a sample of all rows."""
+"""Reads a CSV file's columns, and recognises their kinds from a sample of all rows."""
 
 import collections
 import dataclasses
@@ -15,10 +15,10 @@ from tpu_embedding.tools.data.csv_text import CsvBlock, find_encoding, read_bloc
 from tpu_embedding.tools.data.teacher import splitmix64
 
 SAMPLE_ROWS: Final = 10_000
-"""Maximum number of sampled rows. Cells that do not fit a kind are added to them."""
+"""Maximum number of sampled rows, without added cells that do not fit a kind."""
 
 _MAX_ODD: Final = 5
-"""Maximum number of cells that may change the notation of a column of a named kind."""
+"""Maximum number of cells that may change the notation of a column named by a field."""
 
 
 def read_columns(
@@ -26,14 +26,14 @@ def read_columns(
 ) -> tuple[Any, dict[str, Column], dict[str, np.ndarray], dict[str, Strings]]:
     """Reads the columns of a file.
 
-    The first rows determine the kinds. If a sample of all rows gives a column a
-    different kind, or a cell does not fit, the column is read again.
+    The first rows determine preliminary kinds. If a sample of all rows gives a column a
+    different kind, or a cell does not fit its kind, the column is read again.
 
     Returns:
-      The `CsvSource` with its encoding and task. Then three dicts by column name: each
-      column except the label, numbers including labels, and strings. Numbers and dates
-      are float64 `[rows]`, as from `Column.read`. Labels are float32 `[rows]`, NaN if
-      missing.
+      The `CsvSource` with its encoding and task, and three dicts by column name: all
+      columns except the label, the numbers including the labels, and the strings.
+      Numbers and dates are float64 `[rows]`, as from `Column.read`. Labels are float32
+      `[rows]`, NaN if missing.
 
     Raises:
       DataError: see `CsvSource.open`.
@@ -93,7 +93,7 @@ class RowSample:
 
     Attributes:
       cells: texts of each column.
-      rows: row numbers, rising.
+      rows: row numbers, ascending.
     """
 
     def __init__(self):

@@ -33,7 +33,8 @@ class LabelColumn:
     `true` is 1 and `false` is 0. Missing cells are skipped.
 
     Attributes:
-      values: each value in its first spelling. All spellings of a value share a key.
+      values: dict from key to value in its first spelling. All spellings of a value
+        share a key.
     """
 
     def __init__(self, path: pathlib.Path, name: str):
@@ -177,7 +178,7 @@ class LabelColumn:
             if source.positive_from is not None:
                 label = label >= source.positive_from
             by_number[number] = label
-        by_number = np.append(by_number, np.nan).astype(np.float32)  # For -1.
+        by_number = np.append(by_number, np.nan).astype(np.float32)  # If missing.
         return by_number[np.concatenate(self._numbers)]
 
     def check_both(self, labels: np.ndarray) -> None:

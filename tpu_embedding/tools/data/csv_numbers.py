@@ -55,7 +55,7 @@ DATE_FORMATS: Final = (
         )
     ),
 )
-"""Formats for `datetime.strptime`, and the one for `datetime.fromisoformat`."""
+"""Formats for `datetime.strptime`, and ISO 8601 for `datetime.fromisoformat`."""
 
 _ISO_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[T ][0-9].*)?")
 
@@ -75,8 +75,8 @@ def numbers_of(
     Args:
       cells: texts `[rows]`.
       decimal: decimal mark.
-      thousands: mark between groups of three digits, or `""`. `" "` includes no-break
-        spaces.
+      thousands: mark between groups of three digits, or `""`. `" "` also matches
+        no-break spaces.
 
     Example:
       >>> numbers_of(["$1,234.50", "?", "-inf", "12 %"], thousands=",")

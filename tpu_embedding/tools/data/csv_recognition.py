@@ -36,8 +36,9 @@ _UNIX_RANGE: Final = (8.5e8, 2.2e9)
 """Range of Unix seconds, from 1996 to 2039."""
 
 _MIN_CLOCK_TIMES: Final = 120
-"""Minimum number of distinct times of day. Among so many other integers, some would
-end with 60 to 99."""
+"""Integers are times of day only if more than this many are distinct.
+
+Among so many integers of other kinds, some would end with 60 to 99."""
 
 
 def recognise(
@@ -47,13 +48,13 @@ def recognise(
 ) -> dict[str, Column]:
     """Returns the columns with their kinds.
 
-    A file has one decimal mark. So `1,234` is 1.234 if other columns have decimal
-    commas, and 1234 otherwise.
+    All columns of a file have the same decimal mark. Thus `1,234` is 1.234 if other
+    columns have decimal commas, and 1234 otherwise.
 
     Args:
       cells: some cells of each column, stripped of white space.
       separator: text between list elements.
-      rows: rising row numbers of the cells. By default, they are consecutive.
+      rows: row numbers of the cells, ascending. By default, they are consecutive.
 
     Example:
       >>> made = recognise({"x": ["1,5", "2"], "y": ["1,234", "?"]}, "|")
@@ -67,7 +68,7 @@ def recognise(
         kept = [i for i, text in enumerate(texts) if text.lower() not in MISSING]
         present[name] = [texts[i] for i in kept]
         places[name] = np.array(kept, int)
-        if rows is not None:  # Further cells lack a row number.
+        if rows is not None:  # Cells after the sampled rows lack numbers.
             places[name] = rows[[i for i in kept if i < len(rows)]]
     marks = {name: number_marks(set(texts)) for name, texts in present.items()}
     has_commas = any(m and all(mark == "," for mark, _ in m) for m in marks.values())
@@ -81,7 +82,7 @@ def recognise(
 
 def number_marks(texts: Collection[str]) -> list[tuple[str, str]]:
     """Returns the pairs of decimal and thousands marks that fit all texts."""
-    some = list(texts)[:20]  # A quick check that most other columns fail.
+    some = list(texts)[:20]  # A quick check, which most columns of text fail.
     return [
         marks
         for marks in NUMBER_MARKS
@@ -160,8 +161,8 @@ def _notation(decimal: str, thousands: str) -> str:
 def _integers(column: Column, values: np.ndarray, rows: np.ndarray) -> Column:
     """Returns a column of numbers, or of categories if the integers are identifiers.
 
-    Identifiers have a column name that says so, or they are nearly all integers of a
-    range and occur in several rows each.
+    Integers are identifiers if the column's name says so, or if they cover a large part
+    of a range and occur in several rows on average.
     """
     different = np.unique(values)
     num, first, last = len(different), different[0], different[-1]
@@ -207,8 +208,9 @@ def _date_format(different: set[str]) -> str | None:
 def named_date(name: str, texts: Collection[str]) -> Column:
     """Returns a column that `data.dates` names, given the cells that are not missing.
 
-    Its format is the first one that fits all texts, or else the one that fails last, so
-    that reading the column raises an error for that cell.
+    The column's format is the first one that fits all texts. If no format fits, it is
+    the one that fits the most texts before the first wrong one. Reading the column then
+    raises an error for that cell.
     """
     cells = sorted(texts)
     formats = [*DATE_FORMATS, CLOCK_FORMAT, *UNIX_FORMATS]
@@ -227,8 +229,8 @@ def named_date(name: str, texts: Collection[str]) -> Column:
 def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column:
     """Returns a column of numbers or dates with its buckets and date parts.
 
-    Buckets have about equally many training rows, for which `is_trained`, bool
-    `[rows]`, is True. `values` are from `Column.read`.
+    All buckets have about the same number of training rows. `is_trained`, bool
+    `[rows]`, is True for training rows. `values` are from `Column.read`.
     """
     values = values[is_trained]
     values = values[np.isfinite(values)]
@@ -244,7 +246,7 @@ def fitted(column: Column, values: np.ndarray, is_trained: np.ndarray) -> Column
         return column
     different, counts = np.unique(values, return_counts=True)
     most = counts.argmax()
-    frequent = different[most : most + 2]  # It gets a bucket, up to the next number.
+    frequent = different[most : most + 2]  # The edges of its own bucket.
     others = values
     if counts[most] > len(values) / 2:
         others = values[values != frequent[0]]

@@ -38,9 +38,10 @@ _PARTS: Final = {"weekday": 7, "hour": 24}
 """Parts of a date that are categories, and how many values each has."""
 
 MAX_FEATURES: Final = 64
-"""Maximum number of features of one id per row that have their own tables.
+"""Maximum number of features with one id per row that have their own tables.
 
-More features share one table, because a step with 400 tables takes minutes to compile.
+If there are more, they all share one table, because a step with 400 tables takes
+minutes to compile.
 """
 
 SHARED: Final = "all columns"
@@ -66,8 +67,8 @@ class Column:
       date_format: one of `DATE_FORMATS` or `UNIX_FORMATS`, or `CLOCK_FORMAT`.
       newest: date from which days are counted back, in seconds since 1970.
       parts: parts of a date that are categories, `weekday` or `hour`.
-      edges: rising lower bounds of the buckets of a number or of days, without the
-        first bucket's.
+      edges: lower bounds of the buckets of a number or of days, ascending. The first
+        bucket does not have one.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Column:
 
     @property
     def number_name(self) -> str | None:
-        """Name of the column's number, or None if it has none."""
+        """Name of the column's number, or None if the column does not have one."""
         names = {"number": self.name, "date": f"{self.name} (days)"}
         return names.get(self.kind)
 
@@ -227,7 +228,7 @@ class CsvSchema:
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
-        """Number of columns that the feature `SHARED` joins, if there is one."""
+        """Number of columns that the feature `SHARED` joins; empty if unused."""
         num = sum(
             len(x.parts) + bool(x.edges) + (x.kind == "category") for x in self.columns
         )
@@ -240,8 +241,9 @@ class CsvSchema:
     ) -> dict[str, FeatureIds]:
         """Returns the features of a model, given the features of the columns.
 
-        If there are many, all features of one id per row are joined into one, int32
-        `[rows, columns]`. Each column's ids follow the previous column's.
+        If there are more than `MAX_FEATURES` features with one id per row, they are
+        joined into one feature, int32 `[rows, columns]`. The ids of each column start
+        after the ids of the previous column.
         """
         if not self.sequence_lengths:
             return features
@@ -272,9 +274,9 @@ class CsvSchema:
 
         Returns:
           Features and numbers. A feature is `RaggedIds`, or int32 `[rows]` with
-          `PADDING_ROW_ID` where a value is missing; `joined` may join several as
-          `SHARED`. Strings missing from the vocabulary have the id of unknown strings.
-          Numbers are float64 `[rows]`, NaN where missing or infinite.
+          `PADDING_ROW_ID` where a value is missing; `joined` may join several
+          such features as `SHARED`. Strings missing from the vocabulary have the id of
+          unknown strings. Numbers are float64 `[rows]`, NaN where missing or infinite.
 
         Raises:
           DataError: if a column is missing, or a number or a date is invalid.
@@ -315,7 +317,7 @@ class CsvSchema:
 
     @classmethod
     def from_json(cls, document: Any) -> "CsvSchema":
-        """Returns the schema of a document from `to_json`, which need not be trusted.
+        """Returns the schema of a document from `to_json`. It may be untrusted.
 
         Raises:
           ValueError: if the document is damaged; the message names the field.

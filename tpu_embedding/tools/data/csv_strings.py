@@ -15,8 +15,9 @@ class Strings:
     """A column of strings or of lists of strings.
 
     Numbers the strings of each block, and stores a 64-bit hash and the compressed text
-    of each. Python's hashes have a random key per process, so no file can provoke
-    collisions. Among ten million strings, two collide with a probability of 3e-6.
+    of each string. Python's hashes have a random key per process, so no file can
+    provoke collisions. The probability of a collision among ten million strings is
+    3e-6.
 
     Example:
       >>> strings = Strings("|")
@@ -94,8 +95,8 @@ class Strings:
         """Numbers the strings of all blocks in the order of their hashes.
 
         Returns:
-          The int32 number of each string. For each number, its hash, and a value that
-          orders the numbers by first occurrence.
+          The int32 number of each string; for each number, the hash of its string; and
+          for each number, a value that increases with the string's first occurrence.
         """
         block_ends = np.cumsum([len(hashes) for hashes in self._hashes])
         hashes = np.concatenate(self._hashes)

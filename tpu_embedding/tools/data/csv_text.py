@@ -106,7 +106,7 @@ def read_blocks(
     *,
     encoding: str | None = None,
 ) -> Iterator[CsvBlock]:
-    """Yields the rows of a file in blocks: at least one, which may be empty.
+    """Yields the rows of a file in blocks: at least one block, which may be empty.
 
     Args:
       path: path of the file.
@@ -169,7 +169,8 @@ _ONE_CHARACTER: Final = "\x1f"
 def _find_delimiter(text: str) -> str:
     """Returns the delimiter that occurs equally often in each of the first lines.
 
-    If there is none, as with a damaged row, returns the first line's most frequent one.
+    If there is no such delimiter, for example because a row is damaged, returns the
+    most frequent delimiter of the first line.
     """
     is_cut = len(text) == _SAMPLE_CHARACTERS
     unquoted = re.sub(r'"(?:[^"]|"")*"', '""', text)
@@ -192,7 +193,7 @@ def _rows(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yields the start line and the fields of each row that is not blank.
 
-    Warns if all rows of several lines look like rows joined by an open quote.
+    Warns if every row that spans several lines looks like rows joined by an open quote.
     """
     lines: Iterable[str] = file
     character, replaced = delimiter, None

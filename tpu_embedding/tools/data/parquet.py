@@ -1,8 +1,8 @@
 """Samples of Parquet files that may be larger than memory, with a column per feature.
 
-Row groups, the smallest parts of a file that can be read alone, are the blocks of the
-training order. A few decoded ones stay in memory. pyarrow is only imported when a file
-is opened.
+The blocks of the training order are row groups, the smallest parts of a file that can
+be read separately. A few decoded row groups stay in memory. pyarrow is only imported
+when a file is opened.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ class ParquetFeature:
 
     Attributes:
       name: name of the feature.
-      vocabulary_size: number of rows of its table.
+      vocabulary_size: number of rows of the feature's table.
       column: name of the column. Defaults to the feature's name.
       expected_valence: mean number of ids per row, for a column of lists of integers.
         The compile report sizes buffers with it; training accepts lists of any length.
         Leave it out for a column of integers, with one id per row.
       out_of_range: how to handle ids outside `[0, vocabulary_size)`. `"error"` raises
         an error that names file and row. `"modulo"` takes ids modulo the size. `"keep"`
-        leaves them to `FeatureConfig.out_of_range_ids`, as int64, or as uint64 if the
-        column is.
+        leaves them to `FeatureConfig.out_of_range_ids`; all ids are then int64, or
+        uint64 if the column is uint64.
     """
 
     name: str
@@ -117,14 +117,14 @@ class ParquetRows:
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
-        """Reads the footers of the files, at least one."""
+        """Reads the footers of one or more files."""
         self._source, self._paths = source, paths
         names = source.column_names
         self._groups = [group for path in paths for group in row_groups(path, names)]
         if not self._groups:
             raise DataError(f"{paths[0]} must have rows, but has none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
-        # A batch mixes `num_streams` row groups, and one of them may end within it.
+        # A batch mixes `num_streams` row groups. One of them may end within the batch.
         self._decoded = functools.lru_cache(source.num_streams + 1)(self._decode)
         self._array_types: dict[str, tuple[Any, ...]] = {}
 
@@ -290,9 +290,10 @@ class ParquetClicks(BlockDataset):
     """The rows of Parquet files, in an order shuffled by row groups.
 
     Features are int32 `[batch]` for integers, int32 `[batch, size]` for lists of a
-    fixed size, and `RaggedIds` for other lists. Dense inputs are float32
-    `[batch, num_dense]`, or None without columns. A null list becomes an empty list, or
-    a row of `PADDING_ROW_ID` if the size is fixed. Any other null raises a DataError.
+    fixed size, and `RaggedIds` for other lists. With `out_of_range="keep"`, ids are
+    int64 or uint64 instead. Dense inputs are float32 `[batch, num_dense]`, or None if
+    the source names no dense columns. A null list becomes an empty list, or a row of
+    `PADDING_ROW_ID` if the size is fixed. Any other null raises a DataError.
 
     A batch takes consecutive rows of `num_streams` row groups. At most
     `num_streams + 1` decoded row groups are in memory, whatever the files' size.
@@ -410,7 +411,7 @@ class _Zeros:
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Returns the files that match a pattern, by name. A file matches any pattern."""
+    """Returns a folder's files that match a pattern, by name. A file always matches."""
     if directory.is_file():
         return [directory]
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())

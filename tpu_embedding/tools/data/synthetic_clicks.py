@@ -1,7 +1,7 @@
 """Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
 
 The config `synthetic` trains on the small one. It has every kind of id column: large
-and small vocabularies, skew, samples with several ids and with none.
+and small vocabularies, skew, and samples with several ids or none.
 
 Without files, the configs `dlrm`, `dlrm_dcnv2` and `host_rows_demo` train on the
 Criteo-like log, which is one-hot or multi-hot. Memory does not grow with the
@@ -62,8 +62,9 @@ class SyntheticClicks(TeacherDataset):
         b + e_user + e_item + e_category + e_device + mean(e_tag) + <f_user, g_item>
 
     Each id has an effect `e`. Each user has a vector `f` and each item a vector `g` of
-    `INTERACTION_RANK` elements. All are drawn once from normal distributions. The mean
-    over a sample's tags is 0 if it has none. Ids follow `ZipfIds` independently.
+    `INTERACTION_RANK` elements. Effects and vectors are drawn once from normal
+    distributions. The mean over a sample's tags is 0 if there are none. Ids follow
+    `ZipfIds` independently.
 
     Features: int32 `[batch]` for "user", "item", "category" and "device"; int32
     `[batch, valence]` for "tags", filled from the left and padded with
@@ -169,7 +170,7 @@ class SyntheticCriteo(TeacherDataset):
       ((4, 13), [(4, 5), (4,)])
     """
 
-    click_rate = 0.25  # close to the Kaggle challenge's
+    click_rate = 0.25  # close to the rate in Kaggle's log
     num_dense = NUM_DENSE
 
     def __init__(self, source: Any, *, batch_size: int, seed: int):

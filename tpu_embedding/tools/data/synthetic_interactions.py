@@ -1,7 +1,7 @@
 """Synthetic retrieval log: users, their histories and the items they choose.
 
-A two-tower model learns to find a user's next item among hundreds of millions. Memory
-does not grow with the vocabularies.
+A two-tower model learns to find a user's next item among hundreds of millions of items.
+Memory does not grow with the vocabularies.
 """
 
 import dataclasses
@@ -82,8 +82,8 @@ class Interactions:
       `0 .. history_length`.
 
     Dense: float32 `[batch, 1]`, the natural log probability of the item over all
-    samples. An in-batch softmax needs it to correct for popularity. With a real log,
-    estimate it from counts. Labels are 1: every sample is a choice.
+    samples. An in-batch softmax needs it to correct for popularity. For a real log,
+    estimate the probability from counts. Labels are 1: every sample is a choice.
 
     Example:
       >>> source = InteractionsSource(

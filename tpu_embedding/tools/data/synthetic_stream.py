@@ -44,7 +44,8 @@ class SyntheticStreamSource(SyntheticSource):
       vocabulary: kind of the tables: `"dynamic"`, `"hashed"` with the same memory, or
         `"unlimited"` with a row for every id.
       capacity_ratio: ratio of a dynamic table's capacity to the number of living ids.
-      row_bytes: bytes of a row and its slot variables, which sizes hashed tables.
+      row_bytes: number of bytes of a row and its slot variables. It determines the size
+        of hashed tables.
       zipf_exponent: skew of the ids; 0 is uniform.
     """
 
@@ -79,8 +80,8 @@ class SyntheticStream(TeacherDataset):
     """Clicks of users on items that live for `life_steps` training steps each.
 
     A feature has as many places as living ids. The popularity of a place follows
-    `ZipfIds`. After a lifetime, a new id takes the place. Births are spread evenly over
-    the steps. The teacher's logit of a sample is
+    `ZipfIds`. Each place has an id for one lifetime, and then a new id. Births are
+    spread evenly over the steps. The teacher's logit of a sample is
 
         b + e_user + e_item + <f_user, g_item>
 
@@ -92,7 +93,7 @@ class SyntheticStream(TeacherDataset):
 
     * `"dynamic"`: uint64 ids, which are bijective hashes of a counter.
     * `"hashed"`: int32, the id modulo the number of rows of a static table that takes
-      as many bytes as the dynamic one, including keys and scores.
+      as many bytes as the dynamic table, including its keys and scores.
     * `"unlimited"`: int32, the number of the id, from 0.
 
     Attributes:

@@ -1,12 +1,12 @@
 """Parts of the synthetic data sets: random streams, popular ids and a teacher model.
 
-Click logs are skewed: a few ids make up most of the traffic. Ids here have a Zipf-like
-popularity, because data without skew would not exercise an embedding layer. Each random
-stream depends on a seed and the stream's number.
+Click logs are skewed: a few ids make up most of the traffic. The synthetic ids have a
+Zipf-like popularity, because data without skew would not exercise an embedding layer.
+Each random stream depends on a seed and the stream's number.
 
 The teacher assigns every sample a click probability and draws the label from it. No
 model has a lower expected log loss, so the gap to `teacher_log_loss()` measures how
-well a model has learned, which a real log cannot offer.
+well a model has learned. This gap is unknown for a real log.
 """
 
 import abc
@@ -34,7 +34,7 @@ def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Gene
     Args:
       seed: seed of the data set, at least 0.
       stream: number of the stream, at least 0. Streams of one seed are independent.
-      step: step of the stream, at least 0. Any step can be drawn by itself.
+      step: step of the stream, at least 0. Any step can be drawn on its own.
 
     Example:
       >>> round(random_generator(seed=0, stream=1, step=5).random(), 3)
@@ -84,8 +84,8 @@ class ZipfIds:
 
     Attributes:
       vocabulary_size: number of distinct ids, from 1 to 2**31 - 2.
-      exponent: 0 is uniform, and 1 is Zipf's original law. Far above 1, a few ids make
-        up almost all draws.
+      exponent: skew of the ids. 0 is uniform, and 1 is Zipf's original law. If it is
+        far above 1, a few ids make up almost all draws.
 
     Example:
       >>> ids = ZipfIds(vocabulary_size=10, exponent=1.0)
@@ -157,7 +157,7 @@ class Inputs:
 
     Attributes:
       features: int32 or uint64 ids by feature name.
-      dense: float32 `[samples, num_dense]`, or None without dense inputs.
+      dense: float32 `[samples, num_dense]`, or None if there are no dense inputs.
       logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
 

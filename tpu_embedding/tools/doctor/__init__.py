@@ -2,5 +2,5 @@
 
 * `examine`: runs all checks, and yields the findings of the report.
 * `child`: the program that touches the devices, in a process with a time limit.
-* `cases`: the train steps that it compares with NumPy.
+* `cases`: the train steps that `child` compares with NumPy.
 """

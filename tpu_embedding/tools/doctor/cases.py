@@ -1,9 +1,10 @@
 """Train steps as in production, compared with NumPy row by row.
 
-Each case trains one table on all devices of this host, donating tables and slot
-variables. On a TPU, they exceed the vector memory of a TensorCore, and there are enough
-ids that SparseCores sort them. Every SparseCore asks every other one for equally many
-ids, so a case knows how close to a limit it is, however rows are placed.
+Each case trains one table on all devices of this host, and donates the table and its
+slot variables. On a TPU, these arrays are larger than the vector memory of a
+TensorCore, and there are so many ids that SparseCores sort them. Every SparseCore asks
+every SparseCore for the same number of ids. The number is thus known for any placement
+of the rows, and a case can set a limit relative to it.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ class Case:
       valence: number of ids per sample. If more than 1, ids have weights, and some are
         padding.
       is_permuted: whether the mesh orders the devices differently from JAX.
-      max_ids: limit of SparseCores, in multiples of the ids of each pair of them. With
-        0, the plan chooses it.
+      max_ids: `te.SparseCore.max_ids`, as a multiple of the number of ids that one
+        SparseCore asks another for. If 0, the plan chooses the limit.
       exchange: see `te.SparseCore`.
     """
 
@@ -64,7 +65,7 @@ CASES: Final = {
 }
 
 # Ids and bytes of the table per device. On a TPU, a step takes a few milliseconds, and
-# 0.1 ms to dispatch. The vector memory of a TensorCore has up to 128 MiB.
+# its dispatch takes 0.1 ms. The vector memory of a TensorCore has up to 128 MiB.
 _SIZES_ON_TPU: Final = 2**17, 160 * MEBIBYTE
 _SIZES_ELSEWHERE: Final = 2**10, 2**18
 _CORES_ELSEWHERE: Final = 2
@@ -90,9 +91,9 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
       backend: backend of lookups and updates.
 
     Returns:
-      `problem`, None if all rows are right; `step`, the milliseconds of a step; and
-      `dispatch`, how many of them the host takes to dispatch it. If the steps cannot be
-      compared, only `problem`.
+      A dict with `problem`, None if all rows are right; `step`, the milliseconds of a
+      step; and `dispatch`, the milliseconds that the host takes to dispatch a step. If
+      the steps cannot be compared, the dict has only `problem`.
     """
     case, devices = CASES[name], np.array(jax.local_devices())
     hardware = hardware_of_device(devices[0])
@@ -143,7 +144,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
 def _train(
     plan: te.EmbeddingPlan, batch: tuple[Any, Any]
 ) -> tuple[Values, Values, dict[str, float]]:
-    """Runs some steps on ids and cotangents, then times some more.
+    """Runs some steps on ids and cotangents, then times further steps.
 
     Returns:
       The values before the first step; the values after the checked steps, with the
@@ -189,9 +190,9 @@ def _draw_batch(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws ids and weights, `[samples, valence]`, and cotangents, `[samples, dim]`.
 
-    Each core asks every core for equally many ids. Rows are dealt to SparseCores, so an
-    id's remainder determines its core. Half of the ids are of a few rows, the first and
-    last ones.
+    Each core asks every core for the same number of ids. Rows are dealt to SparseCores
+    in turn, so the remainder of an id determines the core that owns its row. Half of
+    the ids are the ids of a few rows: the first and last rows of each core.
     """
     random = np.random.default_rng(case.dim)
     shape, rows_per_core = (num_cores, ids_per_core), num_rows // num_cores

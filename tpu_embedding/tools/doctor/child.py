@@ -1,6 +1,7 @@
-"""The doctor's child program, called with `devices`, or `rows`, a case and a backend.
+"""The doctor's child program, which answers a question about the devices.
 
-The last line of the output is the answer in JSON.
+The arguments are `devices`, or `rows CASE BACKEND`. The last line of the output is the
+answer in JSON.
 """
 
 import json

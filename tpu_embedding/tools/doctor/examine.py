@@ -122,7 +122,8 @@ def check_variables(
 ) -> Iterator[Finding]:
     """Checks environment variables that disable or change the detection of TPUs.
 
-    Without `chips`, the device files of this host's TPU chips, all findings are ok.
+    `chips` are the device files of this host's TPU chips. If there are none, all
+    findings are ok.
     """
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
@@ -246,7 +247,7 @@ def check_holders(
 
 
 _EMULATED_DEVICES: Final = 4
-"""Devices that children emulate if there is only one CPU device, to exchange rows."""
+"""Devices to emulate in children if JAX has one CPU device, to exchange rows."""
 
 
 def examine(expected: str | None, seconds: float) -> Iterator[Finding]:

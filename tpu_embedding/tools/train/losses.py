@@ -34,9 +34,10 @@ class Loss:
     """A loss and the metrics that belong to it.
 
     Attributes:
-      metrics: names of metrics that can be a run's target, where lower is better. The
-        first one is the main metric, which a teacher can also have.
-      rising_metrics: names of metrics where higher is better.
+      metrics: names of metrics where lower is better, which can be a run's target. The
+        first one is the main metric. A teacher's value of it may be known.
+      rising_metrics: names of metrics where higher is better, which can also be a run's
+        target.
       label_range: minimum and maximum label. `None` allows every finite number.
       per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
@@ -69,8 +70,8 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
 
     Waits for a batch only after the next one is dispatched. No metric is defined if no
     sample has a positive weight. Some, such as AUC, are also undefined if the samples
-    do not determine them. If the bins of an AUC are too coarse for its scores, by more
-    than `MAX_AUC_ERROR`, an entry `auc_max_error` follows it.
+    do not determine them. An AUC has an error because its scores are binned. If the
+    error may exceed `MAX_AUC_ERROR`, an entry `auc_max_error` follows the AUC.
     """
     merged: Metrics = collections.OrderedDict()
     for metrics in batches:
@@ -92,7 +93,7 @@ _merge = jax.jit(m.merge)
 
 @jax.jit
 def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
-    """Returns for each metric if it is defined, its value, and the error of an AUC."""
+    """Returns whether each metric is defined, its value, and the error of an AUC."""
     return {
         name: (
             metric.is_defined(),

@@ -32,7 +32,7 @@ from tpu_embedding.tools.train.run_directory import (
 from tpu_embedding.tools.train.run_steps import StepMetrics
 
 STEPS_IN_FLIGHT: Final = 2
-"""Number of steps dispatched before the host waits for the first one.
+"""Number of steps dispatched before the host waits for the first of them.
 
 One step in flight overlaps the work of host and devices. Many steps would keep many
 batches in device memory."""
@@ -51,7 +51,7 @@ class StepMeter:
     """Keeps step metrics on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: Callable[..., None]):
-        """Stores `report`, a function of the steps done, `"train"` and the means."""
+        """Stores `report`, called with the steps done, `"train"` and the means."""
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
@@ -96,7 +96,7 @@ class StepMeter:
             self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
-        """Waits for all steps up to the last one, `done`, and checks them.
+        """Waits for all steps up to step `done`, the last one, and checks them.
 
         Raises:
           TrainingDivergedError: if a step was not finite, or its ids exceeded the
@@ -184,7 +184,7 @@ class RunReport:
         """
         if self._file is None:
             return
-        from matplotlib.figure import Figure  # which takes a third of a second
+        from matplotlib.figure import Figure  # takes a third of a second
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -274,7 +274,7 @@ def drop_repeated_records(
 
     The run continues after `step` steps, with an evaluation before the next step if
     `evaluates`. The file is replaced atomically, so a kill leaves the old or the new
-    one.
+    file.
     """
     path = directory / RECORDS_FILE
     kept = ""

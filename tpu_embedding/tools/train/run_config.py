@@ -1,8 +1,8 @@
-"""Run configs, and the functions that load one from a Python file and change it.
+"""Run configs, and functions that load a config from a Python file and change it.
 
-A config is plain data in sections, plus two functions that make the optimizers. They
-are functions because a learning rate schedule depends on `num_steps`, which the command
-line can change.
+A config is plain data in sections, plus two functions that make the optimizers. The
+config has functions instead of optimizers because a learning rate schedule depends on
+`num_steps`, which the command line can change.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from tpu_embedding.tools.train.models.click import ModelConfig
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
     """Returns a schedule that rises linearly from 0, then stays constant.
 
-    `optax.linear_schedule` computes the same as a difference, with an error of 0.14 %
-    at the first of 24,000 steps.
+    `optax.linear_schedule` computes the same values as a difference, with a rounding
+    error of 0.14 % at the first of 24,000 steps.
 
     Args:
       learning_rate: final learning rate.
@@ -194,17 +194,18 @@ class RunConfig:
         scaled down; table gradients are neither counted nor scaled. `None` sets no
         limit.
       target: metric value that the config promises to reach, or None.
-      capacity: ids per destination and round of the exchange. By default, the plan
-        chooses. It affects the speed, never the results.
+      capacity: number of ids per destination in a round of the exchange. By default,
+        the plan chooses it. It affects the speed, never the results.
       backend: backend of lookups and updates, as in `make_plan`. It affects the speed,
         never the results.
       tables_split_over: devices that a table's rows are split over: `"all"`, or
-        `"slice"`, with a copy of the table in each slice. A table's own placement wins.
-      cache_rows: rows of each table that all devices together cache while the host
-        keeps all rows; see `te.HostRows`. 0 keeps all rows on the devices. A table's
-        own placement wins.
-      rows_directory: directory for memory-mapped files of such tables. By default,
-        their rows are in the host's memory.
+        `"slice"` for a copy of the table in each slice. A placement set for a table
+        takes precedence.
+      cache_rows: number of rows of each table that all devices cache together, while
+        the host keeps all rows; see `te.HostRows`. 0 keeps all rows on the devices. A
+        placement set for a table takes precedence.
+      rows_directory: directory for memory-mapped files with the rows of tables that
+        `cache_rows` keeps on the host. By default, these rows are in the host's memory.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: number of steps per progress line.
       evaluate_every: number of steps between evaluations; 0 evaluates only at the end.
@@ -213,8 +214,8 @@ class RunConfig:
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
       keep_best: whether to also keep the checkpoint with the lowest main metric on the
         held-out data, and make it the result. Every evaluation then saves a checkpoint.
-      patience: number of evaluations without a lower main metric that end the run; 0
-        runs all steps.
+      patience: number of evaluations in a row after which the run ends if none of them
+        has lowered the main metric; 0 runs all steps.
       on_event: called with each `RunEvent` of `train` on the job's first process, for
         your own logging. It can be a dataclass with `__call__`, whose fields `--set`
         can change.
@@ -295,14 +296,15 @@ _RULES: Final = {
 
 
 def list_configs() -> dict[str, pathlib.Path]:
-    """Returns the package's configs, a dict of name to file."""
+    """Returns the package's configs, as a dict from name to file."""
     return {path.stem: path for path in sorted(CONFIGS_DIR.glob("*.py"))}
 
 
 def load_config(name_or_path: str) -> RunConfig:
     """Returns the run config that a Python file defines as `config`.
 
-    Like a script, the file can import modules from its folder. Its errors propagate.
+    Like a script, the file can import modules from its folder. Errors that it raises
+    propagate.
 
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
@@ -324,7 +326,7 @@ def load_config(name_or_path: str) -> RunConfig:
     # Other processes cannot import a module of this name either.
     module = ModuleType(f"config_{path.stem}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # Dataclasses look their module up.
+    sys.modules[module.__name__] = module  # Dataclasses look up their module.
     sys.path.insert(0, str(path.parent))
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))

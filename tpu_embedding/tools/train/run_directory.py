@@ -38,7 +38,7 @@ _FILES: Final = (
 )
 
 _MAX_LINE_BYTES: Final = 2**22
-"""Maximum length of a parsed record. Parsed JSON takes up to 25 times its size."""
+"""Maximum length of a record. Parsed JSON takes up to 25 times as much memory."""
 
 _RECORD_FIELDS: Final = {
     "run": dict,
@@ -58,8 +58,8 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
     """Creates and locks a directory on the first process of a job.
 
     The lock file exists while a process uses the directory. The operating system
-    releases the lock of a killed process. A new directory is removed again if nothing
-    was written to it.
+    releases the lock of a killed process. A directory that this function created is
+    removed again if nothing was written to it.
 
     Raises:
       RunDirectoryError: if another process uses the directory, or it contains a link, a
@@ -98,7 +98,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 ) from error
             except OSError:
                 break  # Some network file systems do not support locks.
-            # Another process may have removed the file after it was opened here.
+            # Another process may have removed the file after this process opened it.
             with contextlib.suppress(FileNotFoundError):
                 is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
         yield
@@ -122,7 +122,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
         except FileNotFoundError:
-            continue  # A running training deletes old checkpoints.
+            continue  # A run in progress deletes old checkpoints.
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise RunDirectoryError(
                 f"{path} must be a file or directory, got a link, pipe or device. Copy "
@@ -161,7 +161,7 @@ def latest_start(
 
 
 def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of a run's evaluations by step, from their last records."""
+    """Returns a run's evaluation metrics by step, from the last record of each step."""
     evaluations = {}
     for record in read_records(directory / RECORDS_FILE):
         values = list(record.get("evaluation", {}).values())
@@ -216,7 +216,7 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a run's file atomically, so a kill leaves the old or the new one."""
+    """Replaces a run's file atomically, so a kill leaves the old or the new text."""
     unfinished = path.with_name(f"{path.name}.partial")
     unfinished.unlink(missing_ok=True)  # It may be a link.
     try:
@@ -252,7 +252,7 @@ def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
     """Checks that strings have the same ids as when the run was trained.
 
     Raises:
-      DataError: if they differ; the message names the feature.
+      DataError: if the ids differ; the message names the feature.
     """
     now = getattr(data, "vocabularies", {})
     for name, vocabulary in vocabularies_of(directory).items() if now else ():

@@ -41,13 +41,15 @@ class Outputs:
 class ModelConfig(Protocol):
     """Hyperparameters of a model, and how to build it: the type of `RunConfig.model`.
 
-    A frozen dataclass, whose fields `--set` can change.
+    A model config is a frozen dataclass, whose fields `--set` can change.
 
-    `feature_config` is called first. The plan is made from its result, before `build`
-    allocates anything, so it can be printed and compared with a checkpoint's plan.
+    `feature_config` is called first, and the plan is made from its result. The plan can
+    thus be printed, and compared with a checkpoint's plan, before `build` allocates
+    anything.
 
-    A model whose features differ from the data set's can have one more method. It runs
-    on the host, with `sizes` and `samples` as in `prepare_features`::
+    If a model's features differ from the features of the data set, the config can have
+    one more method. It runs on the host, with `sizes` and `samples` as in
+    `prepare_features`::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
@@ -74,8 +76,8 @@ class ModelConfig(Protocol):
 
         Returns:
           An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`.
-          `features` are the prepared features of a batch. `dense` are its float32 dense
-          inputs, or None if it has none.
+          `features` are the prepared features of a batch. `dense` are the batch's
+          float32 dense inputs, or None if there are none.
         """
         ...
 
@@ -148,7 +150,7 @@ MAX_DEVIATIONS: Final = 5.0
 """Limit that numbers are clipped to, in standard deviations from the mean."""
 
 MAX_PAIRED: Final = 64
-"""Maximum number of activations that enter the MLP one by one, and in pairs."""
+"""Maximum number of activations that enter the MLP separately and in pairs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,9 +211,9 @@ class ClickModel(nnx.Module):
 
     A number `x` enters twice as `(f(x) - mean) / deviation`: with the logarithm
     `f(x) = signed_log(x)`, and with `f(x) = x`, clipped to `MAX_DEVIATIONS`. Logarithms
-    alone would lose small differences. Both are 0 for a missing number, which a further
-    input flags. The model stores means and deviations, so a server passes the numbers
-    as they are in the data.
+    without the numbers themselves would lose small differences. If a number is missing,
+    its two inputs are 0, and a third input is 1 instead of 0. The model stores means
+    and deviations, so a server passes the numbers as they are in the data.
 
     With classes, the scores are logits `[batch, classes]`. With a label scale, they are
     `mean + deviation * MLP(...)`, in the label's units.
@@ -262,7 +264,7 @@ class ClickModel(nnx.Module):
 
         Args:
           features: inputs of the tables.
-          dense: numbers `[batch]` by name, NaN where missing; None without numbers.
+          dense: numbers `[batch]` by name, NaN where missing; None if there are none.
         """
         activations = self.embedding(features)
         by_feature = [activations[name] for name in sorted(activations)]

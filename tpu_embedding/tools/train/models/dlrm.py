@@ -1,11 +1,12 @@
 """DLRM and DLRM-DCNv2: click models over dense and categorical inputs.
 
-DLRM combines vectors with scalar products: Naumov et al., "Deep Learning Recommendation
-Model for Personalization and Recommendation Systems", arXiv 1906.00091.
+DLRM combines vectors by scalar products; see Naumov et al., "Deep Learning
+Recommendation Model for Personalization and Recommendation Systems", arXiv 1906.00091.
 
-DLRM-DCNv2 combines them with low-rank cross layers: Wang et al., "DCN V2: Improved Deep
-& Cross Network", arXiv 2008.13535. It is the recommendation model of MLPerf Training
-since round 3.0 (`recommendation_v2/torchrec_dlrm` of github.com/mlcommons/training).
+DLRM-DCNv2 combines vectors by low-rank cross layers; see Wang et al., "DCN V2: Improved
+Deep & Cross Network", arXiv 2008.13535. It has been the recommendation model of MLPerf
+Training since round 3.0 (`recommendation_v2/torchrec_dlrm` of
+github.com/mlcommons/training).
 """
 
 import dataclasses
@@ -172,7 +173,7 @@ def cross_all(
 ) -> Float[Array, "batch inputs"]:
     """Applies stacked layers one after another.
 
-    They run in a loop, so XLA:TPU compiles its body only once, which takes 6 s.
+    The layers run in a loop, so XLA:TPU compiles only one layer, which takes 6 s.
     """
 
     @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
