@@ -38,7 +38,7 @@ _BLOCK_BYTES: Final = 2**22
 
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
-    """Returns a record's file rows as shapes: the table, then the slot variables."""
+    """Returns the shape of each file row in a record: table, then slot variables."""
     return [file_rows.file_row(_abstract_table(stack)), *stack.slots]
 
 

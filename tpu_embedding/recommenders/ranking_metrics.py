@@ -142,7 +142,7 @@ class _TopK(Mean):
         *,
         k: int,
     ) -> Self:
-        """Returns the metric of retrieved ids, such as from `te.nn.top_k`.
+        """Returns the metric of retrieved ids, such as those from `te.nn.top_k`.
 
         A sample whose label was not retrieved has the value 0. The label
         `te.inputs.PADDING_ROW_ID`, which pads `ids`, is never found.

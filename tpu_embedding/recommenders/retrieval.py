@@ -184,7 +184,7 @@ def top_k_of_tower(
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
-    """Returns whole tables, and records a call, so that an export includes them."""
+    """Returns whole tables, and records an empty lookup so that exports have them."""
     _, member = find_table(layer.plan, table)
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))

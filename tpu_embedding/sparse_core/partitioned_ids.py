@@ -481,7 +481,7 @@ def _sources(
     num_minibatches = cut.num_minibatches
 
     def steps_of(values: Array) -> Array:
-        """Returns steps between groups; steps to unused minibatches are 0."""
+        """Returns each group's step from the one before; 0 in unused minibatches."""
         last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=1)
         is_used = jnp.arange(MAX_MINIBATCHES)[None, :, None] < num_minibatches
         values = jnp.where(is_used, values, last[:, :, -1:])

@@ -127,12 +127,12 @@ def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
 def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     """Returns a stack's state after a step that did not touch its rows.
 
-    Values shared by all rows advance as in any other step, so they count the same steps
-    for all tables, however tables are stacked. Slot variables are not read or written,
-    so XLA does not copy them and devices do not communicate.
+    Values shared by all rows advance as in any other step, so step counts agree across
+    tables, however tables are stacked. Slot variables are not read or written, so XLA
+    does not copy them and devices do not communicate.
 
     Args:
-      state: from `init_state`, for a rule on touched rows.
+      state: from `init_state`. The rule must update touched rows only.
       stack: the stack, with its rule.
     """
     writer, state = open_state(state, stack)

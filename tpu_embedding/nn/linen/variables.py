@@ -36,7 +36,8 @@ def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.nda
       variables: from `model.init`, or `state.variables`.
 
     Returns:
-      Layer path to table name to NumPy `[vocabulary_size, dim]`.
+      For each layer path, a dict that maps table names to NumPy arrays,
+      `[vocabulary_size, dim]`.
 
     Example:
       >>> import jax.numpy as jnp

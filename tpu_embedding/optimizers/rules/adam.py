@@ -294,7 +294,7 @@ def online_yogi(
 
 
 def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
-    """Moves `v` by `1 - beta_2` of the squared gradients, towards the squares."""
+    """Moves `v` towards the squared gradients, by `1 - beta_2` times the squares."""
     squares = jnp.square(gradients)
     return v - (1 - beta_2) * jnp.sign(v - squares) * squares
 

@@ -79,7 +79,7 @@ def train_batches(
     """
     sizes = sizes or BufferSizes()
     process_samples = plan.process_samples(config.batch_size)
-    # An output shape counts the whole batch's samples, so all ids must be read.
+    # An output shape describes the whole batch, so every process must read all of it.
     can_split = all(
         feature.config.output_shape is None or feature.config.has_own_batch
         for feature in plan.features
