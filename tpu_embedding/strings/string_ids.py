@@ -241,7 +241,7 @@ class Vocabulary:
 
         Raises:
           TypeError: if a token is not a str, or `tokens` is a single string.
-          ValueError: if `tokens` is empty, too long, or has duplicates.
+          ValueError: if `tokens` is empty, has duplicates, or is too long.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
