@@ -50,7 +50,7 @@ def test_a_signal_to_one_process_stops_both_at_a_step(tmp_path):
     statuses, outputs = end(job)
     assert statuses == [75, 75], outputs
     (step,) = (path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert f"step {step} is saved" in outputs[0][0]
+    assert f"stopped at step {step}" in outputs[0][0]
     resumed = run(
         tmp_path, "num_steps=3000", existing_run="resume", stop_at=int(step) + 4
     )
