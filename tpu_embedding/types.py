@@ -267,7 +267,7 @@ def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
 
 
 def is_integer(dtype: Any) -> bool:
-    """Returns True for integers of any width, but not for bools and time spans."""
+    """Returns True for integers of any width, but not for bools and `timedelta64`."""
     return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 

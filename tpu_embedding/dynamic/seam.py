@@ -59,8 +59,8 @@ class DynamicInputs(VocabularyInputs):
         """Returns `Ids64` as uint64, and other ids unchanged.
 
         Raises:
-          TypeError: if the feature already holds rows, or a JAX array may hold only the
-            lower halves of ids.
+          TypeError: if the feature already holds rows, or a JAX array that may have
+            lost the upper halves of ids.
         """
         if isinstance(ids, RowIds):
             raise TypeError(

@@ -183,7 +183,7 @@ class Program:
         return tuple(reversed(equations))
 
     def operations(self) -> list[tuple[str, ...]]:
-        """Returns what must not depend on the number of rows in this program.
+        """Returns the part of this program that the number of rows must not change.
 
         For each operation except reshapes, this is its name followed by one text per
         operand: the value of a constant float, or nothing.

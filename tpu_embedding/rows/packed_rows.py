@@ -500,10 +500,10 @@ def select_lanes(
 def lines_to_add(
     row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
 ) -> Array:
-    """Returns lines, or single values, that hold each value in the lanes of its row.
+    """Returns lines that hold each value in the lanes of its row.
 
-    The lines of a row are consecutive. The lanes of other rows hold a number that
-    changes nothing when added.
+    In a flat layout, these are single values. The lines of a row are consecutive. The
+    lanes of other rows hold a number that changes nothing when added.
     """
     if layout.is_flat:
         return values.reshape(row_ids.shape)

@@ -328,8 +328,8 @@ class Vocabulary:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file for `load`.
 
-        Like Keras's `get_vocabulary`, its list `tokens` has the string of each id: the
-        mask token, `oov_token` for each bucket, then the tokens.
+        Like Keras's `get_vocabulary`, the file's `tokens` are the strings of all ids:
+        the mask token, `oov_token` for each bucket, then the tokens.
 
         Args:
           path: path of the file. An existing file is replaced when the new file is

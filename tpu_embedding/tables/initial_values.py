@@ -170,7 +170,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # The parameters of a single table are then rounded as with several tables.
+    # As variables, so that a single table's parameters round like those of several.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 

@@ -4,7 +4,7 @@
 safetensors library checks their headers.
 
 TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
-for sequences. A fused optimizer with any rule names its slot variables
+for sequences. Whatever its rule, a fused optimizer names its slot variables
 `...NAME.momentum1` and `...NAME.momentum2`, or `...NAME.weight.momentum_1`.
 
 dynamicemb dumps the keys and values of dynamic tables. Each rank of a job writes its

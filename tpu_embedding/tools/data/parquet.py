@@ -411,7 +411,7 @@ class _Zeros:
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Returns a folder's files that match a pattern, by name. A file always matches."""
+    """Returns the file itself, or a folder's files that match a pattern, by name."""
     if directory.is_file():
         return [directory]
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())

@@ -105,7 +105,7 @@ class ZipfIds:
     def draw_ranks(
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> np.ndarray:
-        """Draws independent popularity ranks of the given shape, from 0."""
+        """Draws independent popularity ranks of the given shape, counted from 0."""
         # Inverts the cumulative distribution at uniform random numbers.
         mass = generator.random(shape) * self._mass(self.vocabulary_size + 1.0)
         if self.exponent == 1.0:

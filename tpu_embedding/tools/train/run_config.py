@@ -33,7 +33,7 @@ from tpu_embedding.tools.train.models.click import ModelConfig
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
     """Returns a schedule that rises linearly from 0, then stays constant.
 
-    `optax.linear_schedule` computes the same values as a difference, with a rounding
+    `optax.linear_schedule` computes the same values by subtraction, with a rounding
     error of 0.14 % at the first of 24,000 steps.
 
     Args:
