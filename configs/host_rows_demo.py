@@ -1,4 +1,4 @@
-"""Trains a table of 20 million rows, of which 8 devices cache one million.
+"""Trains a table of 20 million rows; 8 devices cache one million of them.
 
 The host's memory has all rows, and the devices have the rows of recent batches. The
 result is bitwise identical to keeping all rows on the devices (cache_rows=0).

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 help_on_request "$@"
-[ "$#" -eq 0 ] || refuse_option "$1"
+[ "$#" -eq 0 ] || reject_option "$1"
 root=$PWD directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
 python -m build --outdir "$directory" . >"$directory/build.log" 2>&1 || {

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 help_on_request "$@"
 if [ "$#" -gt 0 ]; then
-    [ "$1" = -- ] || refuse_option "$1"
+    [ "$1" = -- ] || reject_option "$1"
     shift
 fi
 setup_environment docs

@@ -27,7 +27,7 @@ while [ "$#" -gt 0 ]; do
         if [ "$1" = --seconds ]; then limit=$2; else out=$2; fi
         shift 2
         ;;
-    *) refuse_option "$1" ;;
+    *) reject_option "$1" ;;
     esac
 done
 if [ -e "$out" ]; then

@@ -25,7 +25,7 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 help_on_request "$@"
 
-refuse() {
+usage_error() {
     echo "scripts/launch_tpu_vm.sh: $1; see scripts/launch_tpu_vm.sh --help" >&2
     exit 2
 }
@@ -43,7 +43,7 @@ while [ "$#" -gt 0 ]; do
     --dry-run) dry_run=yes ;;
     --name | --project | --zone | --type | --wheel | --copy | --bucket | --runtime | \
         --create-option)
-        [ "$#" -gt 0 ] || refuse "$option needs a value"
+        [ "$#" -gt 0 ] || usage_error "$option needs a value"
         case "$option" in
         --copy) files+=("$1") ;;
         --create-option) create_options+=("$1") ;;
@@ -51,24 +51,24 @@ while [ "$#" -gt 0 ]; do
         esac
         shift
         ;;
-    *) refuse_option "$option" ;;
+    *) reject_option "$option" ;;
     esac
 done
 for required in name project zone type wheel; do
-    [ "${!required}" ] || refuse "--$required is required"
+    [ "${!required}" ] || usage_error "--$required is required"
 done
 files+=("$wheel")
 for file in "${files[@]}"; do
-    [ -f "$file" ] || refuse "files of --wheel and --copy must exist, got $file"
+    [ -f "$file" ] || usage_error "files of --wheel and --copy must exist, got $file"
 done
-[ "$#" -gt 0 ] || refuse "pass a command to start after --"
+[ "$#" -gt 0 ] || usage_error "pass a command to start after --"
 if [ -z "$runtime" ]; then
     case "$type" in
     v4-*) runtime=tpu-ubuntu2204-base ;;
     v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
     v5p-*) runtime=v2-alpha-tpuv5 ;;
     v6e-*) runtime=v2-alpha-tpuv6e ;;
-    *) refuse "--runtime is required for the type $type" ;;
+    *) usage_error "--runtime is required for the type $type" ;;
     esac
 fi
 
@@ -106,7 +106,7 @@ wait_for_capacity() {
         echo "$(date +%T): queued resource $name is $state"
         case "$state" in
         ACTIVE) ;;
-        FAILED | SUSPENDED) return 1 ;; # There was no capacity, or it was preempted.
+        FAILED | SUSPENDED) return 1 ;; # Out of capacity, or preempted.
         *) sleep 60 ;;
         esac
     done

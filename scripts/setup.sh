@@ -8,7 +8,7 @@
 #
 #   help_on_request "$@"        for --help or -h, prints the script's first comment and
 #                               ends the script
-#   refuse_option OPTION        ends the script with an error
+#   reject_option OPTION        ends the script with an error
 
 help_on_request() {
     case "${1-}" in
@@ -19,7 +19,7 @@ help_on_request() {
     esac
 }
 
-refuse_option() {
+reject_option() {
     local script
     script=scripts/$(basename "$0")
     echo "$script: unknown option $1; see $script --help" >&2

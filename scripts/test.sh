@@ -45,7 +45,7 @@ case "${1-}" in
     ;;
 esac
 if [ "$#" -gt 0 ]; then
-    [ "$1" = -- ] || refuse_option "$1"
+    [ "$1" = -- ] || reject_option "$1"
     shift
 fi
 

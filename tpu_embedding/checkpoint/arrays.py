@@ -491,7 +491,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
 
 
 def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
-    """Returns a chunk shape for which no two processes write the same chunk."""
+    """Returns a chunk shape that never makes two processes write the same chunk."""
     if isinstance(value, TableToSave):
         num_rows, *row_shape = value.shape
         return (rows_per_chunk(num_rows, row_shape, value.dtype), *row_shape)

@@ -171,7 +171,7 @@ def place_saved_ids(
 def _values(
     arrays: Mapping[str, np.ndarray], evict: Eviction | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values by which a policy ranks ids, and the tie-breakers."""
+    """Returns the values that a policy ranks ids by, and the tie-breakers."""
     last_used, counts = arrays[LAST_USED], arrays[COUNTS]
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts

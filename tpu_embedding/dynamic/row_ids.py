@@ -89,8 +89,8 @@ _CLOCK_LINE: Final = (
 )
 
 _HEADROOM_STDDEVS: Final = 8
-"""Standard deviations by which a round's capacity exceeds the mean number of ids per
-owner. An unused position costs 16 bytes."""
+"""A round's capacity exceeds the mean number of ids per owner by this many standard
+deviations. An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 

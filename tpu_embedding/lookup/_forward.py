@@ -48,7 +48,7 @@ from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
-"""Maximum valence for which the program unrolls the sum over a sample's ids."""
+"""Maximum valence up to which the program unrolls the sum over a sample's ids."""
 
 ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 """Reads the rows at some positions. Ids without a row give zeros."""

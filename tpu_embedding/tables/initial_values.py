@@ -170,7 +170,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # As variables, so that a single table's parameters round like those of several.
+    # As variables, so that parameters round alike for one table and for several.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 

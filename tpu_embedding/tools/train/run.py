@@ -69,7 +69,7 @@ class RunResult:
         config keeps it. None if a signal stopped the run.
       metrics: metrics on the held-out data, the main one first. None if a signal
         stopped the run, after saving its state.
-      target_met: whether the config's target is met. None if there is no target, or if
+      target_met: whether the config's target is met. None without a target, or if
         the teacher's value is unknown.
     """
 
