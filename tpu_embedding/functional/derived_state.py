@@ -412,7 +412,9 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
             return node
         try:
             final = jax.tree.map(
-                final_value, params, node.averages, node.average_momentum
+                functools.partial(final_value, node.average_momentum),
+                params,
+                node.averages,
             )
         except ValueError as error:
             raise ValueError(
@@ -422,7 +424,7 @@ def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[An
         params = jax.tree.map(lambda old, new: new.astype(old.dtype), params, final)
         return node._replace(averages=jax.tree.map(new_average, final, node.averages))
 
-    def final_value(array: Any, average: Any, momentum: Any) -> Any:
+    def final_value(momentum: Any, array: Any, average: Any) -> Any:
         if not hasattr(average, "dtype"):  # Another optimizer trains this array.
             return array
         return catch_up(average, array, waiting_steps, momentum)

@@ -2,17 +2,34 @@
 
 optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
 with a pytree, and Flax's optimizers call it with a model's parameters. In these cases,
-the state has the form of optax's own states: a named tuple whose fields are pytrees
-with the structure of the parameters.
+the state has the form of optax's own states: a named tuple of one step count and of
+pytrees with the structure of the parameters.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.table_rows import table_rows_context
+
+_SHARED: Final = ("count", "average_momentum")
+"""Fields that are equal for all arrays, so that a state has them once."""
+
+
+class PerArray(NamedTuple):
+    """A field whose values are not shaped like their arrays.
+
+    Flax stores each leaf of the parameters' structure with the parameter's sharding,
+    which does not fit an array of another shape.
+
+    Attributes:
+      values: one value per array.
+    """
+
+    values: tuple[Any, ...]
 
 
 def for_each_array(
@@ -28,7 +45,9 @@ def for_each_array(
 
     Returns:
       A transformation. For a single array, its state is the result of `init`. For a
-      pytree of arrays, each field of its state is a pytree with one value per array.
+      pytree of arrays, the state has one `count` for all arrays. A field shaped like
+      its array is a pytree with the structure of the parameters, and any other field is
+      a `PerArray`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,7 +58,7 @@ def for_each_array(
 
     def init_tree(params: Any) -> Any:
         arrays, tree = jax.tree.flatten(params)
-        return outside_in(tree, [init(x) for x in arrays])
+        return outside_in(tree, arrays, [init(x) for x in arrays])
 
     def update_tree(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         arrays, tree = jax.tree.flatten(updates)
@@ -47,15 +66,24 @@ def for_each_array(
         rows = [None] * len(arrays) if params is None else tree.flatten_up_to(params)
         results = [update(*parts) for parts in zip(arrays, states, rows, strict=True)]
         new_updates = tree.unflatten([new for new, _ in results])
-        return new_updates, outside_in(tree, [new_state for _, new_state in results])
+        new_state = outside_in(tree, arrays, [new for _, new in results])
+        return new_updates, new_state
 
-    def outside_in(tree: Any, states: list[Any]) -> Any:
-        """Combines the arrays' states into one state with a pytree in each field."""
-        if not states:
-            return tree.unflatten([])
-        return jax.tree.map(
-            lambda *leaves: tree.unflatten(leaves), *states, is_leaf=_is_none
-        )
+    def outside_in(tree: Any, arrays: list[Any], states: list[Any]) -> Any:
+        """Combines the arrays' states into one state."""
+        if not states or jax.tree.structure(0) == tree:
+            return tree.unflatten(states)
+
+        def combine(path: Any, *leaves: Any) -> Any:
+            if _is_shared(path):
+                return leaves[0]
+            fits = all(
+                leaf is None or jnp.shape(leaf) == jnp.shape(array)
+                for leaf, array in zip(leaves, arrays, strict=True)
+            )
+            return tree.unflatten(leaves) if fits else PerArray(leaves)
+
+        return jax.tree_util.tree_map_with_path(combine, *states, is_leaf=_is_none)
 
     def inside_out(tree: Any, state: Any, arrays: list[Any]) -> list[Any]:
         """Splits a state into one state per array; the inverse of `outside_in`."""
@@ -67,8 +95,16 @@ def for_each_array(
         # rows.
         with table_rows_context(None):
             example = jax.eval_shape(init, arrays[0])
-        structure = jax.tree.structure(example, is_leaf=_is_none)
-        fields = [tree.flatten_up_to(field) for field in structure.flatten_up_to(state)]
+        by_path, structure = jax.tree.flatten_with_path(example, is_leaf=_is_none)
+        fields = []
+        split = zip(by_path, structure.flatten_up_to(state), strict=True)
+        for (path, _), field in split:
+            if _is_shared(path):
+                fields.append([field] * len(arrays))
+            elif isinstance(field, PerArray):
+                fields.append(field.values)
+            else:
+                fields.append(tree.flatten_up_to(field))
         return [
             structure.unflatten([leaves[i] for leaves in fields])
             for i in range(len(arrays))
@@ -79,3 +115,7 @@ def for_each_array(
 
 def _is_none(value: Any) -> bool:
     return value is None
+
+
+def _is_shared(path: Any) -> bool:
+    return bool(path) and getattr(path[-1], "name", None) in _SHARED
