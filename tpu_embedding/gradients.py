@@ -8,6 +8,7 @@ dict.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -32,7 +33,12 @@ from tpu_embedding.plan.plan import (
     summarize,
 )
 from tpu_embedding.plan.shard_map import on_shards
-from tpu_embedding.rows.row_gradients import GUARD, RowGradients, Sealed
+from tpu_embedding.rows.row_gradients import (
+    GUARD,
+    RowGradients,
+    Sealed,
+    WithoutOperators,
+)
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import run_if
 
@@ -52,7 +58,7 @@ T = TypeVar("T")
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class TableGradients:
+class TableGradients(WithoutOperators):
     """Sparse gradients of one plan's tables, on the devices of the samples.
 
     The leaves include row ids, so arithmetic on them raises an error. Use `add`,
@@ -105,10 +111,14 @@ class TableGradients:
 
 
 class _DenseKey(str):
-    """The key of dense gradients. `nnx.Optimizer` shows its repr in an error."""
+    """The key of dense gradients, which `nnx.Optimizer` hashes."""
 
-    def __repr__(self) -> str:
-        return "'dense': pass gradients of te.value_and_grad to te.Optimizer"
+    def __hash__(self) -> int:
+        raise TypeError(
+            "nnx.Optimizer and nnx.split cannot take the gradients of "
+            "te.value_and_grad, which have sparse gradients of tables. Write optimizer "
+            "= te.Optimizer(model, tx), then optimizer.update(model, gradients)."
+        )
 
 
 _DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
@@ -116,7 +126,7 @@ _DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradients:
+class Gradients(WithoutOperators):
     """The gradients of a whole model, as returned by `tpu_embedding.value_and_grad`.
 
     Attributes:
@@ -137,6 +147,24 @@ class Gradients:
 
     dense: Any
     tables: dict[str, TableGradients]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("dense", "tables"):
+            object.__setattr__(self, f"_read_{name}", True)
+        return object.__getattribute__(self, name)
+
+    def __del__(self) -> None:
+        """Warns if only the dense gradients were read, so that no table can train."""
+        facts = vars(self)
+        if "_read_dense" not in facts or "_read_tables" in facts:
+            return
+        if any(table.stacks for table in facts.get("tables", {}).values()):
+            warnings.warn(
+                "The gradients of the tables were never used, only gradients.dense. An "
+                "nnx.Optimizer does not train tables. Write optimizer = te.Optimizer("
+                "model, tx), then optimizer.update(model, gradients).",
+                stacklevel=2,
+            )
 
     def tree_flatten_with_keys(self) -> Any:
         """Returns the children with their keys, for JAX."""

@@ -1,8 +1,12 @@
-"""Dense optimizers that step less often than tables are rejected."""
+"""What the optimizer of the dense parameters means for the tables."""
+
+import gc
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import linen, nnx
 
@@ -18,16 +22,22 @@ WAITING = {
     "MultiSteps": te.optimizers.every_row(
         optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
     ),
-    "fixed": None,
+    "fixed": optax.set_to_zero(),
 }
 
 
 class Model(nnx.Module):
-    def __init__(self, rule=RULE):
+    def __init__(self, rule=RULE, num_devices=1):
         self.embedding = te.TPUEmbedding(
-            te.FeatureConfig(table=TABLE), rule, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+            te.FeatureConfig(table=TABLE),
+            rule,
+            mesh=mesh_of(num_devices),
+            rngs=nnx.Rngs(0),
         )
         self.dense = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids):
+        return self.dense(self.embedding(ids))
 
 
 class LinenModel(linen.Module):
@@ -75,3 +85,288 @@ def test_optimizers_that_collect_gradients_are_refused(tx):
 @pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING.keys())
 def test_tables_that_wait_as_well_or_never_move_are_fine(make, rule):
     make(MULTI_STEPS, rule)
+
+
+IDS = jnp.array([1, 2, 2, 5])
+
+
+def loss_of(predictions, factor):
+    return factor * jnp.sum(predictions**2)
+
+
+@nnx.jit
+def train_step(model, optimizer, factor, **extra_args):
+    compute = te.value_and_grad(lambda model: loss_of(model(IDS), factor))
+    loss, gradients = compute(model)
+    optimizer.update(model, gradients, **extra_args)
+    return loss
+
+
+def trained(tx, factors, num_devices, rule=RULE):
+    """Returns the state of model and optimizer after steps with these factors."""
+    model = Model(rule, num_devices)
+    optimizer = te.Optimizer(model, tx)
+    for factor in factors:
+        train_step(model, optimizer, factor)
+    return model, optimizer
+
+
+def assert_equal_state(first, second):
+    """Asserts equal bits, except in the counts of `apply_if_finite` and Flax."""
+    for state in (first, second):
+        counts = state[1].dense
+        counts.step[...] = 0
+        counts.opt_state = counts.opt_state.inner_state
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(first)),
+        nnx.to_pure_dict(nnx.state(second)),
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad, num_devices):
+    tx = optax.apply_if_finite(optax.adam(0.1), 5)
+    skipped = trained(tx, (1.0, bad, 2.0), num_devices)
+    assert int(skipped[1].opt_state.total_notfinite[...]) == 1
+    assert_equal_state(skipped, trained(tx, (1.0, 2.0), num_devices))
+
+
+@pytest.mark.parametrize("part", ["tables", "dense"])
+def test_a_part_that_is_not_finite_skips_the_whole_step(part):
+    def step(model, optimizer, factor):
+        compute = te.value_and_grad(
+            lambda model: (
+                jnp.sum(model(IDS) ** 2)
+                + factor * jnp.sum(model.embedding(IDS) if part == "tables" else 0.0)
+                + factor * jnp.sum(0.0 if part == "tables" else model.dense.bias)
+            )
+        )
+        optimizer.update(model, compute(model)[1])
+
+    runs = []
+    for factors in ((0.0, jnp.nan, 0.0), (0.0, 0.0)):
+        model = Model()
+        optimizer = te.Optimizer(model, optax.apply_if_finite(optax.adam(0.1), 1))
+        for factor in factors:
+            step(model, optimizer, factor)
+        runs.append((model, optimizer))
+    assert int(runs[0][1].opt_state.total_notfinite[...]) == 1
+    assert_equal_state(*runs)
+
+
+def test_tables_never_take_gradients_that_are_not_finite():
+    """Dense parameters take them after `max_consecutive_errors`, as in optax."""
+    tx = optax.apply_if_finite(optax.adam(0.1), 1)
+    model, _ = trained(tx, (1.0, jnp.nan, jnp.nan), 1)
+    assert np.isnan(model.dense.kernel[...]).all()
+    expected, _ = trained(tx, (1.0,), 1)
+    found = (m.embedding.embedding_tables()["movie"] for m in (model, expected))
+    np.testing.assert_array_equal(*found)
+
+
+def test_linen_skips_such_steps_as_well():
+    states = []
+    for factors in ((1.0, jnp.nan, 2.0), (1.0, 2.0)):
+        state = make_linen(optax.apply_if_finite(optax.adam(0.1), 5))
+
+        def loss_fn(variables, factor, state=state):
+            return loss_of(state.apply_fn(variables, IDS), factor)
+
+        for factor in factors:
+            _, grads = te.linen.value_and_grad(loss_fn)(state.variables, factor)
+            state = state.apply_gradients(grads=grads)
+        states.append((state.variables, state.slots, state.opt_state.inner_state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+ADAM_IF_FINITE = optax.apply_if_finite(ADAM, 5)
+SKIPS_MULTI_STEPS = optax.MultiSteps(
+    ADAM, 4, should_skip_update_fn=optax.skip_not_finite
+)
+SKIPS_PART = {
+    "partition": (
+        optax.partition(
+            {"all": ADAM_IF_FINITE}, lambda p: jax.tree.map(lambda _: "all", p)
+        ),
+        RULE,
+    ),
+    "masked": (optax.chain(optax.clip(1.0), optax.masked(ADAM_IF_FINITE, True)), RULE),
+    "MultiSteps": (SKIPS_MULTI_STEPS, WAITING["gradient_steps"]),
+    "inside MultiSteps": (
+        optax.MultiSteps(ADAM_IF_FINITE, 4),
+        WAITING["gradient_steps"],
+    ),
+}
+
+
+@makers
+@pytest.mark.parametrize("tx, rule", SKIPS_PART.values(), ids=SKIPS_PART.keys())
+def test_skips_of_a_part_are_rejected(make, tx, rule):
+    with pytest.raises(ValueError, match=r"tx .*optax\.apply_if_finite"):
+        make(tx, rule)
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+OF_WHOLE_MODEL = {
+    "alone": ("clip_by_global_norm", CLIP),
+    "chain": ("clip_by_global_norm", optax.chain(CLIP, ADAM)),
+    "named chain": ("clip_by_global_norm", optax.named_chain(("clip", CLIP))),
+    "masked": ("clip_by_global_norm", optax.masked(optax.chain(CLIP, ADAM), True)),
+    "partition": (
+        "clip_by_global_norm",
+        optax.partition({"all": CLIP}, lambda p: jax.tree.map(lambda _: "all", p)),
+    ),
+    "flatten": ("clip_by_global_norm", optax.flatten(CLIP)),
+    "inject_hyperparams": (
+        "clip_by_global_norm",
+        optax.inject_hyperparams(optax.clip_by_global_norm)(1.0),
+    ),
+    "apply_if_finite": ("clip_by_global_norm", optax.apply_if_finite(CLIP, 3)),
+    "with_ema": (
+        "clip_by_global_norm",
+        te.optimizers.with_ema(optax.chain(CLIP, ADAM)),
+    ),
+    "update norm": ("normalize_by_update_norm", optax.normalize_by_update_norm()),
+    "NaN": ("zero_nans", optax.chain(optax.zero_nans(), ADAM)),
+}
+
+
+@makers
+@pytest.mark.parametrize("name, tx", OF_WHOLE_MODEL.values(), ids=OF_WHOLE_MODEL.keys())
+def test_what_is_meant_for_the_whole_model_is_warned_of(make, name, tx):
+    with pytest.warns(UserWarning, match=rf"optax\.{name} in tx") as warned:
+        make(tx)
+    assert {warning.filename for warning in warned} == {__file__}
+
+
+OF_DENSE_PARAMETERS = {
+    "clip": optax.clip(1.0),
+    "block rms": optax.clip_by_block_rms(1.0),
+    "adaptive": optax.adaptive_grad_clip(0.1),
+    "adamw": optax.adamw(0.1),
+    "schedule-free": optax.contrib.schedule_free_adamw(0.1),
+    "prodigy": optax.contrib.prodigy(),
+}
+
+
+@pytest.mark.parametrize("tx", OF_DENSE_PARAMETERS.values(), ids=OF_DENSE_PARAMETERS)
+def test_other_optimizers_need_no_warning(tx):
+    trained(tx, (1.0,), 1)
+
+
+NEED_VALUE = {
+    "plateau": optax.chain(ADAM, optax.contrib.reduce_on_plateau()),
+    "polyak": optax.polyak_sgd(),
+}
+
+
+@pytest.mark.parametrize("tx", NEED_VALUE.values(), ids=NEED_VALUE)
+def test_optimizers_that_need_the_loss(tx):
+    model, reference = Model(), Model()
+    optimizer = te.Optimizer(model, tx)
+    expected = nnx.Optimizer(reference, tx, wrt=nnx.Param)
+    _, gradients = te.value_and_grad(lambda m: loss_of(m(IDS), 1.0))(model)
+    value = jnp.float32(3.0)
+    optimizer.update(model, gradients, value=value)
+    expected.update(reference, gradients.dense, value=value)
+    found = (nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, reference))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    with pytest.raises(TypeError, match=r"value.*update\(model, gradients, value=loss"):
+        optimizer.update(model, gradients)
+
+
+def test_linen_passes_the_loss():
+    state = make_linen(NEED_VALUE["polyak"])
+
+    def loss_fn(variables):
+        return loss_of(state.apply_fn(variables, IDS), 1.0)
+
+    loss, grads = te.linen.value_and_grad(loss_fn)(state.variables)
+    new = state.apply_gradients(grads=grads, extra_args={"value": loss})
+    changes, _ = state.tx.update(
+        grads.dense, state.opt_state, state.variables["params"], value=loss
+    )
+    expected = optax.apply_updates(state.variables["params"], changes)
+    jax.tree.map(np.testing.assert_array_equal, new.variables["params"], expected)
+    with pytest.raises(TypeError, match=r"extra_args=\{'value': loss\}"):
+        state.apply_gradients(grads=grads)
+
+
+def test_an_optimizer_that_needs_no_loss_ignores_it():
+    model = Model()
+    optimizer = te.Optimizer(model, te.optimizers.adafactor(0.1))
+    train_step(model, optimizer, 1.0, value=jnp.float32(3.0))
+
+
+@makers
+def test_a_table_without_an_optimizer_is_warned_of(make):
+    with pytest.warns(UserWarning, match=r"'movie'.*optax\.set_to_zero") as warned:
+        make(ADAM, None)
+    assert {warning.filename for warning in warned} == {__file__}
+
+
+def test_set_to_zero_keeps_one_table_of_a_layer_fixed():
+    fixed = te.TableConfig(
+        vocabulary_size=6, dim=4, name="fixed", optimizer=optax.set_to_zero()
+    )
+    int8 = te.TableConfig(
+        vocabulary_size=6, dim=4, name="int8", dtype="int8", optimizer=fixed.optimizer
+    )
+    tables = (TABLE, fixed, int8)
+    features = {table.name: te.FeatureConfig(table=table) for table in tables}
+    plan = te.make_plan(features, mesh_of(1), optimizer=RULE)
+    trained_tables = [t.name for stack in plan.trained_stacks for t in stack.tables]
+    assert trained_tables == ["movie"]
+
+
+def test_gradients_of_tables_that_nobody_uses_are_warned_of():
+    """A plain `nnx.Optimizer` takes dense gradients, and would train no table."""
+    model = Model()
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    _, gradients = te.value_and_grad(lambda m: loss_of(m(IDS), 1.0))(model)
+    optimizer.update(model, gradients.dense)
+    with pytest.warns(UserWarning, match=r"gradients\.dense.*te\.Optimizer"):
+        del gradients
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        te.optimizers.with_ema(ADAM),
+        te.optimizers.adafactor(0.1),
+        te.optimizers.ftrl(0.1),
+    ],
+    ids=["with_ema", "adafactor", "ftrl"],
+)
+def test_annotated_parameters(tx):
+    """Only state shaped like a parameter is sharded like it."""
+
+    def make(annotate, num_devices):
+        model = Model(num_devices=num_devices)
+        initializers = {"kernel_init": nnx.initializers.ones_init()}
+        if annotate:
+            initializers = {
+                "kernel_init": nnx.with_partitioning(
+                    nnx.initializers.ones_init(), (None, "shard")
+                ),
+                "bias_init": nnx.with_partitioning(
+                    nnx.initializers.zeros_init(), ("shard",)
+                ),
+            }
+        model.dense = nnx.Linear(4, 8, rngs=nnx.Rngs(0), **initializers)
+        return model
+
+    found = []
+    for annotate in (True, False):
+        with jax.set_mesh(mesh_of(2)):
+            model = make(annotate, 2)
+            optimizer = te.Optimizer(model, tx)
+            for factor in (1.0, 0.5):
+                train_step(model, optimizer, factor)
+            optimizer.finalize_variable_values(model)
+        found.append(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    # XLA may fuse, and so round, sharded arithmetic differently.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), *found)

@@ -204,6 +204,11 @@ def clipped(gradients):
         lambda x: jax.tree.map(lambda y: 2 * y, x),
         lambda x: jax.tree.map(lambda y: y / 2, x),
         lambda x: jax.tree.map(lambda y: -y, x),
+        lambda x: x + x,
+        lambda x: 0.5 * x,
+        lambda x: np.float32(0.5) * x,
+        lambda x: x["embedding"] / 2,
+        lambda x: -x,
     ],
 )
 @pytest.mark.parametrize("run", [lambda x: x, jax.jit], ids=["eager", "jit"])
@@ -232,7 +237,7 @@ def test_what_else_is_done_with_gradients(gradients):
     for part in (first, second):
         assert te.gradients.global_norm(part) == te.gradients.global_norm(gradients)
     dense = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(ValueError, match=r"te\.value_and_grad to te\.Optimizer"):
+    with pytest.raises(TypeError, match=r"te\.Optimizer\(model, tx\)"):
         dense.update(model, gradients)
 
 
@@ -278,3 +283,11 @@ def test_a_feature_may_have_a_combiner_of_its_own():
     rows = layer.embedding_tables()["t"][MATRIX]
     for combiner, activations in found.items():
         np.testing.assert_allclose(activations, pooled(rows, combiner), rtol=1e-6)
+
+
+def test_a_property_of_tensorflow_is_a_method_here(trained):
+    model, *_ = trained
+    for habit in (lambda x: x["t0"], list, lambda x: "t0" in x):
+        with pytest.raises(TypeError, match=r"write|Write layer\.embedding_tables\(\)"):
+            habit(model.embedding.embedding_tables)
+    assert te.TPUEmbedding.embedding_tables.__doc__

@@ -275,7 +275,7 @@ def test_weights_of_ids_can_be_learned():
     _, gradients = te.value_and_grad(lambda m: jnp.sum(m(ids)))(model)
     rows = model.embedding.embedding_tables()["t"][ids]
     np.testing.assert_allclose(
-        gradients.dense["weights"].get_value(), rows.sum(axis=2), rtol=1e-5, atol=1e-6
+        gradients["weights"].get_value(), rows.sum(axis=2), rtol=1e-5, atol=1e-6
     )
 
 
@@ -358,7 +358,7 @@ def test_flax_optimizer_does_not_take_the_gradients():
             + jnp.sum(m.embedding(np.zeros((2, 3), int)))
         )
     )(model)
-    with pytest.raises(ValueError, match="gradients of .* to te.Optimizer"):
+    with pytest.raises(TypeError, match=r"te\.Optimizer\(model, tx\)"):
         optimizer.update(model, gradients)
     np.testing.assert_array_equal(model.linear.kernel.get_value(), before)
 

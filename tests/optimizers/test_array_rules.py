@@ -33,8 +33,9 @@ def test_each_array_has_its_own_state():
 
 def test_rows_may_be_absent():
     gradients = {"a": jnp.asarray([2.0]), "b": jnp.asarray([3.0])}
-    updates, state = RULE.update(gradients, {"a": 5.0, "b": 7.0})
-    assert (updates, state) == ({"a": 10.0, "b": 21.0}, {"a": 6.0, "b": 8.0})
+    state = jax.tree.map(lambda x: x + 3, gradients)
+    updates, state = RULE.update(gradients, state)
+    assert (updates, state) == ({"a": 10.0, "b": 18.0}, {"a": 6.0, "b": 7.0})
 
 
 class Fields(NamedTuple):

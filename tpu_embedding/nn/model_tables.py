@@ -13,9 +13,14 @@ import jax.numpy as jnp
 
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
-from tpu_embedding.gradients import Gradients, TableGradients, global_norm
-from tpu_embedding.optimizers.probe import LOOKAHEAD
-from tpu_embedding.optimizers.resolve import COLLECTING, find_state
+from tpu_embedding.gradients import (
+    Gradients,
+    TableGradients,
+    all_finite,
+    global_norm,
+    update_if,
+)
+from tpu_embedding.nn.dense_optimizer import skips_steps
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -51,61 +56,34 @@ ModelSlots = dict[str, Any]
 """Path of each layer in the model to the slot variables of its stacks."""
 
 
-def init_model_slots(layers: ModelTables, opt_state: Any) -> ModelSlots:
-    """Returns the slot variables before the first step.
-
-    Raises:
-      ValueError: if the dense optimizer accumulates gradients over several steps but
-        the tables' optimizers do not, or if the dense optimizer is `optax.lookahead`.
-    """
-    if find_state(opt_state, ("LookaheadState",)):
-        raise ValueError(
-            "The optimizer of the dense parameters must take plain arrays, got "
-            f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
-        )
-    slots = {
+def init_model_slots(layers: ModelTables) -> ModelSlots:
+    """Returns the slot variables before the first step."""
+    return {
         path: functional.init_slots(tables.stacks, tables.plan)
         for path, tables in layers.items()
     }
-    each_step = [
-        stack
-        for path, tables in layers.items()
-        for stack in tables.plan.trained_stacks
-        if stack.optimizer.gradient_steps == 1
-        and not find_state(slots[path][stack.name], COLLECTING)
-    ]
-    collecting = find_state(opt_state, COLLECTING)
-    if collecting and each_step:
-        raise ValueError(
-            "The optimizer of the dense parameters must step with each update, like "
-            f"table {each_step[0].tables[0].name!r}, got one that collects the "
-            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
-            "Pass its inner optimizer, add the gradients of the micro-batches, "
-            "and update once:\n"
-            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
-            "  total = te.gradients.add(*parts)\n"
-            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
-            "  optimizer.update(model, gradients)\n"
-            "Or make the tables collect as well: te.optimizers.every_row(rule, "
-            "gradient_steps=4)."
-        )
-    return slots
 
 
 def apply_model_gradients(
     layers: ModelTables,
     slots: Mapping[str, Any],
     gradients: Gradients,
-    update_dense: Callable[[], _Result],
+    opt_state: Any,
+    update_dense: Callable[[Any], _Result],
 ) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result]:
     """Updates the dense parameters and the tables of a model, as one step.
+
+    If the dense optimizer skips steps that are not finite, a NaN in any gradient skips
+    the step of the whole model.
 
     Args:
       layers: tables of the model.
       slots: slot variables of all layers.
       gradients: gradients of the whole model. Layers without gradients also step.
-      update_dense: updates the dense parameters. During this call, an optimizer with
-        `global_clipnorm` can read the norm of the model's gradients.
+      opt_state: state of the dense optimizer.
+      update_dense: updates the dense parameters, given their gradients. During this
+        call, an optimizer with `global_clipnorm` can read the norm of the model's
+        gradients.
 
     Returns:
       New stacks and slot variables by layer, and the result of `update_dense`.
@@ -113,20 +91,46 @@ def apply_model_gradients(
     norm = None
     if any(steps.takes_model_norm(tables.plan) for tables in layers.values()):
         norm = global_norm(gradients)
-    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
-        result = update_dense()
-    updated = {
-        path: functional.apply_gradients(
-            tables.stacks,
-            slots[path],
-            gradients.tables.get(path, TableGradients({}, tables.plan)),
-            tables.plan,
-            norm,
+
+    def update_tables(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        stacks, slots = state
+        updated = {
+            path: functional.apply_gradients(
+                stacks[path],
+                slots[path],
+                gradients.tables.get(path, TableGradients({}, tables.plan)),
+                tables.plan,
+                norm,
+            )
+            for path, tables in layers.items()
+        }
+        return (
+            {path: new_stacks for path, (new_stacks, _) in updated.items()},
+            {path: new_slots for path, (_, new_slots) in updated.items()},
         )
-        for path, tables in layers.items()
-    }
-    stacks = {path: new_stacks for path, (new_stacks, _) in updated.items()}
-    return stacks, {path: new_slots for path, (_, new_slots) in updated.items()}, result
+
+    dense, skips = gradients.dense, skips_steps(opt_state)
+    if skips:
+        is_finite = all_finite(gradients)
+        # The dense optimizer decides by its own gradients, and counts skipped steps.
+        dense = jax.tree.map(lambda g: jnp.where(is_finite, g, jnp.nan), dense)
+    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
+        try:
+            result = update_dense(dense)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise TypeError(
+                f"The optimizer of the dense parameters needs more arguments: {error}. "
+                "Write optimizer.update(model, gradients, value=loss), or, in Linen, "
+                "state.apply_gradients(grads=grads, extra_args={'value': loss})."
+            ) from error
+    state = ({path: tables.stacks for path, tables in layers.items()}, dict(slots))
+    if skips:
+        state = update_if(is_finite, update_tables, state)
+    else:
+        state = update_tables(state)
+    return (*state, result)
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:

@@ -14,6 +14,7 @@ from tpu_embedding.functional.derived_state import (
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
@@ -92,21 +93,30 @@ class Optimizer(ShortRepr):
           model: owns at least one `TPUEmbedding`.
           tx: optimizer of the dense parameters. It does not see the tables, so clip the
             gradients of the whole model with `te.gradients.clip_by_global_norm`.
+            `optax.apply_if_finite(tx, n)` skips whole steps: a gradient that is not
+            finite changes neither tables nor dense parameters.
           wrt: filter of the dense parameters.
 
         Raises:
           ValueError: if the model has no `TPUEmbedding`, or if `tx` accumulates
             gradients over several steps, as `optax.MultiSteps` does, but the tables'
             optimizers do not.
+
+        Warns:
+          UserWarning: if a table has no optimizer, or a part of `tx` is meant for the
+            whole model, such as `optax.clip_by_global_norm`.
         """
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
         check_filter("te.Optimizer", wrt, model)
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
-        self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+        self.dense = nnx.Optimizer(model, optax.with_extra_args_support(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
-        slots = init_model_slots(_tables_of(layers), self.dense.opt_state)
+        slots = init_model_slots(_tables_of(layers))
+        check_dense_optimizer(
+            "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 6
+        )
         self.slots = SlotVariables(slots)
         for layer in layers.values():
             layer.tables_with_derived_state |= tables_with_derived_state(layer.plan)
@@ -133,7 +143,12 @@ class Optimizer(ShortRepr):
         facts = {path or "layer": repr(plan) for path, plan in self.plans}
         return {"dense": f"step and state of tx in {num_arrays} arrays", **facts}
 
-    def update(self, model: nnx.Module, gradients: Gradients | None = None) -> None:
+    def update(
+        self,
+        model: nnx.Module,
+        gradients: Gradients | None = None,
+        **extra_args: Any,
+    ) -> None:
         """Applies gradients to the model in place.
 
         Under `jit`, donate model and optimizer. Each call is one step for all tables of
@@ -143,9 +158,12 @@ class Optimizer(ShortRepr):
         Args:
           model: the model this optimizer was made for.
           gradients: from `tpu_embedding.value_and_grad`.
+          **extra_args: what `tx` needs besides gradients, such as `value=loss` for
+            `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
 
         Raises:
-          TypeError: if the gradients come from `nnx.grad`, which leaves tables out.
+          TypeError: if the gradients come from `nnx.grad`, which leaves tables out, or
+            if `tx` needs an argument that is missing.
           ValueError: if model, optimizer and gradients have different layers.
         """
         gradients = check_gradients(
@@ -167,7 +185,8 @@ class Optimizer(ShortRepr):
             _tables_of(layers),
             slots,
             gradients,
-            lambda: self.dense.update(model, gradients.dense),
+            self.dense.opt_state,
+            lambda dense: self.dense.update(model, dense, **extra_args),
         )
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])

@@ -79,12 +79,16 @@ def resolve_optimizer(
 ) -> RowOptimizer | None:
     """Returns how the layer applies an optimizer to a table with `dim` columns.
 
-    Tables with equal results share a stack.
+    Tables with equal results share a stack. The result is None for a table that stays
+    fixed, because it has no optimizer or has `optax.set_to_zero()`.
 
     Raises:
       NotRowLocalError: if the rule mixes rows.
       ValueError: if the name is unknown, or modes contradict each other.
     """
+    update = getattr(optimizer, "update", None)
+    if getattr(update, "__qualname__", "").startswith("set_to_zero."):
+        return None
     if optimizer is None:
         return None
     try:

@@ -187,15 +187,12 @@ def name_tables(
                 f"different settings: {unequal}. Rename one of them, or use one "
                 "TableConfig to share a table."
             )
-        named.append((name, config))
-    return [
-        NamedTable(
-            name=name,
-            config=config,
-            optimizer=_resolved_optimizer(name, config, optimizer),
-        )
-        for name, config in named
-    ]
+        resolved = _resolved_optimizer(name, config, optimizer)
+        if resolved is None and config.optimizer is None:
+            # The layer's `optax.set_to_zero()` keeps it fixed, unlike no optimizer.
+            config = dataclasses.replace(config, optimizer=optimizer)
+        named.append(NamedTable(name=name, config=config, optimizer=resolved))
+    return named
 
 
 def _resolved_optimizer(
@@ -203,15 +200,16 @@ def _resolved_optimizer(
 ) -> RowOptimizer | None:
     """Returns the table's own optimizer, or else the shared one."""
     own_or_shared = config.optimizer or optimizer
-    if config.dtype_name == "int8" and own_or_shared is not None:
+    resolved = resolve_optimizer(own_or_shared, name, config.dim)
+    if config.dtype_name == "int8" and resolved is not None:
         source = "its own" if config.optimizer else "the layer's"
         raise ValueError(
             "TableConfig.dtype must not be int8 for a trained table, got it for "
             f"{name!r}, which {source} optimizer trains. int8 rows are for lookup "
-            "only. Use bfloat16 to train this table. To train only other tables, set "
-            "their TableConfig.optimizer and pass no optimizer to the layer."
+            "only. Use bfloat16 to train this table. To keep this table fixed, set its "
+            "TableConfig.optimizer to optax.set_to_zero()."
         )
-    return resolve_optimizer(own_or_shared, name, config.dim)
+    return resolved
 
 
 def _place_tables(

@@ -39,19 +39,27 @@ _ROW_IDS: Final = define_prng_impl(
 """The opaque dtype of sealed integers."""
 
 
+def _reject_arithmetic(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError(
+        "Table gradients do not support arithmetic on their leaves, because some "
+        "leaves are row ids. Use te.gradients.global_norm(gradients), "
+        "te.gradients.clip_by_global_norm, te.gradients.scale or te.gradients.add."
+    )
+
+
+class WithoutOperators:
+    """Rejects Python's arithmetic with an error that names the right functions."""
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _reject_arithmetic
+    __mul__ = __rmul__ = __truediv__ = __pow__ = _reject_arithmetic
+
+
 class _Guard(np.ndarray):
     """A leaf before the sealed leaves. Arithmetic on it raises outside of `jax.jit`.
 
     Without this leaf, JAX would raise an error that doesn't mention gradients: Optax
     starts a norm with `real` or `conj`, which random keys lack.
     """
-
-    def _reject_arithmetic(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "Table gradients do not support arithmetic on their leaves, because some "
-            "leaves are row ids. Use te.gradients.global_norm(gradients), "
-            "te.gradients.clip_by_global_norm, te.gradients.scale or te.gradients.add."
-        )
 
     real = imag = property(_reject_arithmetic)  # pyright: ignore
     conj = __array_ufunc__ = _reject_arithmetic  # pyright: ignore

@@ -14,6 +14,7 @@ from flax import struct
 
 from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -164,7 +165,9 @@ class TrainState(struct.PyTreeNode):
         # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = tx.init(on_mesh.get("params", {}))
-        slots = init_model_slots(layers, opt_state)
+        slots = init_model_slots(layers)
+        plans = {path: tables.plan for path, tables in layers.items()}
+        check_dense_optimizer("te.linen.TrainState", tx, opt_state, plans, slots, 2)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
@@ -178,7 +181,11 @@ class TrainState(struct.PyTreeNode):
         return replicate_on_mesh(state, plan)
 
     def apply_gradients(
-        self, *, grads: Gradients, updates: Mapping[str, Any] | None = None
+        self,
+        *,
+        grads: Gradients,
+        updates: Mapping[str, Any] | None = None,
+        extra_args: Mapping[str, Any] | None = None,
     ) -> "TrainState":
         """Returns the state after one step of all layers.
 
@@ -187,9 +194,12 @@ class TrainState(struct.PyTreeNode):
             without a gradient also advance.
           updates: new values of collections such as `batch_stats`, from
             `model.apply(..., mutable=["batch_stats"])`.
+          extra_args: what `tx` needs besides gradients, such as `{"value": loss}` for
+            `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
 
         Raises:
-          TypeError: if the gradients lack the tables.
+          TypeError: if the gradients lack the tables, or if `tx` needs an argument that
+            is missing.
           ValueError: if they belong to other layers or another plan, or the updates
             name a collection that the state does not have.
         """
@@ -204,11 +214,15 @@ class TrainState(struct.PyTreeNode):
         others = set(self.variables) - {"params", TABLES}
         check_names("Updates", updates or {}, "collections", others)
         params = self.variables.get("params", {})
+        tx = optax.with_extra_args_support(self.tx)
         stacks, slots, (changes, opt_state) = apply_model_gradients(
             layers,
             self.slots,
             grads,
-            lambda: self.tx.update(grads.dense, self.opt_state, params),
+            self.opt_state,
+            lambda dense: tx.update(
+                dense, self.opt_state, params, **(extra_args or {})
+            ),
         )
         variables = {**self.variables, **(updates or {})}
         if "params" in variables:

@@ -1,0 +1,180 @@
+"""Checks what the dense optimizer means for the tables, which it never sees.
+
+An optax wrapper that is meant for the whole model, such as a clip
+by global norm, would act on the dense parameters alone. `te.Optimizer` and
+`te.linen.TrainState` apply such a wrapper to the tables as well if they can. Otherwise
+they raise an error or warn, when they are made.
+
+Most wrappers show in the optimizer's state. A clip leaves no state, but its functions
+still have its name.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+import optax
+
+from tpu_embedding.optimizers.probe import LOOKAHEAD
+from tpu_embedding.optimizers.resolve import COLLECTING, find_state
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+_SKIPPING: Final = "ApplyIfFiniteState"
+_PARTIAL: Final = (
+    "PartitionState",
+    "MultiTransformState",
+    "MaskedState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+)
+"""States of wrappers that pass on only some parameters, or only in some steps."""
+
+_NORM: Final = "te.gradients.global_norm(gradients)"
+_OF_WHOLE_MODEL: Final[Mapping[str, str]] = {
+    "clip_by_global_norm": (
+        "Remove it, and write gradients = te.gradients.clip_by_global_norm(gradients, "
+        "max_norm) before the update"
+    ),
+    "normalize_by_update_norm": (
+        "Remove it, and write gradients = te.gradients.scale(gradients, 1 / "
+        f"{_NORM}) before the update"
+    ),
+    "zero_nans": (
+        "Write tx=optax.apply_if_finite(tx, max_consecutive_errors=5), which skips "
+        "such a step for the whole model"
+    ),
+}
+"""Name of each transformation whose meaning includes the tables, and what to do."""
+
+
+def check_dense_optimizer(
+    owner: str,
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    plans: Mapping[str, EmbeddingPlan],
+    slots: Mapping[str, Any],
+    stacklevel: int,
+) -> None:
+    """Checks the dense optimizer, and warns of what it leaves to the tables.
+
+    Args:
+      owner: name of the caller, for the errors.
+      tx: the dense optimizer.
+      opt_state: its initial state.
+      plans: path of each layer to its plan.
+      slots: path of each layer to the slot variables of its stacks.
+      stacklevel: frames between this function and the user's line.
+
+    Raises:
+      ValueError: if `tx` collects gradients but a table's optimizer does not; if it
+        skips steps for a part of the parameters, or while it collects gradients; or if
+        it is `optax.lookahead`.
+    """
+    if find_state(opt_state, ("LookaheadState",)):
+        raise ValueError(
+            "The optimizer of the dense parameters must take plain arrays, got "
+            f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
+        )
+    _check_collects(opt_state, plans, slots)
+    partial = [
+        type(node).__name__
+        for node in _nodes(opt_state, (*_PARTIAL, "MultiStepsState"))
+        if _skips_part(node)
+    ]
+    if partial:
+        raise ValueError(
+            f"{owner}: tx must skip steps that are not finite for all parameters, got "
+            f"a skip inside {partial[0]}, which would not skip the tables. Write "
+            "tx=optax.apply_if_finite(tx, max_consecutive_errors=5), with the whole "
+            "optimizer inside, or te.gradients.update_if(te.gradients.all_finite("
+            "gradients), update, state)."
+        )
+    for name in sorted({*_names(tx.update)} & {*_OF_WHOLE_MODEL}):
+        warnings.warn(
+            f"{owner}: optax.{name} in tx sees only the dense parameters, not the "
+            f"tables. {_OF_WHOLE_MODEL[name]}.",
+            stacklevel=stacklevel + 1,
+        )
+    fixed = sorted(
+        table.name
+        for plan in plans.values()
+        for stack in plan.stacks
+        for table in stack.tables
+        if stack.optimizer is None
+        and table.config.optimizer is None
+        and table.config.dtype_name != "int8"  # such tables are for lookup only
+    )
+    if fixed:
+        warnings.warn(
+            f"{owner}: tables {fixed} have no optimizer, so they stay fixed. Pass an "
+            "optimizer to the layer or to TableConfig. To keep a table fixed, write "
+            "TableConfig(optimizer=optax.set_to_zero()).",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def skips_steps(opt_state: Any) -> bool:
+    """Returns True if a dense optimizer skips steps whose gradients are not finite."""
+    return find_state(opt_state, (_SKIPPING,)) is not None
+
+
+def _check_collects(
+    opt_state: Any, plans: Mapping[str, EmbeddingPlan], slots: Mapping[str, Any]
+) -> None:
+    each_step = [
+        stack
+        for path, plan in plans.items()
+        for stack in plan.trained_stacks
+        if stack.optimizer.gradient_steps == 1
+        and not find_state(slots[path][stack.name], COLLECTING)
+    ]
+    collecting = find_state(opt_state, COLLECTING)
+    if collecting and each_step:
+        raise ValueError(
+            "The optimizer of the dense parameters must step with each update, like "
+            f"table {each_step[0].tables[0].name!r}, got one that collects the "
+            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
+            "Pass its inner optimizer, add the gradients of the micro-batches, "
+            "and update once:\n"
+            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
+            "  total = te.gradients.add(*parts)\n"
+            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
+            "  optimizer.update(model, gradients)\n"
+            "Or make the tables collect as well: te.optimizers.every_row(rule, "
+            "gradient_steps=4)."
+        )
+
+
+def _nodes(state: Any, type_names: tuple[str, ...]) -> list[Any]:
+    """Returns the outermost nodes of a state with one of these types."""
+    is_wanted = lambda node: type(node).__name__ in type_names  # noqa: E731
+    return [*filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted))]
+
+
+def _skips_part(node: Any) -> bool:
+    """Returns True if a wrapper around a part of an optimizer skips steps in it."""
+    # MultiSteps(should_skip_update_fn=...) keeps the function's findings.
+    skips = bool(getattr(node, "skip_state", ()))
+    return skips or skips_steps(tuple(node))
+
+
+def _names(function: Any) -> Iterator[str]:
+    """Yields the names of functions that made a transformation's functions.
+
+    A wrapper such as `optax.chain` keeps what it wraps in its functions' closures.
+    """
+    waiting, seen = [function], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+        elif callable(value):
+            yield getattr(value, "__qualname__", "").partition(".")[0]
+            cells = getattr(value, "__closure__", None) or ()
+            waiting.extend(cell.cell_contents for cell in cells)
