@@ -89,10 +89,15 @@ def make_plan(mesh, dim, optimizer, rows_per_line, **options):
     return te.make_plan(config, mesh, optimizer=optimizer, **options)
 
 
-def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH, skips=False):
+SKIPPED_STEPS = ["update_if", "apply_if_finite"]
+
+
+def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH, skips="nothing"):
     def make():
-        model = Model(plan, dim, nnx.Rngs(0))
-        return model, te.Optimizer(model, optax.sgd(0.1))
+        model, tx = Model(plan, dim, nnx.Rngs(0)), optax.sgd(0.1)
+        if skips == "apply_if_finite":
+            tx = optax.apply_if_finite(tx, 5)
+        return model, te.Optimizer(model, tx)
 
     graph, state = nnx.split(nnx.eval_shape(make))
     features = {
@@ -110,7 +115,7 @@ def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH, skips=False)
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer))
 
-        if skips:
+        if skips == "update_if":
             return te.gradients.update_if(
                 te.gradients.all_finite(gradients), update, state
             ), loss
@@ -256,20 +261,22 @@ def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("skips", SKIPPED_STEPS)
 @pytest.mark.parametrize(
     "name", full_cases(["adagrad", "every_row", "adafactor"], "adafactor", "every_row")
 )
-def test_a_step_that_may_be_skipped_is_in_place(name):
+def test_a_step_that_may_be_skipped_is_in_place(name, skips):
     plan = make_plan(mesh_of(3), 16, REPRESENTATIVE[name], 1)
-    check(plan, compile_step(plan, 16, skips=True))
+    check(plan, compile_step(plan, 16, skips=skips))
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.exhaustive
-def test_a_step_that_may_be_skipped_is_in_place_on_tpu():
+@pytest.mark.parametrize("skips", SKIPPED_STEPS)
+def test_a_step_that_may_be_skipped_is_in_place_on_tpu(skips):
     mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     plan = make_plan(mesh, 128, ADAGRAD, 1)
-    report = check(plan, compile_step(plan, 128, skips=True))
+    report = check(plan, compile_step(plan, 128, skips=skips))
     assert report.sparse_core_scatters > 0
 
 
