@@ -295,7 +295,7 @@ class TableConfig:
       optimizer: an optax transformation, an optimizer from `tpu_embedding.optimizers`,
         the name of an optimizer that has defaults, such as `"adagrad"`, or a Keras
         optimizer. The fields of a Keras optimizer are read when the plan is made.
-        Defaults to the layer's optimizer.
+        `optax.set_to_zero()` keeps the table fixed. Defaults to the layer's optimizer.
       combiner: how to pool the rows of a sample's ids: `"sum"`, `"mean"` (sum divided
         by the sum of the weights) or `"sqrtn"` (sum divided by the square root of the
         sum of squared weights). A denominator of 0 gives 0. To pool in another way,

@@ -12,10 +12,14 @@ import tpu_embedding as te
 
 random = np.random.default_rng(0)
 pretrained = random.normal(size=(300, 8)).astype(np.float32)  # such as np.load("...")
-words = te.TableConfig(vocabulary_size=300, dim=8, combiner="mean", name="words")
-users = te.TableConfig(
-    vocabulary_size=100, dim=8, name="users", optimizer=te.optimizers.adam(1e-2)
+words = te.TableConfig(
+    vocabulary_size=300,
+    dim=8,
+    combiner="mean",
+    name="words",
+    optimizer=optax.set_to_zero(),
 )
+users = te.TableConfig(vocabulary_size=100, dim=8, name="users")
 features = {
     "title": te.FeatureConfig(table=words),
     "user": te.FeatureConfig(table=users),
@@ -24,7 +28,7 @@ features = {
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        self.embedding = te.TPUEmbedding(features, rngs=rngs)  # no common optimizer
+        self.embedding = te.TPUEmbedding(features, te.optimizers.adam(1e-2), rngs=rngs)
         self.linear = nnx.Linear(16, 1, rngs=rngs)
 
     def __call__(self, ids):
