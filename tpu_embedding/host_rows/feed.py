@@ -61,6 +61,7 @@ class Feed(Generic[Batch]):
         # Two batches, since a loop may draw a batch before training on the last.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._fetched_last: dict[Key, FetchedRows] = {}
+        self._ending: Exception | None = None  # StopIteration, or an error
         self._stopped = threading.Event()
         self._reader = Worker("host_rows_reader")
         # NumPy releases the GIL, so it is faster to work on several batches at once.
@@ -72,10 +73,11 @@ class Feed(Generic[Batch]):
     def __next__(self) -> tuple[Batch, dict[Key, FetchedRows]]:
         if any(host.feed is not self for host in self._hosts.values()):
             self._start()
-        while len(self._coming) < self._num_coming:
+        while self._ending is None and len(self._coming) < self._num_coming:
             try:
                 batch = next(self._source)
-            except StopIteration:
+            except Exception as error:  # Raised after the batches before it.
+                self._ending = error
                 break
             rows = self._finders.submit(self._rows_of, batch)
             self._coming.append(_Coming(batch, rows))
@@ -86,7 +88,8 @@ class Feed(Generic[Batch]):
                 self._reader.submit(self._fetch, coming, self._stopped)
             )
         if not self._coming:
-            raise StopIteration
+            assert self._ending is not None
+            raise self._ending
         for key, rows in self._fetched_last.items():
             self._hosts[key].check_brought(rows)
         fetched = self._fetched[0].result()
