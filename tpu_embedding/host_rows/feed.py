@@ -15,6 +15,7 @@ import numpy as np
 
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.host_rows.worker import ENDING, Worker
+from tpu_embedding.transfers import moves_arrays
 
 BATCHES_FETCHED: Final = 3
 """Number of batches being fetched: the next batch, and two more for the reader."""
@@ -70,6 +71,7 @@ class Feed(Generic[Batch]):
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
         return self
 
+    @moves_arrays
     def __next__(self) -> tuple[Batch, dict[Key, FetchedRows]]:
         if any(host.feed is not self for host in self._hosts.values()):
             self._start()
@@ -148,6 +150,7 @@ class Feed(Generic[Batch]):
             for key, rows in rows_of_stacks.items():
                 self._hosts[key].planner.unpin(rows)
 
+    @moves_arrays
     def close(self) -> None:
         """Ends the pipeline, at the end of the batches or earlier.
 
