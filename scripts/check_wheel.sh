@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the source archive and the wheel, checks their metadata for a package index, and
 # unpacks the wheel into a temporary directory. Runs it from there, first as a whole, then
-# without the tools and their dependencies.
+# without the tools. Runs the commands after a plain installation, without any extra.
 # test.sh calls this script. Its environment has the wheel's dependencies.
 #   scripts/check_wheel.sh
 set -euo pipefail
@@ -35,6 +35,19 @@ EOF
 python -m tpu_embedding.tools.cli train synthetic --devices 2 --output-dir run \
     --set num_steps=2 --set batch_size=256 --set data.num_evaluation_samples=1024 |
     tail -n 1
+uv venv --quiet plain
+uv pip install --quiet --python plain/bin/python "$directory"/*.whl
+(
+    unset PYTHONPATH
+    for options in --help "doctor --help" "compile --help" "inspect run"; do
+        # shellcheck disable=SC2086
+        plain/bin/tpu-embedding $options >plain.log || {
+            echo "tpu-embedding $options fails without extras." >&2
+            exit 1
+        }
+    done
+    plain/bin/tpu-embedding export run served --format safetensors | tail -n 1
+)
 rm -r site/tpu_embedding/tools
 files=(quickstart.md examples/linen_dlrm.py guides/{checkpoints,serving}.md)
 python "$root/tests/docs/run_without_tools.py" "${files[@]}" | grep ': run$'

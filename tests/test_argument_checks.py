@@ -182,8 +182,9 @@ TRAINING = {
         lambda x: nnx.Optimizer(x.model, optax.adam(0.1), wrt=nnx.Param).update(
             x.model, x.gradients
         ),
-        "structure error",
-        "gradients of te.value_and_grad to te.Optimizer",
+        "nnx.Optimizer",
+        "te.Optimizer(model, tx)",
+        "optimizer.update(model, gradients)",
     ),
     "update: loss and gradients": (
         lambda x: x.optimizer.update(x.model, (0.0, x.gradients)),

@@ -7,28 +7,40 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tools.cli.test_command import status_of
 from tpu_embedding.extras import MissingExtraError, require_extra
-from tpu_embedding.tools import cli
-from tpu_embedding.tools.train import apply_overrides, load_config, train
+from tpu_embedding.tools.train import load_config, train
 
 
 def test_what_is_there_passes():
-    require_extra("train", "numpy", "tyro", purpose="This test")
+    require_extra("train", "numpy", "matplotlib", purpose="This test")
 
 
 def test_the_error_names_library_extra_and_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    text = r"This test needs the library tyro.*extra `train`: pip install '.\[train\]'"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = r"This test needs the library mat.*extra `train`: pip install '.\[train\]'"
     with pytest.raises(MissingExtraError, match=text):
-        require_extra("train", "numpy", "tyro", purpose="This test")
+        require_extra("train", "numpy", "matplotlib", purpose="This test")
 
 
-def test_the_command_without_its_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    assert cli.main(["train", "synthetic"]) == 2
-    assert "error: The command tpu-embedding needs" in capsys.readouterr().err
-    with pytest.raises(MissingExtraError, match="apply_overrides needs"):
-        apply_overrides(load_config("synthetic"), [])
+NEED_NO_EXTRA = [
+    ["--help"],
+    ["--version"],
+    ["train", "synthetic", "--set", "help"],
+    ["compile", "--help"],
+    ["export", "--help"],
+    ["inspect", "--help"],
+    ["doctor", "--help"],
+]
+
+
+@pytest.mark.parametrize("arguments", NEED_NO_EXTRA, ids=" ".join)
+def test_commands_without_the_extra(arguments, monkeypatch, capsys):
+    for library in ("matplotlib", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert status_of(*arguments) == 0
+    assert status_of("train", "synthetic") == 2
+    assert "pip install '.[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["matplotlib", "tensorboardX"])

@@ -1,6 +1,8 @@
 """Each script explains itself with `--help`, and refuses options that it lacks."""
 
+import importlib.util
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -60,3 +62,19 @@ def test_unknown_option_of_a_shell_script(script, option, no_python):
     assert option in result.stderr
     assert "--help" in result.stderr
     assert not pathlib.Path(no_python["VENV"]).exists()
+
+
+def expanded(words):
+    """Returns words after bash's expansion of braces."""
+    return run(["bash", "-c", f"echo {words}"]).stdout.split()
+
+
+def test_modules_and_tests_that_the_test_script_names():
+    text = (ROOT / "scripts/test.sh").read_text().replace("\\\n", " ")
+    (traced,) = re.findall(r"printf 'tpu_embedding\.%s,' (.*)\)\n", text)
+    modules = [f"tpu_embedding.{name}" for name in expanded(traced)]
+    assert len(modules) > 5
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    paths = expanded(" ".join(re.findall(r"\btests/[\w/{},.]+", text)))
+    assert len(paths) > 5
+    assert missing + [x for x in paths if not (ROOT / x).exists()] == []

@@ -52,6 +52,17 @@ def describe_value(value: Any) -> str:
     return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
 
 
+def type_name(value: Any) -> str:
+    """Returns the name of a value's type with its article.
+
+    Example:
+      >>> type_name(3), type_name([])
+      ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
 _SHOWN = bool | int | float | complex | str | bytes | list | None
 _MAX_LENGTH = 80
 

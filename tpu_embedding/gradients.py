@@ -49,6 +49,7 @@ __all__ = [
     "all_finite",
     "clip_by_global_norm",
     "global_norm",
+    "is_whole",
     "scale",
     "update_if",
 ]
@@ -232,6 +233,40 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
       False
     """
     return _total(gradients, _num_not_finite) == 0
+
+
+def is_whole(gradients: Any) -> Bool[Array, ""]:
+    """Returns False if a lookup could not read all rows of its batch.
+
+    This only happens with `te.SparseCore(exchange=False)`, whose lookups then return
+    NaN. `te.Optimizer` and `te.functional.apply_gradients` skip such a step. In a loop
+    of your own, skip the update of the dense parameters as well.
+
+    Args:
+      gradients: see `global_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> bool(is_whole({"kernel": jnp.array([3.0])}))
+      True
+    """
+    result = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(gradients, is_leaf=_is_table_gradients):
+        if isinstance(leaf, TableGradients):
+            for name, sealed in leaf.stacks.items():
+                if _trained_stack(leaf.plan, name).backend.must_run_all:
+                    result &= _is_whole(sealed, leaf.plan)
+    return result
+
+
+def may_be_partial(plan: EmbeddingPlan) -> bool:
+    """Returns True if `is_whole` can be False for gradients of a plan's tables."""
+    return any(stack.backend.must_run_all for stack in plan.trained_stacks)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _is_whole(sealed: Sealed, plan: EmbeddingPlan) -> Bool[Array, ""]:
+    return _on_shards(lambda x: x.open().is_whole[0], sealed, plan, PartitionSpec())
 
 
 def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:

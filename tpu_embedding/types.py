@@ -140,6 +140,44 @@ class RaggedIds:
         flat = [weight for sample_weights in weights for weight in sample_weights]
         return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
 
+    @classmethod
+    def from_lengths(
+        cls, values: IdArray, lengths: IdArray, weights: IdArray | None = None
+    ) -> "RaggedIds":
+        """Makes ragged ids from flat values, like a TorchRec `KeyedJaggedTensor`.
+
+        Args:
+          values: integers `[num_values]`, the ids of all samples, in sample order.
+          lengths: integers `[batch]`, the number of ids of each sample, at least 0.
+          weights: float32 `[num_values]`, or None.
+
+        Raises:
+          TypeError: if the lengths are not integers.
+          ValueError: if a length is negative, or they don't add up to the number of
+            values or weights.
+
+        Example:
+          >>> RaggedIds.from_lengths([1, 2, 3, 4], [3, 0, 1]).row_splits.tolist()
+          [0, 3, 3, 4]
+        """
+        values, sizes = np.asarray(values), np.asarray(lengths)
+        if sizes.size and not np.issubdtype(sizes.dtype, np.integer):
+            raise TypeError(
+                "RaggedIds.from_lengths: lengths must be integers, got dtype "
+                f"{sizes.dtype}."
+            )
+        sizes = sizes.astype(np.int64)
+        counts = {"values": len(values)}
+        if weights is not None:
+            counts["weights"] = len(weights)
+        if sizes.ndim != 1 or (sizes < 0).any() or {*counts.values()} != {sizes.sum()}:
+            raise ValueError(
+                "RaggedIds.from_lengths: lengths must be [batch], at least 0, and add "
+                f"up to the number of values, got shape {list(sizes.shape)}, minimum "
+                f"{sizes.min(initial=0)} and sum {sizes.sum()} for {counts}."
+            )
+        return cls(values=values, row_splits=np.cumsum([0, *sizes]), weights=weights)
+
 
 @right_names(ids="values", shape="dense_shape")
 @jax.tree_util.register_dataclass

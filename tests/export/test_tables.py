@@ -101,6 +101,14 @@ def test_rows_are_written_at_their_places(row_ids, dtype, tmp_path):
         np.testing.assert_array_equal(found, tensors[name], strict=True)
 
 
+def test_a_name_that_the_format_reserves(tmp_path):
+    table = te.TableConfig(vocabulary_size=5, dim=2, name="__metadata__")
+    layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+    with pytest.raises(te.export.ExportError, match=r"name .*'__metadata__'.*Rename"):
+        te.export.save_tables(layer, tmp_path / "tables")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.full
 def test_host_holds_blocks_and_no_table(tmp_path):
     table = te.TableConfig(vocabulary_size=2_000_000, dim=32, name="large")

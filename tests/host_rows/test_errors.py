@@ -47,6 +47,23 @@ def test_a_step_without_the_loop():
         model.embedding.embedding_tables()
 
 
+def test_an_error_of_the_batches_comes_after_the_batches_before_it():
+    """Batches are drawn early, but a loop trains on all that came before the error."""
+    model, optimizer = make()
+    data = batches(12)
+
+    def broken():
+        yield from data[:7]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        fit(model, optimizer, broken())
+    assert raised.traceback[-1].name == "broken"
+    assert int(optimizer.dense.step.get_value()) == 7
+    fit(model, optimizer, data[7:])
+    check_equal(state_of(model, optimizer), expected(12)[1])
+
+
 def test_an_evaluation_without_the_loop():
     """The next loop raises at its start or end; nothing is lost, and it goes on."""
     model, optimizer = make()

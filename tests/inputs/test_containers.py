@@ -160,3 +160,26 @@ def test_weights_come_with_their_container():
         indices=[[0, 0]], values=[1], dense_shape=[1, 1], weights=[2.5]
     )
     assert read(sparse).weights == [2.5]
+
+
+def test_ragged_ids_from_lengths():
+    weights = np.array([1.0, 2.0, 3.0], np.float32)
+    ids = te.RaggedIds.from_lengths(np.array([2**40, 7, 7]), [2, 0, 1], weights)
+    assert ids.values.tolist() == [2**40, 7, 7] and ids.weights is weights
+    assert ids.row_splits.tolist() == [0, 2, 2, 3]
+    assert te.RaggedIds.from_lengths([], []).row_splits.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "weights", "error"),
+    [
+        ([2, 2], None, ValueError),
+        ([4, -1], None, ValueError),
+        ([[1, 2]], None, ValueError),
+        ([2, 1], [1.0], ValueError),
+        ([1.5, 1.5], None, TypeError),
+    ],
+)
+def test_lengths_that_do_not_fit(lengths, weights, error):
+    with pytest.raises(error, match=r"RaggedIds\.from_lengths: lengths"):
+        te.RaggedIds.from_lengths([1, 2, 3], lengths, weights)

@@ -305,6 +305,106 @@ def test_without_the_exchange_a_step_beyond_the_limit_changes_nothing(num_device
     assert_close(activations, wanted)
 
 
+class Skipping(nnx.Module):
+    """A layer whose stacks may be limited, counted, moved in every step or unused."""
+
+    def __init__(self, num_devices):
+        backend = te.SparseCore(cores=2, max_ids=8, exchange=False)
+        rules = {
+            "wide": None,
+            "other": optax.adam(0.1),
+            "bfloat16": te.optimizers.every_row(optax.sgd(0.1, momentum=0.9)),
+            "unused": te.optimizers.adam(0.1),
+        }
+        features = {
+            name: te.FeatureConfig(
+                table=te.TableConfig(
+                    vocabulary_size=300,
+                    dim=8 if name == "other" else 4,
+                    dtype=jnp.bfloat16 if name == "bfloat16" else jnp.float32,
+                    optimizer=rule,
+                    name=name,
+                )
+            )
+            for name, rule in rules.items()
+        }
+        plan = plan_of(features, backend, num_devices, te.optimizers.adam(0.1))
+        assert any(stack.backend.must_run_all for stack in plan.stacks)
+        self.layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids):
+        rows = self.layer(ids)
+        return self.linear(jnp.concatenate([rows[name] for name in sorted(rows)], 1))
+
+
+def trained_on(batches, num_devices, tx):
+    model = Skipping(num_devices)
+    optimizer = te.Optimizer(model, tx)
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        compute = te.value_and_grad(lambda model: jnp.sum(model(ids) ** 2))
+        loss, gradients = compute(model)
+        optimizer.update(model, gradients)
+        return loss, te.gradients.is_whole(gradients)
+
+    results = [step(model, optimizer, ids) for ids in batches]
+    return (model, optimizer), results
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+@pytest.mark.parametrize("skips", [False, True], ids=["", "apply_if_finite"])
+def test_without_the_exchange_a_step_beyond_the_limit_is_skipped(num_devices, skips):
+    """No table, slot, count, dense parameter or moment changes."""
+    tx = optax.apply_if_finite(optax.adam(0.1), 5) if skips else optax.adam(0.1)
+    size = 32 * num_devices
+    draw = np.random.default_rng(0)
+    fits = {
+        name: (np.arange(size) + draw.integers(99)).astype(np.int32)
+        for name in ("wide", "other", "bfloat16")
+    }
+    hot = fits | {"wide": np.zeros(size, np.int32)}
+    skipped, results = trained_on([fits, hot, fits], num_devices, tx)
+    assert [bool(is_whole) for _, is_whole in results] == [True, False, True]
+    assert [bool(jnp.isnan(loss)) for loss, _ in results] == [False, True, False]
+    expected, _ = trained_on([fits, fits], num_devices, tx)
+    if skips:
+        assert int(skipped[1].opt_state.total_notfinite[...]) == 1
+        for _, optimizer in (skipped, expected):
+            optimizer.dense.step[...] = 0
+            optimizer.dense.opt_state = optimizer.dense.opt_state.inner_state
+    found, wanted = (
+        (
+            nnx.state(model, nnx.Param),
+            model.layer.tables.get_value(),
+            nnx.state(optimizer),
+        )
+        for model, optimizer in (skipped, expected)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_without_the_exchange_sums_of_incomplete_lookups_are_skipped():
+    """The sum of the gradients has a fallback, but the lookups had none."""
+    backend = te.SparseCore(cores=2, max_ids=8, exchange=False)
+    plan = plan_of(WIDE, backend)
+    tables, slots = start(plan)
+    batches = [np.zeros((64, 1), np.int32), np.arange(64, dtype=np.int32)[:, None]]
+    gradients = []
+    for ids in batches:
+        result = te.functional.lookup(tables, {"wide": ids}, plan)
+        gradients.append(
+            te.functional.compute_gradients(result.routing, result.activations, plan)
+        )
+    total = te.gradients.add(*gradients)
+    parts = [*gradients, total, te.gradients.scale(total, 0.5)]
+    whole = [bool(te.gradients.is_whole(x)) for x in parts]
+    assert whole == [False, True, False, False]
+    updated = te.functional.apply_gradients(tables, slots, total, plan)
+    jax.tree.map(np.testing.assert_array_equal, updated, (tables, slots))
+
+
 @pytest.mark.full
 def test_without_the_exchange_sums_of_gradients_lose_no_id():
     """Each lookup fits, and the sum of their gradients does not."""

@@ -50,6 +50,7 @@ from tpu_embedding.checkpoint.state_file import (
     write_state_file,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.update.lazy_update import is_slot
 
 
@@ -82,6 +83,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         tree = _tree_to_save(directory, args)
         return await self._pytree.async_save(directory, args=tree) or []
 
+    @moves_arrays
     def save(self, directory: epath.Path, args: "SaveState") -> None:
         """Saves a state. Returns when everything is written."""
         self._pytree.save(directory, args=_tree_to_save(directory, args))
@@ -90,6 +92,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         """Records the checksums of all arrays once their files are complete."""
         seal_state_file(directory)
 
+    @moves_arrays
     def restore(self, directory: epath.Path, args: RestoreState) -> Any:
         """Restores a state; see `te.restore`."""
         return restore_state(directory, args)
@@ -162,6 +165,7 @@ async def _nothing() -> None:
     pass
 
 
+@moves_arrays
 def save(
     directory: str | os.PathLike[str],
     state: Any,
@@ -247,6 +251,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
         yield
 
 
+@moves_arrays
 def restore(
     directory: str | os.PathLike[str],
     state: Any,

@@ -50,8 +50,10 @@ from tpu_embedding.strings.string_ids import (
     load_vocabularies,
     save_vocabularies,
 )
+from tpu_embedding.transfers import moves_arrays
 
 
+@moves_arrays
 def save(
     model: nnx.Module,
     directory: str | pathlib.Path,
@@ -127,6 +129,7 @@ def save(
         write_document(path, program.signature)
 
 
+@moves_arrays
 def save_tables(
     model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
 ) -> None:
@@ -206,6 +209,7 @@ class ServedModel:
             f"{format_bytes(num_bytes)})"
         )
 
+    @moves_arrays
     def __call__(self, *arguments: Any) -> Any:
         """Runs the model on a batch.
 
@@ -234,6 +238,7 @@ def check_serving_extra() -> None:
     )
 
 
+@moves_arrays
 def load(
     directory: str | pathlib.Path,
     *,

@@ -73,6 +73,12 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
         shape, dtype = specs[name]
+        if name == "__metadata__":
+            raise ExportError(
+                "TableConfig.name must not be '__metadata__' in an export, because "
+                f"safetensors reserves it, got it for a tensor of {path.name}. Rename "
+                "the table."
+            )
         if dtype not in _NAMES:
             raise ExportError(
                 f"{path.name} cannot hold {name!r}: its dtype must be one of "

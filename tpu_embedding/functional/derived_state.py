@@ -37,6 +37,7 @@ from tpu_embedding.rows.access import (
 )
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.tables import table_values
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lazy_update import is_slot, state_specs
@@ -67,6 +68,7 @@ def with_table_values(
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]: ...
 
 
+@moves_arrays
 def with_table_values(
     stacked: dict[str, PackedRows],
     values: Mapping[str, Any],

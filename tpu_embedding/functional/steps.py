@@ -26,7 +26,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tpu_embedding.argument_checks import describe_value
-from tpu_embedding.gradients import TableGradients, global_norm
+from tpu_embedding.gradients import (
+    TableGradients,
+    global_norm,
+    is_whole,
+    may_be_partial,
+)
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
     check_equal_batches,
@@ -62,8 +67,14 @@ from tpu_embedding.update.apply import (
     state_without_rows,
 )
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import state_specs, structure_of_state, values_of
+from tpu_embedding.update.lazy_update import (
+    state_specs,
+    structure_of_state,
+    values_of,
+    with_values,
+)
 from tpu_embedding.update.table_writer import RoundedState, open_state
+from tpu_embedding.xla import run_if
 
 
 @jax.tree_util.register_dataclass
@@ -558,6 +569,7 @@ def apply_gradients(
     gradients: TableGradients,
     plan: EmbeddingPlan,
     gradient_norm: Any = None,
+    only_if: Any = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     """Updates the touched rows of tables and slot variables, as one step.
 
@@ -577,6 +589,8 @@ def apply_gradients(
       gradient_norm: norm of the whole model's gradients, a float32 scalar, for
         optimizers with `global_clipnorm`. Defaults to the norm of these tables'
         gradients.
+      only_if: bool scalar. If it is False, all rows, slot variables and step counts
+        keep their values. Defaults to `te.gradients.is_whole(gradients)`.
 
     Returns:
       New tables and slots. Rows that the step did not look up keep their bits, except
@@ -603,6 +617,8 @@ def apply_gradients(
     _check_states(slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
+    if only_if is None and may_be_partial(plan):
+        only_if = is_whole(gradients)
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
     for stack in plan.stacks:
@@ -611,7 +627,7 @@ def apply_gradients(
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
         specs = state_specs(state, stack)
         if gradient is None and not stack.optimizer.moves_every_row:
-            step = functools.partial(state_without_rows, stack=stack)
+            step = functools.partial(_step_without_rows, only_if=only_if, stack=stack)
             new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
             continue
         used_rows = stack.vocabulary.stacks.used_rows(tables, stack)
@@ -619,10 +635,22 @@ def apply_gradients(
         new_tables[stack.name], new_slots[stack.name] = on_shards(
             functools.partial(_update_shard, stack=stack),
             plan,
-            in_specs=(rows_spec, specs, plan.sample_spec, rows_spec, PartitionSpec()),
+            in_specs=(
+                *(rows_spec, specs, plan.sample_spec, rows_spec),
+                *(PartitionSpec(), PartitionSpec()),
+            ),
             out_specs=(rows_spec, specs),
-        )(tables[stack.name], state, gradient, used_rows, gradient_norm)
+        )(tables[stack.name], state, gradient, used_rows, gradient_norm, only_if)
     return new_tables, new_slots
+
+
+def _step_without_rows(state: Any, only_if: Any, stack: TrainedStackPlan) -> Any:
+    """Advances the values that all rows share, if a condition holds."""
+    new = state_without_rows(state, stack)
+    if only_if is None:
+        return new
+    pairs = zip(values_of(new), values_of(state), strict=True)
+    return with_values(new, [jnp.where(only_if, *pair) for pair in pairs])
 
 
 def _update_shard(
@@ -631,9 +659,19 @@ def _update_shard(
     gradient: Sealed | None,
     used_rows: Any,
     gradient_norm: Any,
+    only_if: Any,
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
+    replaces_update = gradient is not None and stack.backend.replaces_update
+    if only_if is not None and not replaces_update:
+
+        def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
+            return _update_shard(
+                *arrays, gradient, used_rows, gradient_norm, None, stack
+            )
+
+        return run_if(only_if, update_all, (table, state))
     writer, state = open_state(state, stack, used_rows)
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
@@ -653,6 +691,7 @@ def _update_shard(
                     table, state, gradient_rounds(gradient, stack), writer
                 ),
                 stack,
+                only_if,
             )
     return table, writer.closed(state)
 

@@ -12,6 +12,7 @@ from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
 from tpu_embedding.host_rows.planner import unique_rows
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.nn.model_tables import ModelTables
+from tpu_embedding.transfers import moves_arrays
 
 Batch = TypeVar("Batch")
 _NO_ROWS: Final = np.zeros(0, np.int32)
@@ -61,6 +62,7 @@ def open_feed(
         feed.close()
 
 
+@moves_arrays
 def rows_brought(
     layers: ModelTables,
     slots: Mapping[str, Any],

@@ -15,6 +15,7 @@ import numpy as np
 
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.host_rows.worker import ENDING, Worker
+from tpu_embedding.transfers import moves_arrays
 
 BATCHES_FETCHED: Final = 3
 """Number of batches being fetched: the next batch, and two more for the reader."""
@@ -61,6 +62,7 @@ class Feed(Generic[Batch]):
         # Two batches, since a loop may draw a batch before training on the last.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._fetched_last: dict[Key, FetchedRows] = {}
+        self._ending: Exception | None = None  # StopIteration, or an error
         self._stopped = threading.Event()
         self._reader = Worker("host_rows_reader")
         # NumPy releases the GIL, so it is faster to work on several batches at once.
@@ -69,13 +71,15 @@ class Feed(Generic[Batch]):
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
         return self
 
+    @moves_arrays
     def __next__(self) -> tuple[Batch, dict[Key, FetchedRows]]:
         if any(host.feed is not self for host in self._hosts.values()):
             self._start()
-        while len(self._coming) < self._num_coming:
+        while self._ending is None and len(self._coming) < self._num_coming:
             try:
                 batch = next(self._source)
-            except StopIteration:
+            except Exception as error:  # Raised after the batches before it.
+                self._ending = error
                 break
             rows = self._finders.submit(self._rows_of, batch)
             self._coming.append(_Coming(batch, rows))
@@ -86,7 +90,8 @@ class Feed(Generic[Batch]):
                 self._reader.submit(self._fetch, coming, self._stopped)
             )
         if not self._coming:
-            raise StopIteration
+            assert self._ending is not None
+            raise self._ending
         for key, rows in self._fetched_last.items():
             self._hosts[key].check_brought(rows)
         fetched = self._fetched[0].result()
@@ -145,6 +150,7 @@ class Feed(Generic[Batch]):
             for key, rows in rows_of_stacks.items():
                 self._hosts[key].planner.unpin(rows)
 
+    @moves_arrays
     def close(self) -> None:
         """Ends the pipeline, at the end of the batches or earlier.
 

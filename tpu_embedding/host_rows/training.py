@@ -14,6 +14,7 @@ from tpu_embedding.host_rows.stack import FetchedRows
 from tpu_embedding.nn.model_tables import LayerTables, ModelTables
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import checked_layers
+from tpu_embedding.transfers import moves_arrays
 
 
 def host_rows(
@@ -81,6 +82,7 @@ def host_rows(
             for path, layer in layers.items()
         }
 
+    @moves_arrays
     def bring(fetched: Mapping[Key, FetchedRows] | None) -> None:
         slots = {} if optimizer is None else optimizer.slots.get_value()
         lost_reads = {}

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
+from tpu_embedding.transfers import moves_arrays
+
 ENDING: Final = threading.Event()
 """Set when the process exits. Waiting calls must then return."""
 
@@ -49,7 +51,7 @@ def _work(calls: "queue.SimpleQueue[Any]") -> None:
     while (call := calls.get()) is not None and not ENDING.is_set():
         future, function, args = call
         try:
-            future.set_result(function(*args))
+            future.set_result(moves_arrays(function)(*args))
         except BaseException as error:
             future.set_exception(error)
         del call, future, function, args  # They may hold a batch's rows.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tpu_embedding.argument_checks import type_name
 from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -101,7 +102,7 @@ def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
     """Raises TypeError for ids without a static shape."""
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
-            f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
+            f"Feature {feature.name!r} is {type_name(ids)}, whose size changes "
             "from batch to batch; pass the batch through "
             "tpu_embedding.inputs.prepare_features on the host first."
         )

@@ -223,13 +223,11 @@ _ATTRIBUTES: Final = {
 """Attributes of other libraries' layers, and what to use instead."""
 
 
-@right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
 class _Method:
     """A method that TensorFlow has as a property, with an error for that habit."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        functools.update_wrapper(self, function)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
@@ -243,6 +241,7 @@ class _BoundMethod(functools.partial):
         raise TypeError(f"{method} is a method. Write layer.{method}()[{name!r}].")
 
 
+@right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
 class TPUEmbedding(ShortRepr):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 

@@ -18,7 +18,8 @@ from tpu_embedding.gradients import (
     TableGradients,
     all_finite,
     global_norm,
-    update_if,
+    is_whole,
+    may_be_partial,
 )
 from tpu_embedding.nn.dense_optimizer import skips_steps
 from tpu_embedding.optimizers.table_rows import model_gradient_context
@@ -70,11 +71,11 @@ def apply_model_gradients(
     gradients: Gradients,
     opt_state: Any,
     update_dense: Callable[[Any], _Result],
-) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result]:
+) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result, Any]:
     """Updates the dense parameters and the tables of a model, as one step.
 
-    If the dense optimizer skips steps that are not finite, a NaN in any gradient skips
-    the step of the whole model.
+    The whole step is skipped if a lookup could not read all its rows, or if the dense
+    optimizer skips steps that are not finite and any gradient is not finite.
 
     Args:
       layers: tables of the model.
@@ -86,34 +87,21 @@ def apply_model_gradients(
         gradients.
 
     Returns:
-      New stacks and slot variables by layer, and the result of `update_dense`.
+      New stacks and slot variables by layer, the result of `update_dense`, and a bool
+      scalar. If it is False, the caller must drop the dense update. It is None if the
+      dense update always counts.
     """
-    norm = None
+    norm = only_if = keep_dense = None
     if any(steps.takes_model_norm(tables.plan) for tables in layers.values()):
         norm = global_norm(gradients)
-
-    def update_tables(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        stacks, slots = state
-        updated = {
-            path: functional.apply_gradients(
-                stacks[path],
-                slots[path],
-                gradients.tables.get(path, TableGradients({}, tables.plan)),
-                tables.plan,
-                norm,
-            )
-            for path, tables in layers.items()
-        }
-        return (
-            {path: new_stacks for path, (new_stacks, _) in updated.items()},
-            {path: new_slots for path, (_, new_slots) in updated.items()},
-        )
-
-    dense, skips = gradients.dense, skips_steps(opt_state)
-    if skips:
-        is_finite = all_finite(gradients)
+    if any(may_be_partial(tables.plan) for tables in layers.values()):
+        only_if = keep_dense = is_whole(gradients)
+    dense = gradients.dense
+    if skips_steps(opt_state):
+        finite, keep_dense = all_finite(gradients), None
+        only_if = finite if only_if is None else only_if & finite
         # The dense optimizer decides by its own gradients, and counts skipped steps.
-        dense = jax.tree.map(lambda g: jnp.where(is_finite, g, jnp.nan), dense)
+        dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
     with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
         try:
             result = update_dense(dense)
@@ -125,12 +113,27 @@ def apply_model_gradients(
                 "Write optimizer.update(model, gradients, value=loss), or, in Linen, "
                 "state.apply_gradients(grads=grads, extra_args={'value': loss})."
             ) from error
-    state = ({path: tables.stacks for path, tables in layers.items()}, dict(slots))
-    if skips:
-        state = update_if(is_finite, update_tables, state)
-    else:
-        state = update_tables(state)
-    return (*state, result)
+    updated = {
+        path: functional.apply_gradients(
+            tables.stacks,
+            slots[path],
+            gradients.tables.get(path, TableGradients({}, tables.plan)),
+            tables.plan,
+            norm,
+            only_if,
+        )
+        for path, tables in layers.items()
+    }
+    stacks = {path: new_stacks for path, (new_stacks, _) in updated.items()}
+    new_slots = {path: new for path, (_, new) in updated.items()}
+    return stacks, new_slots, result, keep_dense
+
+
+def keep_if(condition: Any, new: Any, old: Any) -> Any:
+    """Returns the new arrays if a condition holds or is None, else the old arrays."""
+    if condition is None:
+        return new
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:

@@ -22,6 +22,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
+    keep_if,
     layer_of_new_ids,
 )
 from tpu_embedding.nn.training import (
@@ -179,15 +180,25 @@ class Optimizer(ShortRepr):
                 f"{sorted(layers)}, got gradients of layers "
                 f"{sorted(gradients.tables)}."
             )
+
+        def dense_state() -> tuple[nnx.State, nnx.State]:
+            return nnx.state(model, self.dense.wrt), nnx.state(self.dense)
+
+        old = jax.tree.leaves(dense_state())
         # The dense update is a callback because it may need the model's norm. It
         # changes the model in place and returns None.
-        stacks, slots, _ = apply_model_gradients(
+        stacks, slots, _, keep_dense = apply_model_gradients(
             _tables_of(layers),
             slots,
             gradients,
             self.dense.opt_state,
             lambda dense: self.dense.update(model, dense, **extra_args),
         )
+        if keep_dense is not None:
+            new, structure = jax.tree.flatten(dense_state())
+            states = structure.unflatten(keep_if(keep_dense, new, old))
+            for module, state in zip((model, self.dense), states, strict=True):
+                nnx.update(module, state)
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
         self.slots.set_value(slots)

@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import describe_value, type_name
 from tpu_embedding.functional import steps
 from tpu_embedding.functional.steps import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
@@ -255,7 +255,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple | list):
         raise TypeError(
-            f"{owner} one scalar, got a {type(loss).__name__} of {len(loss)} values. "
+            f"{owner} one scalar, got {type_name(loss)} of {len(loss)} values. "
             "Write te.value_and_grad(loss_fn, has_aux=True) for a pair (loss, aux)."
         )
     if getattr(loss, "shape", None) != () and not isinstance(loss, float):

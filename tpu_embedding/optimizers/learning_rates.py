@@ -17,6 +17,7 @@ from tpu_embedding.optimizers.checks import (
     real_scalar,
     step_size,
 )
+from tpu_embedding.transfers import moves_arrays
 
 
 def learning_rate_at(
@@ -97,6 +98,7 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
     )
 
 
+@moves_arrays
 def with_hyperparameters(state: Any, **values: Any) -> Any:
     """Returns an optimizer's state with new hyper-parameter values.
 

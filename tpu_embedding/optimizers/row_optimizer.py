@@ -259,9 +259,10 @@ def every_row(
     Args:
       rule: A row-local optax transformation, or an optimizer of this package.
       gradient_steps: Number of steps per update, at least 1. The layer averages the
-        gradients of these steps, and rows do not change in between. This is Keras'
-        `gradient_accumulation_steps`. On a dense array outside the layer, the rule is
-        applied in each call.
+        gradients of these steps, and rows do not change in between. Above 1, the state
+        holds a float32 gradient of the table's size, and each step passes over it. This
+        is Keras' `gradient_accumulation_steps`. On a dense array outside the layer, the
+        rule is applied in each call.
 
     Raises:
       TypeError: If `rule` is not a transformation, or `gradient_steps` is not an int.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.hardware import HardwareInfo
@@ -96,6 +96,13 @@ class Backend:
         """
         return None
 
+    def holds_all(self, ids: Any) -> Bool[Array, "_"]:
+        """Returns `[1]`, False if a step's ids don't fit on any device.
+
+        `ids` are from `prepare_ids`. The core asks only if programs have no fallback.
+        """
+        raise NotImplementedError
+
     def look_up(
         self,
         table: PackedRows,
@@ -117,8 +124,11 @@ class Backend:
         gradient: "Sealed",
         otherwise: UpdateRows,
         stack: "TrainedStackPlan",
+        only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Returns the updated table and rule state, in place if they are donated.
+
+        They don't change if `only_if` is False.
 
         `gradient` is a `StackGradient` of `lookup/_backward.py`. If this backend
         replaces the update, the `backend_ids` of the gradient's routing are from

@@ -25,6 +25,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import PADDING_ROW_ID
 
 Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
@@ -59,6 +60,7 @@ class TopK(NamedTuple):
     ids: Int[Array, "queries k"]
 
 
+@moves_arrays
 def top_k(
     tables: Mapping[str, PackedRows | Array],
     queries: Float[Array, "queries query_dim"],

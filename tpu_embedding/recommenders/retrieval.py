@@ -23,11 +23,13 @@ from tpu_embedding.recommenders.best_rows import (
     find_table,
     merged,
 )
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import PADDING_ROW_ID
 
 _LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
 
+@moves_arrays
 def top_k(
     layer: TPUEmbedding,
     queries: Float[Array, "queries query_dim"],
@@ -121,6 +123,7 @@ def _top_k_with_module(
     )
 
 
+@moves_arrays
 def top_k_of_tower(
     tower: Callable[[Int[Array, " n"]], Float[Array, "n dim"]],
     queries: Float[Array, "queries dim"],

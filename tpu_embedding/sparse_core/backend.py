@@ -14,7 +14,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.argument_checks import (
     broken_rules,
@@ -62,6 +62,7 @@ from tpu_embedding.update.lazy_update import (
     with_slots,
     with_values,
 )
+from tpu_embedding.xla import run_if
 
 _EMULATED_CORES: Final = 2
 """SparseCores per device to emulate on devices without SparseCores."""
@@ -88,12 +89,13 @@ class SparseCore(BackendOptions):
         CPUs and GPUs emulate the operations in plain JAX, for tests.
       exchange: whether to compile XLA's gathers and scatters into the program, for
         steps that 64 minibatches can't hold. They make up most of the program's code
-        and compile time. Without them, such a step leaves this stack's rows unchanged,
-        returns NaN activations, and reports `stats.rounds` of 1 instead of 0; the
-        training command then stops. The loss becomes NaN, and so does everything that
-        it updates, so restore the last checkpoint. A step with a NaN or infinite weight
-        fails in the same way. Stacks that SparseCores can't update, and updates from
-        sums of gradients, always keep the exchange.
+        and compile time. Without them, such a step returns NaN activations, and so a
+        NaN loss, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then
+        skips the whole step: no table, slot variable, dense parameter or count changes.
+        In a loop of your own, `te.gradients.is_whole(gradients)` is False. The training
+        command stops at a NaN loss. A step with a NaN or infinite weight fails in the
+        same way. Stacks that SparseCores can't update, and updates from sums of
+        gradients, always keep the exchange.
 
     Raises:
       ValueError: if an option is out of range.
@@ -254,6 +256,10 @@ class SparseCoreBackend(Backend):
             are_joined=are_joined,
         )
 
+    def holds_all(self, ids: SparseCoreIds) -> Bool[Array, "_"]:
+        """Returns whether the operations' buffers hold all ids; see `Backend`."""
+        return ids.fits
+
     def look_up(
         self,
         table: PackedRows,
@@ -285,6 +291,7 @@ class SparseCoreBackend(Backend):
         gradient: Sealed,
         otherwise: UpdateRows,
         stack: TrainedStackPlan,
+        only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Updates rows with one operation if the ids fit; see `Backend`."""
         if not self.replaces_update:
@@ -322,9 +329,25 @@ class SparseCoreBackend(Backend):
             may_run &= is_finite
         # No lookup has reported whether joined ids fit, so they keep the exchange.
         if self.has_exchange or ids.are_joined:
-            return jax.lax.cond(may_run, update_rows, otherwise, table, state)
-        # Without ids, the operation changes no row, but step counts still advance.
-        return update_rows(table, state, ids.ids.where(may_run))
+
+            def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
+                return jax.lax.cond(may_run, update_rows, otherwise, *arrays)
+
+            arrays = (table, state)
+            return (
+                update_all(arrays)
+                if only_if is None
+                else run_if(only_if, update_all, arrays)
+            )
+        # Without ids, the operation changes no row.
+        if only_if is not None:
+            may_run &= only_if
+        table, new = update_rows(table, state, ids.ids.where(may_run))
+        if only_if is not None:
+            counts = zip(values_of(new), values_of(state), strict=True)
+            kept = [jnp.where(only_if, after, before) for after, before in counts]
+            new = with_values(new, kept)
+        return table, new
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:

@@ -22,6 +22,7 @@ from tpu_embedding.tables.table_values import (
     replace_values,
     unstack_tables,
 )
+from tpu_embedding.transfers import moves_arrays
 
 StateParts = Literal["rows", "all"]
 """`"rows"` means slot variables. `"all"` adds totals of tables and counts of steps."""
@@ -33,6 +34,7 @@ _PARTS_OF_A_SUM = {"value", "rest"}
 """Fields of a compensated sum, which mean little without the name of the sum."""
 
 
+@moves_arrays
 def slot_values(
     slots: Mapping[str, Any], plan: EmbeddingPlan, parts: StateParts = "rows"
 ) -> dict[str, dict[str, np.ndarray]]:
@@ -87,6 +89,7 @@ def slot_values(
     return values
 
 
+@moves_arrays
 def with_slot_values(
     slots: Mapping[str, Any],
     values: Mapping[str, Mapping[str, Any]],

@@ -23,6 +23,7 @@ from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import rows_per_window
 from tpu_embedding.tables.row_stream import read_blocks, write_blocks
+from tpu_embedding.transfers import moves_arrays
 
 
 class NotFinite:
@@ -56,6 +57,7 @@ class NotFinite:
             )
 
 
+@moves_arrays
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:

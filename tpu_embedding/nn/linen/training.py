@@ -29,6 +29,7 @@ from tpu_embedding.nn.model_tables import (
     check_gradients,
     finalize_model_values,
     init_model_slots,
+    keep_if,
     layer_of_new_ids,
 )
 from tpu_embedding.nn.recording import (
@@ -215,7 +216,7 @@ class TrainState(struct.PyTreeNode):
         check_names("Updates", updates or {}, "collections", others)
         params = self.variables.get("params", {})
         tx = optax.with_extra_args_support(self.tx)
-        stacks, slots, (changes, opt_state) = apply_model_gradients(
+        stacks, slots, (changes, opt_state), keep_dense = apply_model_gradients(
             layers,
             self.slots,
             grads,
@@ -226,11 +227,12 @@ class TrainState(struct.PyTreeNode):
         )
         variables = {**self.variables, **(updates or {})}
         if "params" in variables:
-            variables["params"] = optax.apply_updates(params, changes)
+            new = optax.apply_updates(params, changes)
+            variables["params"] = keep_if(keep_dense, new, params)
         return self.replace(
             step=self.step + 1,
             variables=with_stacks(variables, stacks),
-            opt_state=opt_state,
+            opt_state=keep_if(keep_dense, opt_state, self.opt_state),
             slots=slots,
         )
 

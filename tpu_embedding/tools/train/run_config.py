@@ -17,10 +17,15 @@ from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 import optax
+import tyro
 
 import tpu_embedding
-from tpu_embedding.argument_checks import broken_rules, int_rule, raise_all
-from tpu_embedding.extras import require_extra
+from tpu_embedding.argument_checks import (
+    broken_rules,
+    int_rule,
+    raise_all,
+    type_name,
+)
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend import BackendName
@@ -336,7 +341,7 @@ def load_config(name_or_path: str) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"{path} must define `config` as a tpu_embedding.tools.train.RunConfig, "
-            f"got a {type(config).__name__}."
+            f"got {type_name(config)}."
         )
     return config
 
@@ -366,9 +371,6 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
       >>> config.model.dim
       8
     """
-    require_extra("train", "tyro", purpose="apply_overrides")
-    import tyro
-
     arguments = []
     for setting in settings:
         key, _, value = setting.partition("=")

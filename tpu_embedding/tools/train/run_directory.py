@@ -17,6 +17,7 @@ from typing import Any, Final
 import orbax.checkpoint as ocp
 
 from tpu_embedding import distributed
+from tpu_embedding.argument_checks import type_name
 from tpu_embedding.strings.string_ids import (
     VOCABULARIES_DIR,
     Vocabulary,
@@ -194,11 +195,11 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"a line of {len(line):,} bytes")
                 record = json.loads(line.decode())
                 if not isinstance(record, dict):
-                    raise ValueError(f"a {type(record).__name__}")
+                    raise ValueError(type_name(record))
                 for name, kind in _RECORD_FIELDS.items():
                     value = record.get(name)
                     if name in record and not isinstance(value, kind):
-                        raise ValueError(f"a {type(value).__name__} as {name!r}")
+                        raise ValueError(f"{type_name(value)} as {name!r}")
                 for owner in (record, record.get("result", {})):
                     step = owner.get("step", 0)
                     if type(step) is not int or not 0 <= step < 2**63:
