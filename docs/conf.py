@@ -91,7 +91,7 @@ html_theme_options = {
 
 
 def setup(app):
-    """Adds what GitHub hides, tables in docstrings, summaries, links, and pictures."""
+    """Connects the functions below to the events of a build."""
     app.connect("source-read", _show_hidden)
     app.connect("autodoc-process-docstring", _convert_tables)
     app.connect("doctree-read", _summarize)
@@ -104,7 +104,10 @@ _HIDDEN = re.compile(r"^<!-- sphinx\n((?:.*\n)*?)-->\n(?:\n(?:\|.*\n)+)?", re.MU
 
 
 def _show_hidden(app, docname, source):
-    """Replaces GitHub's table of names, see update_pages.py, with the reference."""
+    """Shows what pages hide from GitHub, instead of the table after it.
+
+    `update_pages.py` writes the tables.
+    """
     del app, docname
     source[0] = _HIDDEN.sub(r"\1", source[0])
 
@@ -176,7 +179,7 @@ def _link_names(app, doctree):
 def _inline_pictures(app, doctree):
     """Puts each SVG into the page itself, where it takes the theme's colours.
 
-    It gets a frame, which scrolls on a narrow screen.
+    Its frame scrolls on a narrow screen.
     """
     folder = pathlib.Path(app.env.doc2path(app.env.docname)).parent
     for image in list(doctree.findall(nodes.image)):
@@ -184,7 +187,9 @@ def _inline_pictures(app, doctree):
             file = folder / image["uri"]
             app.env.note_dependency(str(file))
             svg = nodes.raw("", file.read_text(), format="html")
-            image.parent.replace_self(nodes.container("", svg, classes=["picture"]))
+            is_alone = len(image.parent) == 1  # in its paragraph
+            place = image.parent if is_alone else image
+            place.replace_self(nodes.container("", svg, classes=["picture"]))
 
 
 def _convert_tables(app, what, name, obj, options, lines):

@@ -2,10 +2,10 @@
 
     python docs/update_pages.py
 
-GitHub shows a page as it is. So a table of names follows each hidden `sphinx` block of
-`docs/api`, where the site has the whole reference. The Python blocks of a page next to
-a program, such as `docs/examples/resume.md`, show that program. A block begins with the
-same line as before, and the first one after the docstring.
+GitHub shows pages as they are. So a page of `docs/api` has a table of names after each
+hidden `sphinx` block, which the site replaces with the whole reference. A page next to
+a program, such as `docs/examples/resume.md`, shows the program without its docstring.
+If it has several Python blocks, each of them keeps its first line.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def find_pages() -> list[pathlib.Path]:
 
 
 def updated(page: pathlib.Path) -> str:
-    """Returns the text of a page with tables or programs as the files have them now."""
+    """Returns the text of a page with tables or a program that match the files."""
     program = page.with_suffix(".py")
     if program.exists():
         return _with_program(page.read_text(), program.read_text())
