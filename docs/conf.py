@@ -34,7 +34,7 @@ extensions = [
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 nitpicky = False
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["alert"]
 myst_heading_anchors = 4
 
 # Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
@@ -91,11 +91,25 @@ html_theme_options = {
 
 
 def setup(app):
-    """Adds tables in Markdown to docstrings, summaries, links of names, and frames."""
+    """Connects the functions below to the events of a build."""
+    app.connect("source-read", _show_hidden)
     app.connect("autodoc-process-docstring", _convert_tables)
     app.connect("doctree-read", _summarize)
     app.connect("doctree-read", _link_names)
-    app.connect("doctree-read", _frame_pictures)
+    # Before Sphinx collects the pictures' files.
+    app.connect("doctree-read", _inline_pictures, priority=400)
+
+
+_HIDDEN = re.compile(r"^<!-- sphinx\n((?:.*\n)*?)-->\n(?:\n(?:\|.*\n)+)?", re.MULTILINE)
+
+
+def _show_hidden(app, docname, source):
+    """Shows what pages hide from GitHub, instead of the table after it.
+
+    `update_pages.py` writes the tables.
+    """
+    del app, docname
+    source[0] = _HIDDEN.sub(r"\1", source[0])
 
 
 _MODULES = {
@@ -162,14 +176,20 @@ def _link_names(app, doctree):
         link += literal
 
 
-def _frame_pictures(app, doctree):
-    """Puts each picture into a frame, which scrolls on a narrow screen."""
-    del app
-    for picture in list(doctree.findall(nodes.raw)):
-        if picture.astext().startswith("<svg"):
-            frame = nodes.container(classes=["picture"])
-            picture.replace_self(frame)
-            frame += picture
+def _inline_pictures(app, doctree):
+    """Puts each SVG into the page itself, where it takes the theme's colours.
+
+    Its frame scrolls on a narrow screen.
+    """
+    folder = pathlib.Path(app.env.doc2path(app.env.docname)).parent
+    for image in list(doctree.findall(nodes.image)):
+        if image["uri"].endswith(".svg"):
+            file = folder / image["uri"]
+            app.env.note_dependency(str(file))
+            svg = nodes.raw("", file.read_text(), format="html")
+            is_alone = len(image.parent) == 1  # in its paragraph
+            place = image.parent if is_alone else image
+            place.replace_self(nodes.container("", svg, classes=["picture"]))
 
 
 def _convert_tables(app, what, name, obj, options, lines):

@@ -33,7 +33,12 @@ LABELS: Final = {
 """Name and unit of each metric."""
 
 INK: Final = "#444444"
-"""Colour of words and axes: the theme's, where a page includes the chart."""
+"""Colour of words and axes: the theme's, where a page has a theme."""
+
+INK_RULES: Final = (
+    f"svg {{ --ink: {INK}; }} "
+    "@media (prefers-color-scheme: dark) { svg { --ink: #cccccc; } } "
+)
 
 STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
@@ -75,7 +80,10 @@ def svg_of(figure: Figure, title: str) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
-    text = text[text.index("<svg") :].replace(INK, f"var(--pst-color-text-base, {INK})")
+    text = text[text.index("<svg") :].replace(
+        INK, "var(--pst-color-text-base, var(--ink))"
+    )
+    text = text.replace('<style type="text/css">', f"<style>{INK_RULES}", 1)
     size = r'width="[\d.]+pt" height="[\d.]+pt"'
     return re.sub(size, f'role="img" aria-label="{title}"', text, count=1)
 

@@ -20,7 +20,7 @@ SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipPar
 def documents():
     for path in sorted(DOCS.rglob("*.md")):
         page = path.relative_to(DOCS)
-        if "_build" in page.parts:
+        if "_build" in page.parts or path.with_suffix(".py").exists():
             continue
         if "python" in path.read_text():
             document = SYBIL.parse(path)

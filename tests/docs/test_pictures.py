@@ -4,6 +4,8 @@ import pathlib
 import re
 import tomllib
 
+import pytest
+
 PICTURES = pathlib.Path(__file__).parents[2] / "docs" / "pictures"
 NAMES = sorted(path.name for path in PICTURES.glob("*.svg"))
 
@@ -12,6 +14,11 @@ def test_pages_show_all_pictures_and_no_others():
     pages = [page.read_text() for page in PICTURES.parent.rglob("*.md")]
     shown = {name for text in pages for name in re.findall(r"pictures/(\w+.svg)", text)}
     assert shown == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_picture_has_colours_for_a_dark_page(name):
+    assert "@media (prefers-color-scheme: dark)" in (PICTURES / name).read_text()
 
 
 def test_picture_of_the_package_has_the_order_of_imports():

@@ -5,6 +5,7 @@ backends: activations, tables and slot variables must be equal up to rounding.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.tiers import matrix, quick_cases, with_ids
+from tpu_embedding.tools.compile_report import hlo
 
 BATCH, STEPS = 20, 3
 TOLERANCE = dict(rtol=2e-5, atol=1e-6)  # Sums of float32 in another order.
@@ -303,6 +305,41 @@ def test_without_the_exchange_a_step_beyond_the_limit_changes_nothing(num_device
     *expected, wanted, _ = step_of(other)(*start(other), fits)
     assert_close(values_of(*after, plan), values_of(*expected, other))
     assert_close(activations, wanted)
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter")
+
+
+@pytest.mark.full
+def test_loops_of_several_stacks_have_no_collectives():
+    """XLA:CPU deadlocks if devices run collectives of two loops in different orders."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=300, dim=dim, name=name)
+        )
+        for name, dim in {"narrow": 4, "wide": 8}.items()
+    }
+    plan = plan_of(features, te.SparseCore(cores=2, max_ids=8, exchange=False))
+    assert len(plan.stacks) == 2
+    ids = dict.fromkeys(features, jnp.zeros((32, 2), jnp.int32))
+    compiled = step_of(plan).lower(*start(plan), ids).compile()
+    module = hlo.parse_module(compiled.as_text())
+
+    def inside(name, seen):
+        """Yields all instructions that a computation runs."""
+        if name in seen or name not in module.computations:
+            return
+        for instruction in module.computations[name].values():
+            yield instruction
+            for inner in re.findall(r"=\{?%([\w.\-]+)", instruction.text):
+                yield from inside(inner, seen | {name})
+
+    instructions = [x for c in module.computations.values() for x in c.values()]
+    assert any(x.base_opcode in COLLECTIVES for x in instructions)
+    bodies = [x.called("body") for x in instructions if x.opcode == "while"]
+    assert bodies
+    in_loops = [x.text for body in bodies for x in inside(body, frozenset())]
+    assert [x for x in in_loops if any(f" {c}(" in x for c in COLLECTIVES)] == []
 
 
 class Skipping(nnx.Module):

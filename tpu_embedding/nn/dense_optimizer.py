@@ -21,31 +21,15 @@ from tpu_embedding.optimizers.resolve import COLLECTING, find_state
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 _SKIPPING: Final = "ApplyIfFiniteState"
-_PARTIAL: Final = (
-    "PartitionState",
-    "MultiTransformState",
-    "MaskedState",
-    "ConditionallyMaskState",
-    "ConditionallyTransformState",
-)
-"""States of wrappers that pass on only some parameters, or only in some steps."""
-
-_NORM: Final = "te.gradients.global_norm(gradients)"
 _OF_WHOLE_MODEL: Final[Mapping[str, str]] = {
-    "clip_by_global_norm": (
-        "Remove it, and write gradients = te.gradients.clip_by_global_norm(gradients, "
-        "max_norm) before the update"
-    ),
-    "normalize_by_update_norm": (
-        "Remove it, and write gradients = te.gradients.scale(gradients, 1 / "
-        f"{_NORM}) before the update"
-    ),
-    "zero_nans": (
-        "Write tx=optax.apply_if_finite(tx, max_consecutive_errors=5), which skips "
-        "such a step for the whole model"
-    ),
+    "clip_by_global_norm": "gradients = te.gradients.clip_by_global_norm(gradients, "
+    "max_norm) before the update, and remove it",
+    "normalize_by_update_norm": "gradients = te.gradients.scale(gradients, 1 / "
+    "te.gradients.global_norm(gradients)) before the update, and remove it",
+    "zero_nans": "tx=optax.apply_if_finite(tx, max_consecutive_errors=5), which skips "
+    "such a step for the whole model",
 }
-"""Name of each transformation whose meaning includes the tables, and what to do."""
+"""Name of each transformation whose meaning includes the tables, and the fix."""
 
 
 def check_dense_optimizer(
@@ -77,15 +61,10 @@ def check_dense_optimizer(
             f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
         )
     _check_collects(opt_state, plans, slots)
-    partial = [
-        type(node).__name__
-        for node in _nodes(opt_state, (*_PARTIAL, "MultiStepsState"))
-        if _skips_part(node)
-    ]
-    if partial:
+    if _skips_part(opt_state):
         raise ValueError(
             f"{owner}: tx must skip steps that are not finite for all parameters, got "
-            f"a skip inside {partial[0]}, which would not skip the tables. Write "
+            "a skip of a part, which would not skip the tables. Write "
             "tx=optax.apply_if_finite(tx, max_consecutive_errors=5), with the whole "
             "optimizer inside, or te.gradients.update_if(te.gradients.all_finite("
             "gradients), update, state)."
@@ -93,7 +72,7 @@ def check_dense_optimizer(
     for name in sorted({*_names(tx.update)} & {*_OF_WHOLE_MODEL}):
         warnings.warn(
             f"{owner}: optax.{name} in tx sees only the dense parameters, not the "
-            f"tables. {_OF_WHOLE_MODEL[name]}.",
+            f"tables. Write {_OF_WHOLE_MODEL[name]}.",
             stacklevel=stacklevel + 1,
         )
     fixed = sorted(
@@ -116,7 +95,21 @@ def check_dense_optimizer(
 
 def skips_steps(opt_state: Any) -> bool:
     """Returns True if a dense optimizer skips steps whose gradients are not finite."""
-    return find_state(opt_state, (_SKIPPING,)) is not None
+    is_chain = type(opt_state) is tuple
+    nodes = opt_state if is_chain else (opt_state,)
+    return any(
+        type(x).__name__ == _SKIPPING or is_chain and skips_steps(x) for x in nodes
+    )
+
+
+def _skips_part(opt_state: Any) -> bool:
+    """Returns True if a wrapper skips only some parameters, or while it collects."""
+    is_multi_steps = lambda node: hasattr(node, "skip_state")  # noqa: E731
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_multi_steps)
+    # MultiSteps(should_skip_update_fn=...) keeps the function's findings.
+    if any(is_multi_steps(node) and node.skip_state for node in nodes):
+        return True
+    return bool(find_state(opt_state, (_SKIPPING,))) and not skips_steps(opt_state)
 
 
 def _check_collects(
@@ -144,19 +137,6 @@ def _check_collects(
             "Or make the tables collect as well: te.optimizers.every_row(rule, "
             "gradient_steps=4)."
         )
-
-
-def _nodes(state: Any, type_names: tuple[str, ...]) -> list[Any]:
-    """Returns the outermost nodes of a state with one of these types."""
-    is_wanted = lambda node: type(node).__name__ in type_names  # noqa: E731
-    return [*filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted))]
-
-
-def _skips_part(node: Any) -> bool:
-    """Returns True if a wrapper around a part of an optimizer skips steps in it."""
-    # MultiSteps(should_skip_update_fn=...) keeps the function's findings.
-    skips = bool(getattr(node, "skip_state", ()))
-    return skips or skips_steps(tuple(node))
 
 
 def _names(function: Any) -> Iterator[str]:

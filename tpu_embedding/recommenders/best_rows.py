@@ -23,6 +23,7 @@ from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.check_rows import check_tables
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
+from tpu_embedding.recommenders.metric import cast_ids
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.transfers import moves_arrays
@@ -259,10 +260,8 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
             f"query, got {excluded.dtype} {list(excluded.shape)}."
         )
     # Ids beyond int32 can't match a row, and JAX would truncate them.
-    if isinstance(excluded, np.ndarray):
-        is_id = (excluded >= 0) & (excluded < PADDING_ROW_ID)
-        excluded = np.where(is_id, excluded, PADDING_ROW_ID)
-    return jnp.asarray(excluded, jnp.int32)
+    excluded, fits = cast_ids(excluded, np.int32)
+    return jnp.where(fits, excluded, PADDING_ROW_ID)
 
 
 def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> ReadRows:

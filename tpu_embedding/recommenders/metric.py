@@ -312,3 +312,42 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     ranks = xp.take_along_axis(ranks, xp.argsort(order, axis=-1), axis=-1)
     ranks = xp.where(values == values, ranks.astype(xp.float32), xp.float32(np.nan))
     return jnp.asarray(ranks)
+
+
+def as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
+    """Returns ids as an array. Ids on the host stay on the host.
+
+    Raises:
+      ValueError: if they are not integers, because other dtypes can round ids.
+    """
+    ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
+    if ids.size == 0:  # NumPy makes empty lists float64.
+        return ids.astype(np.int32)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"{owner} must be integers, got {ids.dtype}, which can round ids."
+        )
+    return ids
+
+
+def equal_ids(
+    ids: Array | np.ndarray, others: Array | np.ndarray
+) -> Bool[Array, "*shape"]:
+    """Compares integers of any dtypes exactly, on the host or on devices.
+
+    JAX would truncate 64-bit integers of the host, and 4294967295 would equal -1.
+
+    Example:
+      >>> equal_ids(np.array([5, 2**40 + 5]), jnp.array([5, 5])).tolist()
+      [True, False]
+    """
+    on_device = [x.dtype for x in (ids, others) if isinstance(x, jax.Array)]
+    dtype = on_device[0] if on_device else ids.dtype
+    (ids, fits), (others, others_fit) = (cast_ids(x, dtype) for x in (ids, others))
+    return jnp.asarray((ids == others) & fits & others_fit)
+
+
+def cast_ids(ids: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns integers in another dtype, and a mask of those that keep their value."""
+    cast = ids.astype(dtype)
+    return cast, (cast.astype(ids.dtype) == ids) & ((cast < 0) == (ids < 0))

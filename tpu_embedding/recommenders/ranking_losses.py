@@ -5,7 +5,7 @@ Each returns one value per list or sample, so callers can apply weights and mean
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.optimizers.checks import check_hyperparameters, int_from
-from tpu_embedding.recommenders.metric import float32_in_order
+from tpu_embedding.recommenders.metric import (
+    as_integers,
+    equal_ids,
+    float32_in_order,
+)
 from tpu_embedding.recommenders.ranking_metrics import Ranks
+from tpu_embedding.rows.narrow_rows import mix_bits
 
 DIFFERENCE_OF_NO_PAIR: Final = -0.5
 """Replaces `s_j - s_i` where two items are not a pair.
@@ -80,15 +85,14 @@ def in_batch_softmax(
     _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
     given = {"log_probabilities": log_probabilities, "item_ids": item_ids}
     _check_shapes(owner, "[batch]", samples=jnp.zeros(len(queries)), **given)
-    scores = queries @ items.T
-    if log_probabilities is not None:
-        scores = scores - jnp.asarray(log_probabilities)[None, :]
+    products = queries @ items.T
     is_negative = ~jnp.eye(len(queries), dtype=bool)
     if item_ids is not None:
         ids = _where_given(item_ids)
         is_negative &= ids[:, None] != ids[None, :]
-    own = jnp.diagonal(scores)
-    return _softmax_of_own(owner, own, scores, is_negative, num_hard_negatives)
+    own = _Candidates(jnp.diagonal(products), items, log_probabilities)
+    others = _Candidates(products, items, log_probabilities)
+    return _softmax_of_own(owner, own, others, is_negative, num_hard_negatives)
 
 
 def sampled_softmax(
@@ -167,21 +171,39 @@ def sampled_softmax(
                 f"te.nn.{owner}: item_{name} and negative_{name} must be passed "
                 "together, got only one of them. Pass both or neither."
             )
-    own, scores = jnp.sum(queries * items, axis=1), queries @ negatives.T
-    if item_log_probabilities is not None:
-        own = own - jnp.asarray(item_log_probabilities)
-        scores = scores - jnp.asarray(negative_log_probabilities)[None, :]
-    is_negative = jnp.ones(scores.shape, bool)
+    # One matmul of the negatives and all items would score batch**2 more pairs.
+    own, products = jnp.einsum("bd,bd->b", queries, items), queries @ negatives.T
+    is_negative = jnp.ones(products.shape, bool)
     if item_ids is not None:
-        hits = _where_given(item_ids)[:, None] == _where_given(negative_ids)[None, :]
-        is_negative = ~jnp.asarray(hits)
-    return _softmax_of_own(owner, own, scores, is_negative, num_hard_negatives)
+        ids = as_integers(f"te.nn.{owner}: item_ids", item_ids)
+        other_ids = as_integers(f"te.nn.{owner}: negative_ids", negative_ids)
+        is_negative = ~equal_ids(ids[:, None], other_ids[None, :])
+    return _softmax_of_own(
+        owner,
+        _Candidates(own, items, item_log_probabilities),
+        _Candidates(products, negatives, negative_log_probabilities),
+        is_negative,
+        num_hard_negatives,
+    )
+
+
+class _Candidates(NamedTuple):
+    """Scalar products with the queries, and the vectors and log q of the candidates."""
+
+    products: Float[Array, "*batch candidates"]
+    vectors: Float[Array, "candidates dim"]
+    log_probabilities: Float[Array, " candidates"] | None
+
+    def log_q(self) -> Float[Array, " candidates"]:
+        if self.log_probabilities is None:
+            return jnp.zeros(len(self.vectors), self.products.dtype)
+        return jnp.asarray(self.log_probabilities)
 
 
 def _softmax_of_own(
     owner: str,
-    own: Float[Array, " batch"],
-    scores: Float[Array, "batch negatives"],
+    own_item: _Candidates,
+    others: _Candidates,
     is_negative: Bool[Array, "batch negatives"],
     num_hard_negatives: int | None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
@@ -189,6 +211,8 @@ def _softmax_of_own(
     if num_hard_negatives is not None:
         check = int_from(1, num_hard_negatives)
         check_hyperparameters(f"te.nn.{owner}", num_hard_negatives=check)
+    own_log_q, log_q = own_item.log_q(), others.log_q()
+    own, scores = own_item.products - own_log_q, others.products - log_q[None, :]
     is_nan = jnp.isnan(own) | jnp.any(jnp.isnan(scores) & is_negative, axis=1)
     scores = jnp.where(is_negative, scores, -jnp.inf)
     hard = scores
@@ -197,12 +221,46 @@ def _softmax_of_own(
     all_scores = jnp.concatenate([own[:, None], hard], axis=1)
     log_softmax = own - jax.nn.logsumexp(all_scores, axis=1)
 
+    # The rounding of a product depends on the kernel and, within a matmul, on the
+    # column. So equal vectors are compared by their log q alone. Otherwise a model
+    # with one vector for all items could rank first for half of the queries.
+    is_same = _are_equal(own_item.vectors, others.vectors)
+    left = jnp.where(is_same, own_log_q[:, None], scores)
+    right = jnp.where(is_same, log_q[None, :], own[:, None])
+
     def count(compare: Callable[[Array, Array], Array], num_own: int) -> Array:
-        is_counted = is_negative & compare(scores, own[:, None])
+        is_counted = is_negative & compare(left, right)
         num_items = jnp.sum(is_counted, axis=1, dtype=jnp.float32) + num_own
         return jnp.where(is_nan, jnp.nan, num_items)
 
     return log_softmax, Ranks(count(jnp.greater, 0), count(jnp.equal, 1))
+
+
+def _are_equal(
+    vectors: Float[Array, "n dim"], others: Float[Array, "m dim"]
+) -> Bool[Array, "n m"]:
+    """Compares each pair of vectors with 64-bit hashes of the bits of their elements.
+
+    The chance that two different vectors have equal hashes is 2^-64.
+    """
+    dtype = jnp.promote_types(vectors.dtype, others.dtype)
+
+    def hash_words(vectors: Array) -> tuple[Array, Array]:
+        vectors = jax.lax.stop_gradient(vectors).astype(dtype)
+        vectors = jnp.where(vectors == 0, jnp.zeros_like(vectors), vectors)  # -0.0
+        bits = vectors.view(f"uint{min(8 * dtype.itemsize, 32)}").astype(jnp.uint32)
+        positions = np.arange(1, bits.shape[1] + 1, dtype=np.uint32)
+        words = mix_bits(bits ^ mix_bits(positions)[None, :])
+        more_words = mix_bits(words + jnp.uint32(1))
+        # Unlike sums of floats, sums of integers are exact in any order.
+        first, second = (
+            jnp.sum(x, axis=1, dtype=jnp.uint32) for x in (words, more_words)
+        )
+        return first, second
+
+    pairs = zip(hash_words(vectors), hash_words(others), strict=True)
+    first, second = (x[:, None] == y[None, :] for x, y in pairs)
+    return first & second
 
 
 def pairwise_loss(

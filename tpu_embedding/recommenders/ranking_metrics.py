@@ -16,9 +16,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from tpu_embedding.recommenders.click_metrics import Mean
 from tpu_embedding.recommenders.metric import (
+    as_integers,
     check_batch,
+    equal_ids,
     float32_in_order,
-    is_on_device,
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -164,15 +165,16 @@ class _TopK(Mean):
           >>> round(float(recall.compute()), 4)
           0.3333
         """
-        ids = _as_integers(f"{cls.__name__}: ids", ids)
-        labels = _as_integers(f"{cls.__name__}: labels", labels)
+        ids = as_integers(f"{cls.__name__}: ids", ids)
+        labels = as_integers(f"{cls.__name__}: labels", labels)
         if ids.ndim != 2 or labels.shape != ids.shape[:1] or k > ids.shape[1]:
             raise ValueError(
                 f"{cls.__name__}: ids must have the shape [batch, n], n at least k="
                 f"{k}, and labels [batch], got {list(ids.shape)} and "
                 f"{list(labels.shape)}."
             )
-        is_wanted = _is_wanted(ids, labels)
+        is_wanted = equal_ids(ids, labels[:, None])
+        is_wanted &= ~equal_ids(labels, np.array([PADDING_ROW_ID]))[:, None]
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
         ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
         return cls.from_ranks(ranks, weights, k=k)
@@ -325,33 +327,3 @@ class NDCGAtK(_TopK):
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
         return gains / cls._total_gains(labels, labels, is_candidate, k)
-
-
-def _as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
-    """Returns ids as an array. Ids on the host stay on the host."""
-    ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
-    if ids.size == 0:  # NumPy makes empty lists float64.
-        return ids.astype(np.int32)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(
-            f"{owner} must be integers, got {ids.dtype}, which can round ids."
-        )
-    return ids
-
-
-def _is_wanted(
-    ids: Array | np.ndarray, labels: Array | np.ndarray
-) -> Bool[Array, "batch n"]:
-    """Returns True where an id is its sample's label. Padding is never wanted."""
-    arrays = [ids, labels]
-    device_dtypes = [x.dtype for x in arrays if isinstance(x, jax.Array)]
-    for i, array in enumerate(arrays):
-        if device_dtypes and not isinstance(array, jax.Array):
-            # JAX would truncate host ids that don't fit, so they become padding.
-            limits = jnp.iinfo(device_dtypes[0])
-            fits = (array >= limits.min) & (array <= limits.max)
-            array = np.where(fits, array, PADDING_ROW_ID).astype(device_dtypes[0])
-            arrays[i] = jnp.asarray(array)
-    ids, labels = arrays
-    is_wanted = (ids == labels[:, None]) & (labels != PADDING_ROW_ID)[:, None]
-    return jnp.asarray(is_wanted)

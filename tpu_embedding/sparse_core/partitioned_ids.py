@@ -176,7 +176,16 @@ def partition_ids(
         rows_before=_count_before(is_new_row),
         ids_before=_count_before(is_new_id),
     )
-    cut = _cut_into_minibatches(ids, rows_per_partition, limits, axes, is_finite)
+    cut = jax.lax.platform_dependent(
+        ids,
+        jnp.asarray(is_finite),
+        cpu=functools.partial(
+            _cut_for_all_devices, num_rows=rows_per_partition, limits=limits, axes=axes
+        ),
+        default=functools.partial(
+            _cut_into_minibatches, num_rows=rows_per_partition, limits=limits, axes=axes
+        ),
+    )
 
     by_core = (-1, cores, num_partitions)
     first, counts = (x.reshape(by_core).swapaxes(0, 1) for x in (cut.first, cut.counts))
@@ -365,12 +374,27 @@ def _bounds_of_groups(
     return jnp.searchsorted(group, numbers, method=method).astype(jnp.int32)
 
 
+def _cut_for_all_devices(
+    ids: _SortedIds, is_finite: Bool[Array, ""], *, axes: Sequence[str], **sizes: Any
+) -> _Cut:
+    """Does the work of `_cut_into_minibatches` of all devices on each device.
+
+    XLA:CPU may deadlock if a collective in a loop runs at the same time as another
+    collective, such as one of another stack. So the loop gets the ids of all devices.
+    """
+    gathered = jax.lax.all_gather((ids, is_finite), axes)
+    cut_all = functools.partial(_cut_into_minibatches, axes=("devices",), **sizes)
+    cuts = jax.vmap(cut_all, axis_name="devices")(*gathered)
+    return jax.tree.map(lambda x: x[jax.lax.axis_index(axes)], cuts)
+
+
 def _cut_into_minibatches(
     ids: _SortedIds,
+    is_finite: Bool[Array, ""],
+    *,
     num_rows: int,
     limits: Limits,
     axes: Sequence[str],
-    is_finite: Bool[Array, ""] | bool,
 ) -> _Cut:
     """Cuts the ids of all groups into minibatches. Per shard; reduces.
 
@@ -379,10 +403,10 @@ def _cut_into_minibatches(
 
     Args:
       ids: the sorted ids.
+      is_finite: whether this device's gains are finite.
       num_rows: rows of a partition.
       limits: sizes that the operations are compiled for.
       axes: mesh axes that shard the table.
-      is_finite: whether this device's gains are finite.
     """
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
 
@@ -426,8 +450,7 @@ def _cut_into_minibatches(
     zero = jnp.int32(0)
     none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
     state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
-    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another
-    # collective. Usually there is only one minibatch, so it is cut outside of the loop.
+    # Usually there is only one minibatch, so it is cut outside of the loop.
     state = jax.lax.while_loop(is_unfinished, cut, cut(state))
     is_complete = state.next_row >= num_rows
     return _Cut(
