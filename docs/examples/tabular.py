@@ -86,10 +86,6 @@ def inputs_of(columns):
     return texts, numbers
 
 
-def logarithms(numbers):
-    return np.sign(numbers) * np.log1p(np.abs(numbers))
-
-
 def fit(texts, numbers, rows):
     """Returns vocabularies, bucket edges and scales of the training rows, for JSON."""
     vocabularies, edges, scales = {}, {}, {}
@@ -99,11 +95,10 @@ def fit(texts, numbers, rows):
         vocabularies[name] = sorted(counts.field("values").filter(is_kept).to_pylist())
     for name, values in numbers.items():
         known = values[rows][~np.isnan(values[rows])]
+        known = known if len(known) else np.zeros(1)
         shares = np.linspace(0, 1, NUM_BUCKETS + 1)[1:-1]
-        edges[name] = (
-            np.unique(np.quantile(known, shares)).tolist() if len(known) else []
-        )
-        forms = (logarithms(known), known) if len(known) else (np.zeros(1),) * 2
+        edges[name] = np.unique(np.quantile(known, shares)).tolist()
+        forms = (np.arcsinh(known), known)  # arcsinh: a logarithm of either sign
         scales[name] = [[float(x.mean()), float(x.std()) or 1.0] for x in forms]
     return {"vocabularies": vocabularies, "edges": edges, "scales": scales}
 
@@ -120,12 +115,10 @@ def encode(texts, numbers, fitted):
         bucket = np.searchsorted(fitted["edges"][name], values, side="right")
         missing = np.isnan(values)
         ids[f"{name} (bucket)"] = np.where(missing, padding, bucket).astype(np.int32)
-        forms = (logarithms(values), values)
-        scaled = [
-            np.clip((x - mean) / deviation, -5, 5)
-            for x, (mean, deviation) in zip(forms, fitted["scales"][name], strict=True)
-        ]
-        inputs += [np.where(missing, 0, x) for x in scaled] + [missing]
+        forms = zip((np.arcsinh(values), values), fitted["scales"][name], strict=True)
+        scaled = [(x - mean) / deviation for x, (mean, deviation) in forms]
+        inputs += [np.where(missing, 0, np.clip(x, -5, 5)) for x in scaled]
+        inputs.append(missing)
     num_rows = len(next(iter(ids.values())))
     return ids, np.array(inputs, np.float32).reshape(-1, num_rows).T
 
@@ -136,21 +129,17 @@ class Model(nnx.Module):
     def __init__(self, fitted, rule=None):
         sizes = {name: len(x) + 1 for name, x in fitted["vocabularies"].items()}
         sizes |= {f"{name} (bucket)": len(x) + 1 for name, x in fitted["edges"].items()}
-        initializer = te.initializers.normal(0.01)
-        tables = {
-            name: te.TableConfig(
-                vocabulary_size=size, dim=DIM, name=name, initializer=initializer
-            )
-            for name, size in sizes.items()
-        }
-        features = {name: te.FeatureConfig(table=x) for name, x in tables.items()}
+        options = {"dim": DIM, "initializer": te.initializers.normal(0.01)}
+        features = {}
+        for name, size in sizes.items():
+            table = te.TableConfig(vocabulary_size=size, name=name, **options)
+            features[name] = te.FeatureConfig(table=table)
         self.tables = te.TPUEmbedding(features, rule, rngs=nnx.Rngs(0))
         num_pairs = len(sizes) * (len(sizes) - 1) // 2
         widths = [len(sizes) * DIM + num_pairs + 3 * len(fitted["edges"]), 64, 32, 1]
-        layers = [
-            nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in itertools.pairwise(widths)
-        ]
-        self.mlp = nnx.Sequential(layers[0], nnx.silu, layers[1], nnx.silu, layers[2])
+        pairs, rngs = itertools.pairwise(widths), nnx.Rngs(0)
+        first, second, last = (nnx.Linear(*pair, rngs=rngs) for pair in pairs)
+        self.mlp = nnx.Sequential(first, nnx.silu, second, nnx.silu, last)
 
     def __call__(self, ids, numbers):
         rows = list(self.tables(ids).values())
@@ -181,21 +170,12 @@ def predict(model, ids, numbers):
     return np.concatenate(scores)[: len(numbers)]
 
 
-def metric(scores, targets, scale):
-    """Returns the AUC, or the error in the label's units."""
-    if POSITIVE:
-        return float(te.metrics.AUC.from_batch(scores, targets).compute())
-    return scale[1] * float(te.metrics.RMSE.from_batch(scores, targets).compute())
-
-
 def train(path, directory):
     """Trains, prints a metric of the held-out rows, and saves the best model."""
     (label,) = (name for name, kind in COLUMNS.items() if kind == "label")
-    kind = "label" if POSITIVE else "number"
-    columns = read(path, COLUMNS | {label: kind})
+    columns = read(path, COLUMNS if POSITIVE else COLUMNS | {label: "number"})
     (texts, numbers), labels = inputs_of(columns), columns[label]
-    if labels.null_count:
-        row = labels.is_null().index(True).as_py() + 1
+    if (row := labels.is_null().index(True).as_py() + 1) > 0:
         raise SystemExit(f"{path}, row {row}: {label} must not be empty")
     random = np.random.default_rng(0)
     is_held_out = random.random(len(labels)) < HELD_OUT
@@ -213,20 +193,20 @@ def train(path, directory):
     num_epochs = 1 + num_steps * size // len(rows)
     order = np.concatenate([random.permutation(rows) for _ in range(num_epochs)])
 
-    def falling(rate):
-        return optax.linear_schedule(rate, 0.02 * rate, num_steps)
-
     def part(rows):
         return {name: x[rows] for name, x in ids.items()}, inputs[rows]
 
-    rule = te.optimizers.adagrad(falling(0.1), initial_accumulator_value=1e-4)
+    rates = [optax.linear_schedule(x, 0.02 * x, num_steps) for x in (0.1, 0.004)]
+    rule = te.optimizers.adagrad(rates[0], initial_accumulator_value=1e-4)
     model, best, results = Model(fitted, rule), None, []
-    optimizer = te.Optimizer(model, optax.adam(falling(0.004)))
+    measure = te.metrics.AUC if POSITIVE else te.metrics.RMSE
+    optimizer = te.Optimizer(model, optax.adam(rates[1]))
     for step in range(num_steps):
         batch = order[step * size : (step + 1) * size]
         loss = train_step(model, optimizer, *part(batch), targets[batch])
         if step + 1 == num_steps or (step + 1) % -(-num_steps // 5) == 0:
-            result = metric(predict(model, *part(held_out)), targets[held_out], scale)
+            found = predict(model, *part(held_out))
+            result = measure.from_batch(found, targets[held_out]).compute() * scale[1]
             print(f"step {step + 1:6,}: loss {loss:.4f}, held-out {result:.4f}")
             results.append(result if POSITIVE else -result)
             if results[-1] == max(results):
