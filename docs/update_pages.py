@@ -89,11 +89,13 @@ def _list_option(options: str, name: str) -> list[str]:
 
 
 def _documented_names(owner: Any) -> list[str]:
+    """Returns the public functions, classes and properties, without fields."""
+    fields = getattr(owner, "__dataclass_fields__", {})
     return [
         name
         for name, value in vars(owner).items()
         if not name.startswith("_")
-        and not inspect.ismodule(value)
+        and name not in fields
         and (callable(value) or isinstance(value, property | classmethod))
     ]
 
