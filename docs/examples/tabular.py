@@ -1,7 +1,7 @@
 """Trains on a table whose columns you know, then scores another file.
 
-    python docs/examples/tabular.py train clicks.csv runs/clicks
-    python docs/examples/tabular.py score new.csv runs/clicks scores.csv
+Command: python docs/examples/tabular.py train clicks.csv runs/clicks
+         python docs/examples/tabular.py score new.csv runs/clicks scores.csv
 
 Without arguments, it does both on made-up clicks. It needs the extra [parquet]. Copy
 it, and change COLUMNS and POSITIVE for your file.
