@@ -29,8 +29,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from tpu_embedding.argument_checks import ArgumentType, check_type, describe_value
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
+from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards, replicate
 from tpu_embedding.rows.access import merge_block
+from tpu_embedding.rows.arithmetic_guard import GUARD_NAME, make_guard
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -75,7 +76,22 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     for stack in plan.stacks:
         if not stack.storage.holds_all_rows:
             tables[stack.name] = stack.storage.init_rows(stack, plan, key)
-    return tables
+    return tables | init_guard(plan)
+
+
+def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns the guard of the tables by name, if they have leaves without arithmetic.
+
+    These are leaves of narrow rows, and arrays that say which id each row has.
+    """
+    needs_guard = any(
+        stack.layout.narrow_dtype or stack.vocabulary.stacks.array_names(stack)
+        for stack in plan.stacks
+    )
+    if not needs_guard:
+        return {}
+    guard = make_guard(plan.mesh.size)
+    return {GUARD_NAME: jax.tree.map(lambda leaf: replicate(leaf, plan), guard)}
 
 
 @functools.partial(jax.jit, static_argnames="plan")
