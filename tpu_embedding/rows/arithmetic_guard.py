@@ -1,9 +1,9 @@
 """An entry of the tables that rejects arithmetic on their leaves.
 
-Leaves of the tables can be words that several narrow values share, or ids. Arithmetic
-with `jax.tree.map`, such as a moving average or a norm, would be silently wrong. So the
-dict of such tables also holds a guard, whose leaf has an opaque dtype, like JAX's
-random keys. JAX compiles, copies, places and saves such a leaf, but rejects arithmetic.
+A leaf of a bfloat16 or int8 table has words that several values share. Arithmetic with
+`jax.tree.map`, such as a moving average or a norm, would be silently wrong. So the dict
+of such tables also holds a guard, whose leaf has an opaque dtype, like JAX's random
+keys. JAX compiles, copies, places and saves such a leaf, but rejects arithmetic.
 Lookups and updates ignore the guard, and compiled programs don't change.
 """
 
@@ -19,8 +19,8 @@ GUARD_NAME: Final = "guard"
 """Name of the guard in the dict of tables. No stack has it: they are `stack_<i>`."""
 
 _ADVICE: Final = (
-    "bfloat16, int8 and dynamic tables reject arithmetic on their leaves, which are "
-    "packed words and ids. For moving averages, use te.optimizers.with_ema; for decay, "
+    "bfloat16 and int8 tables reject arithmetic on their leaves, which are packed "
+    "words. For moving averages, use te.optimizers.with_ema; for decay, "
     "weight_decay_factor of the tables' optimizer; for norms and other averages, "
     "layer.embedding_tables()"
 )

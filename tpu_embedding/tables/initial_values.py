@@ -80,15 +80,8 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 
 def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns the guard of the tables by name, if they have leaves without arithmetic.
-
-    These are leaves of narrow rows, and arrays that say which id each row has.
-    """
-    needs_guard = any(
-        stack.layout.narrow_dtype or stack.vocabulary.stacks.array_names(stack)
-        for stack in plan.stacks
-    )
-    if not needs_guard:
+    """Returns the guard of the tables by name, if some have packed words."""
+    if not any(stack.layout.narrow_dtype for stack in plan.stacks):
         return {}
     guard = make_guard(plan.mesh.size)
     return {GUARD_NAME: jax.tree.map(lambda leaf: replicate(leaf, plan), guard)}
