@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.random import define_prng_impl
+from jaxtyping import Array, UInt32
 
 GUARD_NAME: Final = "guard"
 """Name of the guard in the dict of tables. No stack has it: they are `stack_<i>`."""
 
 _ADVICE: Final = (
-    "bfloat16 and int8 tables reject arithmetic on their leaves, which are packed "
-    "words. For moving averages, use te.optimizers.with_ema; for decay, "
-    "weight_decay_factor of the tables' optimizer; for norms and other averages, "
-    "layer.embedding_tables()"
+    "leaves of these tables are packed bfloat16 or int8 values, so arithmetic on them "
+    "is rejected. For moving averages, use te.optimizers.with_ema; for decay, "
+    "weight_decay_factor of the tables' optimizer; for norms and other averages, the "
+    "values of layer.embedding_tables() or te.functional.unstack_tables"
 )
 
 
@@ -48,8 +49,7 @@ class ArithmeticGuard:
     """A pytree with one leaf, on which arithmetic raises an error.
 
     Attributes:
-      words: zeros `[num_devices, 1]` in an opaque dtype. This shape has the partitions
-        of lines.
+      words: opaque array `[devices, 1]`, a shape that allows the partition of lines.
     """
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
@@ -57,25 +57,18 @@ class ArithmeticGuard:
 
     def __post_init__(self) -> None:
         words = self.words
-        dtype = getattr(words, "dtype", None)
-        if not isinstance(words, jax.Array) or not _is_opaque(dtype):
+        if not isinstance(words, jax.Array):
             return
-        if _ADVICE not in str(dtype):  # Orbax restores another opaque dtype.
-            words = _wrapped(jax.random.key_data(words))
+        if not jnp.issubdtype(words.dtype, jax.dtypes.prng_key):
+            return
+        if _ADVICE not in str(words.dtype):  # Orbax restores JAX's own dtype.
+            words = jax.random.wrap_key_data(jax.random.key_data(words), impl=_IMPL)
             object.__setattr__(self, "words", words)
         if not isinstance(words, Tracer):
-            # Without this attribute, JAX raises an error that doesn't name the dtype.
-            words.astype = _reject
+            # JAX's own error would not show the dtype, and so not the advice.
+            words.astype = _reject  # pyright: ignore
 
 
-def make_guard(num_devices: int) -> ArithmeticGuard:
-    """Returns a guard of the tables on this number of devices."""
-    return ArithmeticGuard(_wrapped(jnp.zeros((num_devices, 1, 2), jnp.uint32)))
-
-
-def _wrapped(words: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(words, impl=_IMPL)
-
-
-def _is_opaque(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+def make_guard(words: UInt32[Array, "devices one two"]) -> ArithmeticGuard:
+    """Returns a guard, given zeros on the devices of the tables."""
+    return ArithmeticGuard(jax.random.wrap_key_data(words, impl=_IMPL))

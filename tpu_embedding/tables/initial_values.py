@@ -83,8 +83,8 @@ def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the guard of the tables by name, if some have packed words."""
     if not any(stack.layout.narrow_dtype for stack in plan.stacks):
         return {}
-    guard = make_guard(plan.mesh.size)
-    return {GUARD_NAME: jax.tree.map(lambda leaf: replicate(leaf, plan), guard)}
+    words = jnp.zeros((plan.mesh.size, 1, 2), jnp.uint32)
+    return {GUARD_NAME: make_guard(replicate(words, plan))}
 
 
 @functools.partial(jax.jit, static_argnames="plan")
