@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -15,6 +16,7 @@ from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 
 NUM_FEATURES = 26
+ADAM = optax.adam(1e-3)
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])
 TABLE = te.TableConfig(vocabulary_size=9, dim=2, name="t")
 
@@ -291,3 +293,74 @@ def test_a_property_of_tensorflow_is_a_method_here(trained):
         with pytest.raises(TypeError, match=r"write|Write layer\.embedding_tables\(\)"):
             habit(model.embedding.embedding_tables)
     assert te.TPUEmbedding.embedding_tables.__doc__
+
+
+def average_of(state):
+    halves = jax.tree.map(lambda x: 0.5 * x.astype(jnp.float32), state)
+    return jax.tree.map(lambda x, y: (x + x).astype(y.dtype), halves, state)
+
+
+ARITHMETIC = {
+    "average": average_of,
+    "optax average": lambda x: optax.incremental_update(x, x, 0.5),
+    "norm": optax.tree.norm,
+    "penalty": lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(x)),
+    "float32 penalty": lambda x: sum(
+        jnp.sum(y.astype(jnp.float32) ** 2) for y in jax.tree.leaves(x)
+    ),
+}
+
+
+def narrow_layer(dtype="bfloat16"):
+    table = te.TableConfig(vocabulary_size=9, dim=2, name="t", dtype=dtype)
+    optimizer = "adagrad" if dtype == "bfloat16" else None
+    return te.TPUEmbedding(
+        te.FeatureConfig(table=table), optimizer, mesh=mesh_of(2), rngs=nnx.Rngs(0)
+    )
+
+
+@pytest.mark.parametrize("where", ["eager", "jit", "loss"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("function", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_arithmetic_on_packed_tables_raises(function, dtype, where):
+    """Several values share a word, so a number would mean nothing."""
+    layer = narrow_layer(dtype)
+    tables = nnx.state(layer, TABLES)
+
+    def loss_fn(layer):
+        return jnp.sum(layer(np.arange(4))) + function(nnx.state(layer, TABLES))
+
+    runs = {
+        "eager": lambda: function(tables),
+        "jit": lambda: jax.jit(function)(tables),
+        "loss": lambda: te.value_and_grad(loss_fn)(layer),
+    }
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        runs[where]()
+    assert "abstract method" in str(raised.value) or "with_ema" in str(raised.value)
+
+
+def test_what_else_is_done_with_packed_tables(tmp_path):
+    layer = narrow_layer()
+    optimizer, before = te.Optimizer(layer, ADAM), layer.embedding_tables()["t"]
+    tables = nnx.state(layer, TABLES)
+    copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x))(tables)
+    assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(layer(np.arange(4))))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", copy)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "orbax", copy)
+    te.save(tmp_path / "te", (layer, optimizer))
+    layer.set_embedding_tables({"t": np.zeros((9, 2))})
+    for restore in (
+        lambda: nnx.update(layer, restored),
+        lambda: te.restore(tmp_path / "te", (layer, optimizer)),
+    ):
+        restore()
+        np.testing.assert_array_equal(layer.embedding_tables()["t"], before)
+        layer.set_embedding_tables({"t": np.zeros((9, 2))})
+    nnx.update(layer, jax.device_put(tables))
+    _, gradients = te.value_and_grad(loss_fn)(layer, np.arange(4))
+    optimizer.update(layer, gradients)
+    with pytest.raises(TypeError, match="with_ema"):
+        average_of(nnx.state(layer, TABLES))

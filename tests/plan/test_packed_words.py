@@ -18,10 +18,12 @@ def layer_of(dtype, seed):
 
 
 def averaged(dtype):
-    """Returns a layer whose tables are averaged as arrays, and the two it averages."""
+    """Returns a layer whose lines are averages, and the two layers that it averages."""
     layer, *sources = (layer_of(dtype, seed) for seed in (0, 0, 1))
-    states = [nnx.state(x, te.nn.EmbeddingTables) for x in sources]
-    nnx.update(layer, optax.incremental_update(*states, 0.25))
+    rows = [x.tables.get_value()["stack_0"] for x in sources]
+    tables = layer.tables.get_value()
+    tables["stack_0"] = optax.incremental_update(*rows, 0.25)
+    layer.tables.set_value(tables)
     return layer, sources
 
 

@@ -101,6 +101,23 @@ def test_rows_without_a_finite_product_come_last_and_padding_never():
     np.testing.assert_array_equal(kept.ids, best.ids[:, :3])
 
 
+def test_excluded_ids_on_devices_keep_their_bits():
+    plan, tables, _, queries = layer_of(mesh_of_shape("2"))
+
+    def find(excluded):
+        return te.functional.top_k(
+            tables, queries, plan, 3, table="few", excluded=excluded
+        ).ids
+
+    best = find(None)
+    ids = np.asarray(best, np.int64)[:, :1]
+    for excluded, wanted in ((ids, find(ids)), (ids + 2**32, best)):
+        with jax.enable_x64(True):
+            np.testing.assert_array_equal(find(jnp.asarray(excluded)), wanted)
+    excluded = jnp.asarray(ids, jnp.uint32)
+    np.testing.assert_array_equal(find(excluded), find(ids))
+
+
 @pytest.mark.parametrize("enable_x64", [False, True])
 def test_float64_queries_and_towers(enable_x64):
     plan, tables, _, queries = layer_of(mesh_of_shape("2"))

@@ -125,6 +125,11 @@ def test_retrieved_ids_keep_64_bits(enable_x64):
         large = np.array([2**63 + 1, 2**40], np.uint64)
         both = RecallAtK.from_top_k(large[:, None], large + np.uint64([0, 1]), k=1)
         assert float(both.compute()) == 1 / 2
+        signed = jnp.array([[-1], [5]], jnp.int32)
+        for first in (2**32 - 1, -1):
+            dtype = jnp.uint32 if first > 0 else jnp.int8
+            recall = RecallAtK.from_top_k(signed, jnp.array([first, 5], dtype), k=1)
+            assert float(recall.compute()) == (1 / 2 if first > 0 else 1)
     for wrong in ({"ids": ids.astype(float)}, {"labels": labels.astype(float)}):
         (name,) = wrong
         with pytest.raises(ValueError, match=f"{name} must be integers, got float64"):

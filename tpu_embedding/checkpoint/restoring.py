@@ -61,6 +61,7 @@ from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.initial_values import init_guard
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots, with_slot_values
 
 
@@ -394,7 +395,7 @@ class _LayerRestore:
         Raises:
           CheckpointError: if a chunk is damaged. The layer's arrays are then lost.
         """
-        plan, tables = self.layer.plan, {}
+        plan, tables = self.layer.plan, init_guard(self.layer.plan)
         for stack in plan.stacks:
             packed = self.layer.tables[stack.name]
             tables[stack.name] = self._read_rows(packed, stack, None, placed)

@@ -27,6 +27,7 @@ from tpu_embedding.nn.linen.variables import LayerTables
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.arithmetic_guard import GUARD_NAME
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.update.lazy_update import structure_of_state
@@ -296,7 +297,8 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
             for name in stack.vocabulary.stacks.array_names(stack)
         }
         if (
-            set(value) == {stack.name for stack in plan.stacks} | directories
+            set(value) - {GUARD_NAME}
+            == {stack.name for stack in plan.stacks} | directories
             and all(
                 isinstance(value[stack.name], PackedRows)
                 and value[stack.name].layout == stack.layout

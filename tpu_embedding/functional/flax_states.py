@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import serialization
 
+from tpu_embedding.rows.arithmetic_guard import ArithmeticGuard
 from tpu_embedding.rows.packed_rows import PackedRows
 
 
@@ -39,3 +40,7 @@ def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
 
 
 serialization.register_serialization_state(PackedRows, _state_of_rows, _rows_of_state)
+# A guard has no values to save.
+serialization.register_serialization_state(
+    ArithmeticGuard, lambda guard: {}, lambda guard, state: guard
+)

@@ -174,7 +174,7 @@ def sampled_softmax(
     # One matmul of the negatives and all items would score batch**2 more pairs.
     own, products = jnp.einsum("bd,bd->b", queries, items), queries @ negatives.T
     is_negative = jnp.ones(products.shape, bool)
-    if item_ids is not None:
+    if item_ids is not None and negative_ids is not None:
         ids = as_integers(f"te.nn.{owner}: item_ids", item_ids)
         other_ids = as_integers(f"te.nn.{owner}: negative_ids", negative_ids)
         is_negative = ~equal_ids(ids[:, None], other_ids[None, :])

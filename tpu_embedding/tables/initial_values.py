@@ -29,8 +29,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from tpu_embedding.argument_checks import ArgumentType, check_type, describe_value
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
+from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards, replicate
 from tpu_embedding.rows.access import merge_block
+from tpu_embedding.rows.arithmetic_guard import GUARD_NAME, make_guard
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -75,7 +76,15 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     for stack in plan.stacks:
         if not stack.storage.holds_all_rows:
             tables[stack.name] = stack.storage.init_rows(stack, plan, key)
-    return tables
+    return tables | init_guard(plan)
+
+
+def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns the guard of the tables by name, if some have packed words."""
+    if not any(stack.layout.narrow_dtype for stack in plan.stacks):
+        return {}
+    words = jnp.zeros((plan.mesh.size, 1, 2), jnp.uint32)
+    return {GUARD_NAME: make_guard(replicate(words, plan))}
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -33,7 +33,7 @@ def test_a_file_of_the_user(tmp_path):
     )
     assert load_config(str(path)).num_steps == 7
     path.write_text("config = 3")
-    with pytest.raises(ConfigError, match="must define `config`.*got a int"):
+    with pytest.raises(ConfigError, match="must define `config`.*got an int"):
         load_config(str(path))
     path.write_text("1 / 0")
     with pytest.raises(ZeroDivisionError):

@@ -1,0 +1,74 @@
+"""An entry of the tables that rejects arithmetic on their leaves.
+
+A leaf of a bfloat16 or int8 table has words that several values share. Arithmetic with
+`jax.tree.map`, such as a moving average or a norm, would be silently wrong. So the dict
+of such tables also holds a guard, whose leaf has an opaque dtype, like JAX's random
+keys. JAX compiles, copies, places and saves such a leaf, but rejects arithmetic.
+Lookups and updates ignore the guard, and compiled programs don't change.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.random import define_prng_impl
+from jaxtyping import Array, UInt32
+
+GUARD_NAME: Final = "guard"
+"""Name of the guard in the dict of tables. No stack has it: they are `stack_<i>`."""
+
+_ADVICE: Final = (
+    "leaves of these tables are packed bfloat16 or int8 values, so arithmetic on them "
+    "is rejected. For moving averages, use te.optimizers.with_ema; for decay, "
+    "weight_decay_factor of the tables' optimizer; for norms and other averages, the "
+    "values of layer.embedding_tables() or te.functional.unstack_tables"
+)
+
+
+def _reject(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError(_ADVICE)
+
+
+_IMPL: Final = define_prng_impl(
+    key_shape=(2,),
+    seed=_reject,
+    split=_reject,
+    random_bits=_reject,
+    fold_in=_reject,
+    # Orbax restores such an array by this name, so it must be one that JAX knows.
+    name="threefry2x32",
+    tag=_ADVICE,  # JAX's errors print it as the name of the dtype.
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ArithmeticGuard:
+    """A pytree with one leaf, on which arithmetic raises an error.
+
+    Attributes:
+      words: opaque array `[devices, 1]`, a shape that allows the partition of lines.
+    """
+
+    # Any: leaves of a pytree may be arrays, shapes or shardings.
+    words: Any
+
+    def __post_init__(self) -> None:
+        words = self.words
+        if not isinstance(words, jax.Array):
+            return
+        if not jnp.issubdtype(words.dtype, jax.dtypes.prng_key):
+            return
+        if _ADVICE not in str(words.dtype):  # Orbax restores JAX's own dtype.
+            words = jax.random.wrap_key_data(jax.random.key_data(words), impl=_IMPL)
+            object.__setattr__(self, "words", words)
+        if not isinstance(words, Tracer):
+            # JAX's own error would not show the dtype, and so not the advice.
+            words.astype = _reject  # pyright: ignore
+
+
+def make_guard(words: UInt32[Array, "devices one two"]) -> ArithmeticGuard:
+    """Returns a guard, given zeros on the devices of the tables."""
+    return ArithmeticGuard(jax.random.wrap_key_data(words, impl=_IMPL))
