@@ -56,6 +56,11 @@ def check_serving(program):
     assert set(program["served"].tables) == {"movies"}
 
 
+def check_tabular(program):
+    assert program["result"] > 0.8
+    assert program["scores"].shape == (4000,)
+
+
 def check_two_towers(program):
     assert program["losses"][-1] < 0.7 * program["losses"][0]
     assert program["hits"] > 0.5

@@ -114,7 +114,6 @@ def _flush_names(directory: pathlib.Path) -> None:
 DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
-PREPROCESSING_DIR: Final = "preprocessing"
 
 MAX_DOCUMENT_BYTES: Final = 2**23
 """Maximum size, enough for 50,000 tables. Parsing takes about 25 times the memory."""
@@ -219,9 +218,7 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
                 "links, copy the export with the files that they lead to."
             )
         if not path.is_dir() and (
-            path.suffix in _SUFFIXES
-            or path.parent.name == VOCABULARIES_DIR
-            or directory / PREPROCESSING_DIR in path.parents
+            path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR
         ):
             found[path.relative_to(directory).as_posix()] = path
     return found

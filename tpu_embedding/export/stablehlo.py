@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
     DOCUMENT_FILE,
-    PREPROCESSING_DIR,
     PROGRAM_FILE,
     ExportDocument,
     check_files,
@@ -63,7 +62,6 @@ def save(
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
     vocabularies: Mapping[str, Vocabulary] | None = None,
-    write_preprocessing: Callable[[pathlib.Path], None] | None = None,
 ) -> None:
     """Exports a model for serving, as a StableHLO program with its weights.
 
@@ -86,9 +84,6 @@ def save(
         batch size.
       vocabularies: vocabularies of the features that receive strings. A key is the last
         key of an input's path, or the input's name in the signature.
-      write_preprocessing: function that writes files describing how raw rows become
-        inputs. It is called with the export's `preprocessing/` directory, and the files
-        are listed with their digests.
 
     Raises:
       ExportError: if the directory holds files or cannot be written; if the example
@@ -131,9 +126,6 @@ def save(
         write_tensors(path / DENSE_FILE, program.dense)
         (path / PROGRAM_FILE).write_bytes(serialized)
         save_vocabularies(path, of_inputs)
-        if write_preprocessing is not None:
-            (path / PREPROCESSING_DIR).mkdir()
-            write_preprocessing(path / PREPROCESSING_DIR)
         write_document(path, program.signature)
 
 

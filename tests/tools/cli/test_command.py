@@ -26,7 +26,6 @@ def test_help(capsys):
     for name in (
         "train",
         "evaluate",
-        "predict",
         "compile",
         "export",
         "inspect",
@@ -65,17 +64,8 @@ def test_version(capsys):
         (["train", "syntetic"], "Unknown config 'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "at most JAX's 8 CPU devices"),
         (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
-        (["train", "csv_file", "--devices", "1"], "--data-dir"),
-        (["train", "synthetic", "--label", "y"], "--data.label"),
-        (
-            ["train", "clicks.csv", "--label", "y"],
-            "does not exist on this machine. Pass the path",
-        ),
-        pytest.param(
-            ["compile", "csv_file", "--topology", "v5e:2x2"],
-            "ParquetSource",
-            marks=pytest.mark.tpu_compiler,
-        ),
+        (["train", "dlrm", "--devices", "1", "--data-dir", "x"], "does not exist"),
+        (["train", "clicks.csv"], "Unknown config 'clicks.csv'"),
         (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
     ],
 )

@@ -17,7 +17,7 @@ from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train import DataError, apply_overrides, load_config, train
+from tpu_embedding.tools.train import apply_overrides, load_config, train
 
 SETTINGS = (
     *("batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"),
@@ -72,55 +72,13 @@ def test_a_run_of_an_own_config_is_exported_by_the_printed_command(
     assert served(features, None)["predictions"].shape == (1,)
 
 
-@pytest.mark.full
-def test_a_csv_file_is_trained_exported_and_served_strings(tmp_path, capsys):
-    path = tmp_path / "clicks.csv"
-    blanks = [" " * (i % 4 == 0) for i in range(300)]
-    rows = [
-        f"u{i % 7}{x},{i % 5}{x}|{x}{i % 3},{i % 9}.5,{i % 2}"
-        for i, x in enumerate(blanks)
-    ]
-    path.write_text("\n".join(["user,tags,age,click", *rows]) + "\n")
-    run = ["--output-dir", str(tmp_path / "run"), "--devices", "1"]
-    run += ["--label", "click", "--set", "num_steps=2", "--set", "model.dim=4"]
-    assert cli.main(["train", str(path), *run]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^age +number +9 +9 +numbers$", shown, re.MULTILINE)
-    assert re.search(r"^user +Adagrad +9 +4 +288 B +1$", shown, re.MULTILINE)
-    assert re.search(r"^result: auc 0\.\d+$", shown, re.MULTILINE)
-    assert "packing" not in shown
-    command = re.search(r"export   tpu-embedding (export .*)", shown)[1].split()
-    assert cli.main(command) == 0
-    assert cli.main(["inspect", str(tmp_path / "run")]) == 0
-    served = te.export.load(tmp_path / "run" / "served", unknown_strings="error")
-    batch = {"user": ["u3", ""], "tags": [["4", "0"], []]}
-    buckets = {"age (bucket)": [3, int(te.inputs.PADDING_ROW_ID)]}
-    batch |= buckets
-    outputs = served(batch, {"age": [3.5, float("nan")]})
-    spaced = {"user": ["u3 ", " "], "tags": [[" 4", "0\t"], []]}
-    spaced |= buckets
-    again = served(spaced, {"age": [3.5, float("nan")]})
-    np.testing.assert_array_equal(again["predictions"], outputs["predictions"])
-    assert ((outputs["predictions"] > 0) & (outputs["predictions"] < 1)).all()
-    with pytest.raises(ValueError, match="'u9' is not one of the 7 tokens"):
-        served(batch | {"user": ["u9", "u3"]}, {"age": [3.5, 3.5]})
-    path = path.rename(tmp_path / "moved.csv")
-    options = ["--data-dir", path, "--format", "safetensors"]
-    export(tmp_path / "run", tmp_path / "tables", *options)
-    strings = tmp_path / "run" / "vocabularies"
-    assert f"inputs are ids; the strings are in {strings}" in capsys.readouterr().out
-    path.write_text(path.read_text().replace("u3", "u8"))
-    with pytest.raises(DataError, match="The strings of 'user' differ"):
-        export(tmp_path / "run", tmp_path / "other", *options)
-
-
 @pytest.mark.parametrize(
     ("forged", "status"),
     [
         ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "not executed"),
         ({"config": "synthetic", "settings": ["{completion}"]}, "CheckpointError"),
-        ({"config": "{tmp}/bait.csv", "data_dir": None}, "recorded seed"),
-        ({"config": "csv_file", "data_dir": "{tmp}/bait.csv"}, "--data-dir"),
+        ({"config": "{tmp}/bait.csv", "data_dir": None}, "not executed"),
+        ({"config": "dlrm", "data_dir": "{tmp}/bait.csv"}, "--data-dir"),
     ],
 )
 def test_a_downloaded_run_executes_and_opens_nothing(tmp_path, forged, status, capsys):

@@ -13,29 +13,75 @@ from tests.tools.cli.test_command import status_of
 from tests.tools.train.runs import set_options
 
 MIB = 2**20
-SETTINGS = ["num_steps=2", "batch_size=32", "model.dim=4", "data.label=click"]
+SETTINGS = ["num_steps=2", "batch_size=32", "model.dim=4"]
 OPTIONS = ["--devices", "1", *set_options(SETTINGS)]
+CONFIG = """
+import dataclasses
+
+import numpy as np
+
+import tpu_embedding as te
+from tpu_embedding.tools import train
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+    def open(self, data_dir, *, batch_size, seed):
+        return Samples(batch_size)
+
+
+class Samples:
+    vocabulary_sizes = {"user": 9, "tags": 9}
+    vocabularies = {
+        "user": te.inputs.Vocabulary([f"u{i}" for i in range(7)], mask_token="")
+    }
+
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+
+    def train_batch(self, step):
+        random = np.random.default_rng(step)
+        lengths = random.integers(4, size=self.batch_size)
+        tags = random.integers(9, size=lengths.sum())
+        splits = np.concatenate([[0], np.cumsum(lengths)])
+        return train.Batch(
+            features={
+                "user": random.integers(9, size=self.batch_size),
+                "tags": te.RaggedIds(values=tags, row_splits=splits),
+            },
+            labels=random.integers(2, size=self.batch_size),
+            weights=np.ones(self.batch_size),
+        )
+
+    def evaluation_batches(self):
+        yield self.train_batch(10**6)
+
+
+config = dataclasses.replace(
+    train.load_config("synthetic"), name="tagged", data=Tagged(), target=None
+)
+"""
 
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory):
-    """A run of a CSV file, and the file."""
+    """A run with strings and lists, and its config."""
     directory = tmp_path_factory.mktemp("genuine")
-    rows = [f"u{i % 7},{i % 5}|{i % 3},{i % 9}.5,{i % 2}" for i in range(300)]
-    text = "\n".join(["user,tags,age,click", *rows]) + "\n"
-    (directory / "clicks.csv").write_text(text)
-    assert run_command("train", directory / "clicks.csv", directory / "run") == 0
+    (directory / "tagged.py").write_text(CONFIG)
+    assert run_command("train", directory / "tagged.py", directory / "run") == 0
     return directory
 
 
-def run_command(name, data, run, output=None):
+def run_command(name, config, run, output=None):
     options = {
-        "train": ["train", data, "--output-dir", run, "--resume", *OPTIONS],
-        "evaluate": ["evaluate", data, "--output-dir", run, *OPTIONS],
+        "train": ["train", config, "--output-dir", run, "--resume", *OPTIONS],
+        "evaluate": ["evaluate", config, "--output-dir", run, *OPTIONS],
+        "evaluate the run": ["evaluate", run, *OPTIONS],
         "inspect": ["inspect", run, "--row", "user", "u3"],
         "export": ["export", run, output, "--format", "safetensors", "--devices", "1"],
     }
-    options["export with data"] = [*options["export"], "--data-dir", data]
+    given = ["--config", config, *set_options(SETTINGS)]
+    options["export with config"] = [*options["export"], *given]
     return status_of(*options[name])
 
 
@@ -62,7 +108,7 @@ def forge_origin(run, outside, draw):
     paths = [None, f"{outside}/bait.csv", "/dev/zero", f"{run}/../x", 5, "gs://x/y"]
     evil = f"open({str(outside / 'executed')!r}, 'w')"
     (run / "evil.py").write_text(evil)
-    configs += ["csv_file", "synthetic", "two_tower", "dlrm_dcnv2"]
+    configs += ["synthetic", "two_tower", "dlrm_dcnv2"]
     origin = {
         "config": draw(configs),
         "data_dir": draw(paths),
@@ -73,11 +119,8 @@ def forge_origin(run, outside, draw):
 
 def forge_values(run, outside, draw):
     values = [2**40, -1, 0, True, None, "4 --help", "x" * MIB, [1] * 10**5, {}, 1e300]
-    sections = {"model": ("dim", "hidden_sizes", "interactions", "initial_deviation")}
-    sections["data"] = ("label", "lists", "separator", "delimiter", "min_count", "x")
-    section = draw(list(sections))
-    field, value = draw(sections[section]), draw(values)
-    edit_json(keep_start(run), lambda x: x["run"][section].update({field: value}))
+    field, value = draw(["dim", "hidden_sizes", "x"]), draw(values)
+    edit_json(keep_start(run), lambda x: x["run"]["model"].update({field: value}))
 
 
 def forge_lines(run, outside, draw):
@@ -109,7 +152,7 @@ def forge_link(run, outside, draw):
 
 
 def forge_vocabularies(run, outside, draw):
-    file = run / "vocabularies" / draw(["names.json", "0.json", "1.json"])
+    file = run / "vocabularies" / draw(["names.json", "0.json"])
     texts = ["[]", "{}", "3", '["user", "user"]', '["x"', "[" * 10**5, '[["user"]]']
     texts += [json.dumps(["../../x", "/etc/passwd"]), "\0", '{"format": 1}']
     huge = {"num_oov_buckets": 2 * 10**9, "mask_token": None, "tokens": ["x"]}
@@ -146,8 +189,8 @@ FORGERIES = [
     *(forge_origin, forge_values, forge_lines, forge_link),
     *(forge_vocabularies, forge_steps, forge_sizes),
 ]
-COMMANDS = ["export", "export with data", "export with data", "inspect"]
-COMMANDS += ["evaluate", "train"]
+COMMANDS = ["export", "export with config", "export with config", "inspect"]
+COMMANDS += ["evaluate", "evaluate the run", "train"]
 
 
 def memory(field):
@@ -181,7 +224,7 @@ def check_forged(genuine, directory, seed, capsys):
     capsys.readouterr()
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     resident = memory("VmRSS")
-    status = run_command(name, genuine / "clicks.csv", run, directory / "served")
+    status = run_command(name, genuine / "tagged.py", run, directory / "served")
     peak, case = memory("VmHWM") - resident, f"seed {seed}: {name}, {forge.__name__}"
     errors = capsys.readouterr().err
     assert contents(outside) == before, case

@@ -30,12 +30,9 @@ from tpu_embedding.tools.train import (
     RunDirectoryError,
     Target,
     TrainingDivergedError,
-    apply_overrides,
     evaluate,
-    load_config,
     train,
 )
-from tpu_embedding.tools.train.origin import RunOrigin, config_of_run
 from tpu_embedding.tools.train.run import _Run
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
@@ -213,62 +210,6 @@ def test_a_resumed_run_reports_each_step_once(tmp_path, monkeypatch, end):
     assert reported_of(resumed) == reported_of(tmp_path / "whole")
     assert ("evaluation", 4, 0) in reported_of(resumed)
     assert not (resumed / "run.lock").exists()
-
-
-CSV_TASKS = {
-    "large numbers": (lambda x: f"{3e6 * x - 7e6:.1f}", "squared_error", "rmse"),
-    "small numbers": (lambda x: f"{1e-6 * x:.9f}", "squared_error", "rmse"),
-    "classes": (lambda x: ("low", "mid", "high")[x % 3], "softmax", "log_loss"),
-}
-
-
-@pytest.mark.parametrize("case", quick_cases(CSV_TASKS, every_case=True))
-def test_labels_of_a_csv_file_beat_a_constant(tmp_path, case):
-    """Labels at any scale; the column `a` determines them."""
-    label_of, loss, metric = CSV_TASKS[case]
-    values = np.random.default_rng(0).integers(25, size=1500)
-    rows = [f"v{x},{label_of(x)}" for x in values]
-    (tmp_path / "f.dat").write_text("\n".join(rows))
-    path = str(tmp_path / "f.dat")
-    settings = ("data.label=y", "data.column_names=a y", "num_steps=120")
-    origin = RunOrigin(config=path, settings=settings, data_dir=path)
-    config = origin.load()
-    assert config.target is not None
-    assert (config.loss, config.target.metric) == (loss, metric)
-    result = train(config, tmp_path / "run", data_dir=path, origin=origin)
-    assert result.target_met and result.metrics
-    data = config.data.open(tmp_path / "f.dat", batch_size=32, seed=0)
-    assert result.metrics[metric] < 0.2 * data.constant_loss()
-    # The record tells task and classes without the data.
-    kept = config_of_run(tmp_path / "run", data_dir=path)
-    assert (kept.data, kept.loss) == (config.data, loss)
-
-
-@pytest.mark.full
-def test_a_resumed_run_has_the_same_bits_with_lists(tmp_path):
-    """Sizes of ragged features decide the order in which gradients are added."""
-    path, words = tmp_path / "clicks.csv", np.random.default_rng(0).integers
-    rows = [
-        f"u{i % 7},{'|'.join(map(str, words(9, size=words(1 + i % 30))))},{i % 2}"
-        for i in range(600)
-    ]
-    path.write_text("\n".join(["user,tags,click", *rows]) + "\n")
-    settings = ["data.label=click", "model.dim=4", "num_steps=8", "batch_size=32"]
-    config = apply_overrides(load_config("csv_file"), settings)
-    options = {"data_dir": path, "mesh": mesh_of(2)}
-    train(config, tmp_path / "whole", **options)
-    train(config, tmp_path / "resumed", stop_at=6, **options)
-    train(config, tmp_path / "resumed", existing_run="resume", **options)
-    whole, resumed = (
-        {
-            path.relative_to(root): path.read_bytes()
-            for path in root.rglob("c/**/*")
-            if path.is_file()
-        }
-        for name in ("whole", "resumed")
-        for root in [tmp_path / name / "checkpoints" / "8" / "default"]
-    )
-    assert whole and whole == resumed
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"123", b"[" * 10**5, b'{"run": 1}'])

@@ -21,7 +21,7 @@ class ConfigCommand:
     """Options of a command that takes a config."""
 
     config: Annotated[str, tyro.conf.Positional]
-    """Config name, or path of a CSV file or of a Python file that defines `config`."""
+    """Config name, or path of a Python file that defines `config`."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Changes the config: KEY=VALUE, such as num_steps=100 or model.dim=8.

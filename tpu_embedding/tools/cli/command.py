@@ -24,7 +24,7 @@ from tpu_embedding.tools.cli.compile import Compile
 from tpu_embedding.tools.cli.doctor import Doctor
 from tpu_embedding.tools.cli.export import Export
 from tpu_embedding.tools.cli.inspect import Inspect
-from tpu_embedding.tools.cli.train import Evaluate, Predict, Train
+from tpu_embedding.tools.cli.train import Evaluate, Train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.train.reporting import TrainingDivergedError
 from tpu_embedding.tools.train.run_config import ConfigError
@@ -39,7 +39,6 @@ _CLOSED_OUTPUT: Final = 141
 COMMANDS: Final = {
     "train": Train,
     "evaluate": Evaluate,
-    "predict": Predict,
     "compile": Compile,
     "export": Export,
     "inspect": Inspect,

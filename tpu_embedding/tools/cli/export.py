@@ -1,12 +1,14 @@
 """The command `tpu-embedding export`."""
 
 import dataclasses
-import functools
 import pathlib
 from typing import Annotated, Any, Literal
 
 import tyro
+from flax import nnx
 
+from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.checkpoint.saving import restore
 from tpu_embedding.export.documents import check_new_directory
 from tpu_embedding.export.saved_model import save_tensorflow
 from tpu_embedding.export.stablehlo import check_serving_extra, save, save_tables
@@ -14,25 +16,19 @@ from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 from tpu_embedding.tools.cli.arguments import emulated_mesh
-from tpu_embedding.tools.train import run_directory
+from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.origin import config_of_run
 from tpu_embedding.tools.train.run import open_data
-from tpu_embedding.tools.train.run_directory import SCHEMA_FILE
-from tpu_embedding.tools.train.trained_csv import (
-    CsvEncoder,
-    restored_model,
-    saved_checkpoint,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
     """Exports a run's model for serving, from its best or newest checkpoint.
 
-    A run of a CSV file or of a config in the package needs no --config. Nothing in the
-    run's directory is executed, and files outside of it are read only if --data-dir
-    names them. The tables are restored on this process's devices and streamed to the
-    files. Slot variables are not restored.
+    A run of a config in the package needs no --config. Nothing in the run's directory
+    is executed, and files outside of it are read only if --data-dir names them. The
+    tables are restored on this process's devices and streamed to the files. Slot
+    variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -54,11 +50,10 @@ class Export:
     """Name or Python file of the config, if a script or Python file started the run."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes the config as in training: KEY=VALUE.
-    A run of a CSV file has recorded its changes."""
+    """Changes the config as in training: KEY=VALUE."""
 
     data_dir: str | None = None
-    """File or directory of the data, if the run read any. Optional for a CSV file."""
+    """File or directory of the data, if the run read any."""
 
     devices: int | None = None
     """Number of CPU devices to emulate, instead of using the machine's devices."""
@@ -78,19 +73,21 @@ class Export:
         if self.format != "safetensors":
             check_serving_extra()
         run_directory.check_files(run_dir)
-        saved_checkpoint(run_dir)
+        checkpoint = run_directory.result_checkpoint(run_dir)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{run_dir / run_directory.CHECKPOINTS_DIR} has no complete "
+                "checkpoint. Pass the output directory of a run that saved one."
+            )
         config = config_of_run(
             run_dir, config=self.config, settings=self.set, data_dir=self.data_dir
         )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        data = write = None
-        if (run_dir / SCHEMA_FILE).exists():
-            data = CsvEncoder.read(run_dir, source=config.data)
-            write = functools.partial(run_directory.write_preprocessing, data=data)
-        if data is None or self.data_dir is not None:
-            data = open_data(config, self.data_dir)
-            run_directory.check_vocabularies(data, run_dir)
-        model, _, checkpoint = restored_model(config, data, run_dir, mesh)
+        data = open_data(config, self.data_dir)
+        run_directory.check_vocabularies(data, run_dir)
+        plan = run_steps.make_run_plan(config, data, mesh)
+        graph, state = run_steps.abstract_model_state(config, data, plan)
+        (model,) = nnx.merge(graph, restore(checkpoint, state, plan=plan))
         vocabularies = getattr(data, "vocabularies", {})
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
@@ -102,9 +99,7 @@ class Export:
             example = (batch.features, batch.dense)
             options: Any = {"dtype": self.dtype, "batch_size": self.batch_size}
             if self.format == "stablehlo":
-                # A table of several columns takes ids.
-                strings = {k: v for k, v in vocabularies.items() if k in batch.features}
-                options |= {"vocabularies": strings, "write_preprocessing": write}
+                options["vocabularies"] = vocabularies
                 save(model, output, *example, **options)
             else:
                 save_tensorflow(model, output, *example, **options)

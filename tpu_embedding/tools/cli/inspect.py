@@ -18,13 +18,11 @@ from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.train.run_directory import (
     CHECKPOINTS_DIR,
-    SCHEMA_FILE,
     check_files,
     newest_checkpoint,
     result_checkpoint,
     vocabularies_of,
 )
-from tpu_embedding.tools.train.trained_csv import CsvEncoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Inspect:
 
     row: tuple[str, str] | None = None
     """Prints a row and its slot variables, given a table and an id, such as user 17.
-    For a run with a vocabulary, give the string or category instead of the id."""
+    For a run with a vocabulary, give the string instead of the id."""
 
     def run(self) -> int:
         """Prints the tables or a row, and returns the exit status."""
@@ -49,11 +47,6 @@ class Inspect:
             print(f"{directory}\n{_format_tables(tables)}")
             return 0
         name, text = self.row
-        if run_dir is not None and (run_dir / SCHEMA_FILE).exists():
-            encoder = CsvEncoder.read(run_dir)
-            if name in {x.name for x in encoder.schema.columns}:
-                _print_column(directory, encoder, name, text)
-                return 0
         if name not in tables:
             raise UsageError(
                 f"--row: {name!r} is not a table of {directory}, which has the tables "
@@ -62,27 +55,12 @@ class Inspect:
         vocabularies = vocabularies_of(run_dir) if run_dir is not None else {}
         id_ = _parse_id(text, name, vocabularies.get(name))
         row = _find_row(directory, name, tables[name], id_)
-        _print_row(directory, name, text, row)
+        print(f"{name} {text}: row {row}")
+        for slot, array in tables[name].arrays.items():
+            if array.has_rows:
+                (values,) = read_table(directory, name, [row], slot=slot)
+                print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
         return 0
-
-
-def _print_row(directory: pathlib.Path, name: str, text: str, row: int) -> None:
-    print(f"{name} {text}: row {row}")
-    for slot, array in describe(directory).tables[name].arrays.items():
-        if array.has_rows:
-            (values,) = read_table(directory, name, [row], slot=slot)
-            print(f"{slot or 'values'}: {np.asarray(values).tolist()}")
-
-
-def _print_column(
-    directory: pathlib.Path, encoder: CsvEncoder, name: str, text: str
-) -> None:
-    """Prints the rows that a cell of a CSV column looks up."""
-    if name in encoder.vocabularies:
-        _parse_id(text, name, encoder.vocabularies[name])  # Rejects unknown strings.
-    for feature, ids in encoder.features_of_cell(name, text).items():
-        for row in ids:
-            _print_row(directory, feature, text, row)
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:

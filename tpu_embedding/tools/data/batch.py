@@ -54,11 +54,10 @@ class Dataset(Protocol):
 
     `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so it can
     have attributes for them, such as the sizes of its vocabularies. The loop itself
-    uses three optional attributes:
+    uses two optional attributes:
 
     * `vocabularies`: dict from feature name to `Vocabulary`. A run stores them and
       checks them on resuming, and an export includes them.
-    * `schema`: object whose `to_json()` a run stores and an export includes.
     * `description`: text printed when a run starts.
 
     In a job of several processes, each process feeds its own devices. If the data set

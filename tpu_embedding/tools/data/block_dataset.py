@@ -1,7 +1,7 @@
 """A data set over files that need not fit in memory, given a reader of samples.
 
 The reader only handles the file format. `BlockDataset` adds batches, epochs, seeds and
-processes. This package's readers of CSV and Parquet files use it, and so can your own.
+processes. This package's reader of Parquet files uses it, and so can your own.
 """
 
 import functools

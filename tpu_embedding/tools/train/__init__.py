@@ -19,7 +19,6 @@ from tpu_embedding.tools.data.batch import required_files as required_files
 from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
-from tpu_embedding.tools.data.csv_clicks import CsvSource as CsvSource
 from tpu_embedding.tools.data.parquet import ParquetFeature as ParquetFeature
 from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
 from tpu_embedding.tools.data.parquet import RowGroup as RowGroup

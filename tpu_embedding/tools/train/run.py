@@ -35,6 +35,7 @@ from tpu_embedding.inputs.prepare import shard_batch
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.train import run_directory, run_steps
 from tpu_embedding.tools.train.losses import LOSSES, values_of
@@ -284,7 +285,7 @@ class _Run:
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
-            run_directory.write_preprocessing(self.directory, data)
+            save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
         if description := getattr(data, "description", None):
             self.report.line(description)
         self.report.line(str(plan) if verbose else format_tables(plan))

@@ -325,8 +325,8 @@ def load_config(name_or_path: str) -> RunConfig:
     path = known.get(name_or_path, local_path(name_or_path)).resolve()
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(
-            f"Unknown config {name_or_path!r}. Pass a CSV file (.csv, .tsv, .txt), "
-            f"a Python file, or one of {', '.join(sorted(known))}."
+            f"Unknown config {name_or_path!r}. Pass a Python file, or one of "
+            f"{', '.join(sorted(known))}."
         )
     # Other processes cannot import a module of this name either.
     module = ModuleType(f"config_{path.stem}")

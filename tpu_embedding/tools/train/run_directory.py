@@ -22,7 +22,6 @@ from tpu_embedding.strings.string_ids import (
     VOCABULARIES_DIR,
     Vocabulary,
     load_vocabularies,
-    save_vocabularies,
 )
 from tpu_embedding.tools.data.batch import DataError, Dataset
 
@@ -32,10 +31,9 @@ LOCK_FILE: Final = "run.lock"
 CHECKPOINTS_DIR: Final = "checkpoints"
 TENSORBOARD_DIR: Final = "tensorboard"
 PROFILE_DIR: Final = "profile"
-SCHEMA_FILE: Final = "schema.json"
 _FILES: Final = (
     *(RECORDS_FILE, PLOT_FILE, LOCK_FILE, CHECKPOINTS_DIR),
-    *(TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR, SCHEMA_FILE),
+    *(TENSORBOARD_DIR, PROFILE_DIR, VOCABULARIES_DIR),
 )
 
 _MAX_LINE_BYTES: Final = 2**22
@@ -226,13 +224,6 @@ def replace_text(path: pathlib.Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def write_preprocessing(directory: pathlib.Path, data: Any) -> None:
-    """Writes the vocabularies and the schema that a data set has, if it has any."""
-    save_vocabularies(directory, getattr(data, "vocabularies", {}))
-    if schema := getattr(data, "schema", None):
-        replace_text(directory / SCHEMA_FILE, json.dumps(schema.to_json()))
 
 
 def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
