@@ -414,7 +414,7 @@ def test_without_the_exchange_a_step_beyond_the_limit_is_skipped(num_devices, sk
     found, wanted = (
         (
             nnx.state(model, nnx.Param),
-            model.layer.tables.get_value(),
+            model.layer.embedding_tables(),
             nnx.state(optimizer),
         )
         for model, optimizer in (skipped, expected)

@@ -71,7 +71,7 @@ from tpu_embedding.update.lazy_update import (
     state_specs,
     structure_of_state,
     values_of,
-    with_values,
+    with_values_if,
 )
 from tpu_embedding.update.table_writer import RoundedState, open_state
 from tpu_embedding.xla import run_if
@@ -627,7 +627,10 @@ def apply_gradients(
         gradient, state = gradients.stacks.get(stack.name), slots[stack.name]
         specs = state_specs(state, stack)
         if gradient is None and not stack.optimizer.moves_every_row:
-            step = functools.partial(_step_without_rows, only_if=only_if, stack=stack)
+
+            def step(state: Any, stack: TrainedStackPlan = stack) -> Any:
+                return with_values_if(only_if, state_without_rows(state, stack), state)
+
             new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
             continue
         used_rows = stack.vocabulary.stacks.used_rows(tables, stack)
@@ -642,15 +645,6 @@ def apply_gradients(
             out_specs=(rows_spec, specs),
         )(tables[stack.name], state, gradient, used_rows, gradient_norm, only_if)
     return new_tables, new_slots
-
-
-def _step_without_rows(state: Any, only_if: Any, stack: TrainedStackPlan) -> Any:
-    """Advances the values that all rows share, if a condition holds."""
-    new = state_without_rows(state, stack)
-    if only_if is None:
-        return new
-    pairs = zip(values_of(new), values_of(state), strict=True)
-    return with_values(new, [jnp.where(only_if, *pair) for pair in pairs])
 
 
 def _update_shard(

@@ -61,6 +61,7 @@ from tpu_embedding.update.lazy_update import (
     values_of,
     with_slots,
     with_values,
+    with_values_if,
 )
 from tpu_embedding.xla import run_if
 
@@ -333,21 +334,14 @@ class SparseCoreBackend(Backend):
             def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
                 return jax.lax.cond(may_run, update_rows, otherwise, *arrays)
 
-            arrays = (table, state)
-            return (
-                update_all(arrays)
-                if only_if is None
-                else run_if(only_if, update_all, arrays)
-            )
+            if only_if is None:
+                return update_all((table, state))
+            return run_if(only_if, update_all, (table, state))
         # Without ids, the operation changes no row.
         if only_if is not None:
             may_run &= only_if
         table, new = update_rows(table, state, ids.ids.where(may_run))
-        if only_if is not None:
-            counts = zip(values_of(new), values_of(state), strict=True)
-            kept = [jnp.where(only_if, after, before) for after, before in counts]
-            new = with_values(new, kept)
-        return table, new
+        return table, with_values_if(only_if, new, state)
 
 
 def rows_of_shard(num_rows: int, cores: int) -> int:

@@ -176,15 +176,11 @@ def partition_ids(
         rows_before=_count_before(is_new_row),
         ids_before=_count_before(is_new_id),
     )
+    sizes = {"num_rows": rows_per_partition, "limits": limits, "axes": axes}
     cut = jax.lax.platform_dependent(
-        ids,
-        jnp.asarray(is_finite),
-        cpu=functools.partial(
-            _cut_for_all_devices, num_rows=rows_per_partition, limits=limits, axes=axes
-        ),
-        default=functools.partial(
-            _cut_into_minibatches, num_rows=rows_per_partition, limits=limits, axes=axes
-        ),
+        *(ids, jnp.asarray(is_finite)),
+        cpu=functools.partial(_cut_for_all_devices, **sizes),
+        default=functools.partial(_cut_into_minibatches, **sizes),
     )
 
     by_core = (-1, cores, num_partitions)

@@ -364,6 +364,14 @@ def with_values(state: Any, values: list[Any]) -> Any:
     )
 
 
+def with_values_if(condition: Any, new: Any, old: Any) -> Any:
+    """Returns a new state, with the old shared values if a condition is False."""
+    if condition is None:
+        return new
+    pairs = zip(values_of(new), values_of(old), strict=True)
+    return with_values(new, [jnp.where(condition, *pair) for pair in pairs])
+
+
 def move_rows(
     slot: PackedRows,
     places: Int[Array, " ids"],

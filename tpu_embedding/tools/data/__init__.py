@@ -8,7 +8,6 @@ reader. The source's `open` returns the data set.
 
 Files:
 
-* `csv_clicks`: a CSV file whose columns are recognised.
 * `parquet`: Parquet files with columns of ids and of lists.
 * `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
 
