@@ -1,7 +1,7 @@
 """The command `tpu-embedding`.
 
 * `command`: parses the command line, runs a command, turns errors into exit statuses.
-* `train`: the commands `train`, `evaluate` and `predict`. `compile`, `export`,
+* `train`: the commands `train` and `evaluate`. `compile`, `export`,
   `inspect` and `doctor` have one command each.
 * `arguments`: what several commands share.
 """
