@@ -277,6 +277,15 @@ def test_optimizers_that_need_the_loss(tx):
         optimizer.update(model, gradients)
 
 
+def test_multi_steps_pass_the_loss_on():
+    model = Model(WAITING["fixed"])
+    optimizer = te.Optimizer(model, optax.MultiSteps(NEED_VALUE["plateau"], 2))
+    before = np.array(model.dense.kernel[...])
+    for _ in range(2):
+        train_step(model, optimizer, 1.0, value=jnp.float32(3.0))
+    assert np.any(model.dense.kernel[...] != before)
+
+
 def test_linen_passes_the_loss():
     state = make_linen(NEED_VALUE["polyak"])
 

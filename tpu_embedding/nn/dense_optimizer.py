@@ -93,6 +93,13 @@ def check_dense_optimizer(
         )
 
 
+def with_extra_args(tx: Any) -> Any:
+    """Returns an optimizer that accepts, and may ignore, arguments such as `value`."""
+    # optax.MultiSteps is not a GradientTransformation, and passes the arguments on.
+    is_plain = isinstance(tx, optax.GradientTransformation)
+    return optax.with_extra_args_support(tx) if is_plain else tx
+
+
 def skips_steps(opt_state: Any) -> bool:
     """Returns True if a dense optimizer skips steps whose gradients are not finite."""
     is_chain = type(opt_state) is tuple

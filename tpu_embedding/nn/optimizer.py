@@ -14,7 +14,7 @@ from tpu_embedding.functional.derived_state import (
     with_table_values,
 )
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     LayerTables,
@@ -112,7 +112,7 @@ class Optimizer(ShortRepr):
         check_filter("te.Optimizer", wrt, model)
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
-        self.dense = nnx.Optimizer(model, optax.with_extra_args_support(tx), wrt=wrt)
+        self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         slots = init_model_slots(_tables_of(layers))
         check_dense_optimizer(

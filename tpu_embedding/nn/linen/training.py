@@ -14,7 +14,7 @@ from flax import struct
 
 from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -215,7 +215,7 @@ class TrainState(struct.PyTreeNode):
         others = set(self.variables) - {"params", TABLES}
         check_names("Updates", updates or {}, "collections", others)
         params = self.variables.get("params", {})
-        tx = optax.with_extra_args_support(self.tx)
+        tx = with_extra_args(self.tx)
         stacks, slots, (changes, opt_state), keep_dense = apply_model_gradients(
             layers,
             self.slots,
