@@ -111,9 +111,9 @@ def tables_with_values(plan):
             lambda s, name=name: jax.device_put(
                 np.zeros(s.shape, s.dtype), shardings[name]
             ),
-            packed,
+            shapes[name],
         )
-        for name, packed in shapes.items()
+        for name in shardings
     }
     values = {}
     for stack in plan.stacks:

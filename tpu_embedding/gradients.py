@@ -238,9 +238,9 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
 def is_whole(gradients: Any) -> Bool[Array, ""]:
     """Returns False if a lookup could not read all rows of its batch.
 
-    This only happens with `te.SparseCore(exchange=False)`, whose lookups then return
-    NaN. `te.Optimizer` and `te.functional.apply_gradients` skip such a step. In a loop
-    of your own, skip the update of the dense parameters as well.
+    This only happens with a backend that has no fallback for ids beyond its limits.
+    Such a lookup returns NaN. `te.Optimizer` and `te.functional.apply_gradients` skip
+    the step. In a loop of your own, skip the update of the dense parameters as well.
 
     Args:
       gradients: see `global_norm`.

@@ -285,7 +285,7 @@ def test_weights_of_ids_can_be_learned():
         return jnp.sum((jnp.sum(rows * weights, 1) / jnp.sum(weights, 1)) ** 2)
 
     np.testing.assert_allclose(
-        compute(variables)[1].dense["weights"],
+        compute(variables)[1]["weights"],
         jax.grad(dense_loss)(jnp.ones(ids.shape)),
         rtol=1e-4,
         atol=1e-6,

@@ -52,8 +52,9 @@ class Counting(Backend):
         activations, *_ = otherwise(table)
         return activations, jnp.int32(0), None
 
-    def update(self, table, state, gradient, otherwise, stack):
+    def update(self, table, state, gradient, otherwise, stack, only_if=None):
         calls["update"] += 1
+        assert only_if is None
         routing = gradient.open().routing
         assert routing.sent is None and routing.backend_ids.shape == (1,)
         return otherwise(table, state)
