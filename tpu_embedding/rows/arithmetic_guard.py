@@ -16,8 +16,8 @@ from jax.core import Tracer
 from jax.extend.random import define_prng_impl
 from jaxtyping import Array, UInt32
 
-GUARD_NAME: Final = "guard"
-"""Name of the guard in the dict of tables. No stack has it: they are `stack_<i>`."""
+GUARD_NAME: Final = "table_guard"
+"""Name of the guard in the dict of tables, after the stacks `stack_<i>` in order."""
 
 _ADVICE: Final = (
     "leaves of these tables are packed bfloat16 or int8 values, so arithmetic on them "
