@@ -47,6 +47,30 @@ def test_a_step_without_the_loop():
         model.embedding.embedding_tables()
 
 
+def test_features_of_cannot_end_the_loop():
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(feed(batches(2), model, optimizer, features_of=lambda _: next(iter([]))))
+
+
+def test_nothing_is_drawn_after_an_error_of_the_batches():
+    model, optimizer = make()
+    (batch,), numbers = batches(1), iter(range(9))
+
+    class Loader:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if next(numbers) == 1:
+                raise OSError
+            return batch
+
+    with pytest.raises(OSError):
+        list(feed(Loader(), model, optimizer))
+    assert next(numbers) == 2
+
+
 def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     """Batches are drawn early, but a loop trains on all that came before the error."""
     model, optimizer = make()

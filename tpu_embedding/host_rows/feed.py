@@ -35,7 +35,7 @@ class _Coming(NamedTuple):
 
 
 class Feed(Generic[Batch]):
-    """An iterator over batches and the exchanges that bring their rows.
+    """An iterable of batches and the exchanges that bring their rows.
 
     The caller must run a batch's exchanges before drawing the next batch, and call
     `close` at the end.
@@ -62,26 +62,36 @@ class Feed(Generic[Batch]):
         # Two batches, since a loop may draw a batch before training on the last.
         self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
         self._fetched_last: dict[Key, FetchedRows] = {}
-        self._ending: Exception | None = None  # StopIteration, or an error
         self._stopped = threading.Event()
         self._reader = Worker("host_rows_reader")
         # NumPy releases the GIL, so it is faster to work on several batches at once.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
-        return self
+        # A generator, because a StopIteration of `rows_of` must not end the loop.
+        while self._draw():
+            for key, rows in self._fetched_last.items():
+                self._hosts[key].check_brought(rows)
+            self._fetched_last = self._fetched[0].result()
+            self._fetched.popleft()
+            batch, rows = self._coming.popleft()
+            self._handed_out.append(rows.result())
+            yield batch, self._fetched_last
 
-    @moves_arrays
-    def __next__(self) -> tuple[Batch, dict[Key, FetchedRows]]:
+    def _draw(self) -> bool:
+        """Draws batches ahead and starts to fetch; returns False at the end."""
         if any(host.feed is not self for host in self._hosts.values()):
             self._start()
-        while self._ending is None and len(self._coming) < self._num_coming:
+        while len(self._coming) < self._num_coming:
+            rows: Future[RowsOfStacks] = Future()
             try:
                 batch = next(self._source)
-            except Exception as error:  # Raised after the batches before it.
-                self._ending = error
+                rows = self._finders.submit(self._rows_of, batch)
+            except StopIteration:
                 break
-            rows = self._finders.submit(self._rows_of, batch)
+            except Exception as error:  # Raised after the batches before it.
+                batch, self._source = None, iter(())
+                rows.set_exception(error)
             self._coming.append(_Coming(batch, rows))
             self._reader.submit(self._enter, self._coming[-1])
         while len(self._fetched) < min(BATCHES_FETCHED, len(self._coming)):
@@ -89,18 +99,9 @@ class Feed(Generic[Batch]):
             self._fetched.append(
                 self._reader.submit(self._fetch, coming, self._stopped)
             )
-        if not self._coming:
-            assert self._ending is not None
-            raise self._ending
-        for key, rows in self._fetched_last.items():
-            self._hosts[key].check_brought(rows)
-        fetched = self._fetched[0].result()
-        self._fetched.popleft()
-        batch, rows = self._coming.popleft()
-        self._handed_out.append(rows.result())
-        self._fetched_last = fetched
-        return batch, fetched
+        return bool(self._coming)
 
+    @moves_arrays
     def _start(self) -> None:
         """Starts, or resumes after another pipeline ran or the tables changed."""
         for host in self._hosts.values():
