@@ -11,8 +11,9 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 
 
-def make(**options):
-    table = te.TableConfig(vocabulary_size=40, dim=4, name="t", **options)
+def make(vocabulary_size=40, **options):
+    sizes = {"vocabulary_size": vocabulary_size, "dim": 4}
+    table = te.TableConfig(**sizes, name="t", **options)
     layer = te.TPUEmbedding(
         te.FeatureConfig(table=table), "adagrad", mesh=mesh_of(2), rngs=nnx.Rngs(0)
     )
@@ -34,7 +35,25 @@ def serve(model, optimizer, path):
     return te.export.load(path / "served")(np.arange(8))
 
 
+def initial_tables(model, *_):
+    with jax.transfer_guard("allow"):
+        key = jax.random.key(0)
+    return te.functional.init_tables(model.plan, key)
+
+
+def dynamic_rows(*_):
+    with jax.transfer_guard("allow"):
+        layer, _ = make(vocabulary_size=te.Dynamic(capacity=64))
+    return te.functional.dynamic_rows(layer.tables.get_value(), layer.plan)
+
+
 CALLS = {
+    "optimizer": lambda model, *_: te.Optimizer(model, optax.adam(0.1)),
+    "initial tables": initial_tables,
+    "import": lambda model, optimizer, _: te.checkpoint.import_tables(
+        {"t": np.ones((40, 4))}, model, optimizer
+    ),
+    "ids of rows": dynamic_rows,
     "tables": lambda model, optimizer, _: model.embedding_tables(),
     "values": lambda model, optimizer, _: optimizer.set_embedding_tables(
         model, {"t": np.zeros((40, 4))}
@@ -72,3 +91,10 @@ def test_a_loop_that_brings_rows_from_the_host():
             train_step(model, optimizer, te.inputs.shard_batch(ids, model.plan))
         assert model.embedding_tables()["t"].shape == (40, 4)
     assert int(optimizer.step[...]) == 5
+
+
+def test_transfers_of_the_users_batches_are_checked():
+    model, optimizer = make(placement=te.HostRows(cache_rows=20))
+    batches = (np.asarray(jnp.arange(8) + i) for i in range(2))
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed"):
+        list(te.host_rows(batches, model, optimizer, features_of=lambda x: x))

@@ -20,6 +20,7 @@ from tpu_embedding.dynamic.directory import (
 from tpu_embedding.dynamic.ids_64 import NO_ID, Ids64, mix_ids, multiply_high, unmix_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.transfers import moves_arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ def rows_in_directory(
     return result
 
 
+@moves_arrays
 def on_host(array: Any) -> np.ndarray:
     """Returns a whole array on the host, even if several processes hold it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

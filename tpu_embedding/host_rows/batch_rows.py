@@ -26,11 +26,13 @@ from tpu_embedding.inputs.shard_inputs import FeatureShape, feature_shape
 from tpu_embedding.lookup._forward import leaves_out_weights
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds, ids_of
 
 _SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
 
 
+@moves_arrays
 def rows_of_batch(
     features: Any, plan: EmbeddingPlan, stacks: Collection[str]
 ) -> dict[str, list[np.ndarray]]:

@@ -47,6 +47,7 @@ from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import check_values, unstack_tables
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import LookupStats
 
 
@@ -279,6 +280,7 @@ class TPUEmbedding(ShortRepr):
       (3, 4)
     """
 
+    @moves_arrays
     def __init__(
         self,
         feature_config: Any,

@@ -38,6 +38,7 @@ from tpu_embedding.tables.slot_values import (
     slot_values,
     with_slot_values,
 )
+from tpu_embedding.transfers import moves_arrays
 
 
 class SlotVariables(nnx.Variable):
@@ -77,6 +78,7 @@ class Optimizer(ShortRepr):
       1
     """
 
+    @moves_arrays
     def __init__(
         self,
         model: nnx.Module,
@@ -116,7 +118,7 @@ class Optimizer(ShortRepr):
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         slots = init_model_slots(_tables_of(layers))
         check_dense_optimizer(
-            "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 6
+            "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 7
         )
         self.slots = SlotVariables(slots)
         for layer in layers.values():

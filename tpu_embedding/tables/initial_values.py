@@ -40,6 +40,7 @@ from tpu_embedding.rows.packed_rows import (
     round_up,
     store_rows,
 )
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.xla import as_variables, computed_apart, read_before_write
 
 _MIN_SLAB_BYTES: Final = 2**16
@@ -50,6 +51,7 @@ _SLABS_PER_TABLE: Final = 400
 _KEY: Final = ArgumentType(jax.Array, "a JAX random key")
 
 
+@moves_arrays
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     """Returns the stacked tables with their initial values.
 

@@ -41,6 +41,7 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.strings import fingerprint_ids
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite
+from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import NO_ID_64
 
 
@@ -156,6 +157,7 @@ class MatchedTable:
         return [f"{self.source_name}/{slot}" for slot in slots]
 
 
+@moves_arrays
 def import_tables(
     source: Any,
     model: nnx.Module,
@@ -231,6 +233,7 @@ def import_tables(
     return report
 
 
+@moves_arrays
 def import_into_stacks(
     source: Any,
     stacks: dict[str, PackedRows],

@@ -41,6 +41,7 @@ from tpu_embedding.nn.recording import (
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.learning_rates import with_hyperparameters
+from tpu_embedding.transfers import moves_arrays
 
 
 def value_and_grad(
@@ -165,12 +166,12 @@ class TrainState(struct.PyTreeNode):
         plan = next(iter(layers.values())).plan  # all layers have one mesh
         # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
-        opt_state = tx.init(on_mesh.get("params", {}))
+        opt_state = moves_arrays(tx.init)(on_mesh.get("params", {}))
         slots = init_model_slots(layers)
         plans = {path: tables.plan for path, tables in layers.items()}
         check_dense_optimizer("te.linen.TrainState", tx, opt_state, plans, slots, 2)
         state = cls(
-            step=jnp.zeros((), jnp.int32),
+            step=moves_arrays(jnp.zeros)((), jnp.int32),
             apply_fn=apply_fn,
             variables=on_mesh,
             tx=tx,
