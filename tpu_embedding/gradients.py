@@ -266,7 +266,7 @@ def may_be_partial(plan: EmbeddingPlan) -> bool:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _is_whole(sealed: Sealed, plan: EmbeddingPlan) -> Bool[Array, ""]:
-    return _on_shards(lambda x: x.open().is_whole[0], sealed, plan, PartitionSpec())
+    return _on_shards(lambda x: ~x.open().is_partial[0], sealed, plan, PartitionSpec())
 
 
 def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:

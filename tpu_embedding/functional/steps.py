@@ -590,7 +590,7 @@ def apply_gradients(
         optimizers with `global_clipnorm`. Defaults to the norm of these tables'
         gradients.
       only_if: bool scalar. If it is False, all rows, slot variables and step counts
-        keep their values. Defaults to `te.gradients.is_whole(gradients)`.
+        keep their values, as they do if `te.gradients.is_whole(gradients)` is False.
 
     Returns:
       New tables and slots. Rows that the step did not look up keep their bits, except
@@ -617,8 +617,8 @@ def apply_gradients(
     _check_states(slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
-    if only_if is None and may_be_partial(plan):
-        only_if = is_whole(gradients)
+    if may_be_partial(plan):
+        only_if = is_whole(gradients) & (True if only_if is None else only_if)
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
     for stack in plan.stacks:

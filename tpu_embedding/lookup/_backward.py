@@ -112,15 +112,15 @@ class StackGradient:
       blocks: the ids in blocks, if one CPU device owns all rows; else None.
       first: the first round at the owners. None if there are blocks, or if the backend
         replaces the update.
-      is_whole: bool `[1]`, False if the backend could not look up all ids of the step;
-        None if programs have a fallback.
+      is_partial: bool `[1]`, True if the backend could not look up all ids of the step;
+        None if programs have a fallback. Zeros in place of a gradient are not partial.
     """
 
     routing: StackRouting
     cotangents: list[Float[Array, "_ dim"]]
     blocks: IdBlocks | None
     first: RowGradients | None
-    is_whole: Bool[Array, "_"] | None
+    is_partial: Bool[Array, "_"] | None
 
     def seal(self) -> Sealed:
         """Returns the sealed gradient. Values that scale with it stay plain arrays."""
@@ -144,15 +144,15 @@ def stack_gradient(
         reader = cotangent_reader(cotangents, routing.poolings)
         first = _receive(sent.first, sent, reader, stack)
         routing = dataclasses.replace(routing, sent=sent)
-    is_whole = None
+    is_partial = None
     if stack.backend.must_run_all:
-        is_whole = stack.backend.holds_all(routing.backend_ids)
+        is_partial = ~stack.backend.holds_all(routing.backend_ids)
     gradient = StackGradient(
         routing=routing,
         cotangents=list(cotangents),
         blocks=blocks,
         first=first,
-        is_whole=is_whole,
+        is_partial=is_partial,
     )
     return gradient.seal()
 
@@ -197,8 +197,8 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
     if not stack.backend.must_run_all:
         return total
     # The sum has a fallback, but its lookups had none.
-    is_whole = functools.reduce(jnp.logical_and, (x.is_whole for x in opened))
-    return dataclasses.replace(total.open(), is_whole=is_whole).seal()
+    is_partial = functools.reduce(jnp.logical_or, (x.is_partial for x in opened))
+    return dataclasses.replace(total.open(), is_partial=is_partial).seal()
 
 
 def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds:

@@ -98,9 +98,10 @@ def apply_model_gradients(
         only_if = keep_dense = is_whole(gradients)
     dense = gradients.dense
     if skips_steps(opt_state):
-        finite, keep_dense = all_finite(gradients), None
+        finite = all_finite(gradients)
         only_if = finite if only_if is None else only_if & finite
         # The dense optimizer decides by its own gradients, and counts skipped steps.
+        # Lookups that fail are not in this count, which the caller drops.
         dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
     with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
         try:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
-from tpu_embedding.gradients import Gradients
+from tpu_embedding.gradients import Gradients, is_whole, may_be_partial
 from tpu_embedding.nn.embedding import (
     LAYER_VARIABLES,
     EmbeddingTables,
     TPUEmbedding,
 )
+from tpu_embedding.nn.model_tables import keep_if
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
     LayerCalls,
@@ -65,7 +66,7 @@ def value_and_grad(
         model is an `nnx.Module` with `TPUEmbedding` layers. It may call each layer any
         number of times; gradients of all calls are added row by row. Changes to the
         model in the loss (batch statistics, random streams, lookup statistics) are
-        kept.
+        kept, except batch statistics if `te.gradients.is_whole` is False.
       wrt: filter of the dense parameters. False computes only the tables' gradients.
       has_aux: whether `loss_fn` returns a second value.
 
@@ -134,6 +135,10 @@ def value_and_grad(
 
         plans = {path: layer.plan for path, layer in layers.items()}
         loss, (aux, new_rest), gradients = differentiate(run, dense, tables, plans)
+        if any(may_be_partial(plan) for plan in plans.values()):
+            # A lookup that failed made the running statistics NaN.
+            stats = (nnx.filter_state(x, nnx.BatchStat) for x in (new_rest, others))
+            new_rest = nnx.merge_state(new_rest, keep_if(is_whole(gradients), *stats))
         nnx.update(model, new_rest)
         return ((loss, aux) if has_aux else loss), gradients
 

@@ -226,12 +226,17 @@ class TrainState(struct.PyTreeNode):
                 dense, self.opt_state, params, **(extra_args or {})
             ),
         )
-        variables = {**self.variables, **(updates or {})}
+        updates = keep_if(
+            keep_dense,
+            {**(updates or {})},
+            {name: self.variables[name] for name in updates or {}},
+        )
+        variables = {**self.variables, **updates}
         if "params" in variables:
             new = optax.apply_updates(params, changes)
             variables["params"] = keep_if(keep_dense, new, params)
         return self.replace(
-            step=self.step + 1,
+            step=keep_if(keep_dense, self.step + 1, self.step),
             variables=with_stacks(variables, stacks),
             opt_state=keep_if(keep_dense, opt_state, self.opt_state),
             slots=slots,

@@ -26,7 +26,7 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Source of a log in Parquet files, or of `SyntheticCriteo` if there are no files.
+    """Source of a log in Parquet files, or of `SyntheticCriteo` without files.
 
     The features are named `cat_00`, `cat_01` and so on. Ids from files are taken modulo
     their table's number of rows.

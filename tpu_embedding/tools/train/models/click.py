@@ -185,7 +185,7 @@ class ClickModel(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
-        """Returns each sample's logit and probability; there are no dense inputs."""
+        """Returns each sample's logit and probability; it has no dense inputs."""
         del dense
         activations = self.embedding(features)
         inputs = [activations[name] for name in sorted(activations)]
