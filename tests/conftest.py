@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from tests.tiers import full_cases, mark_exhaustive_cases, with_ids  # noqa: E402
+from tests.tiers import mark_exhaustive_cases, quick_cases, with_ids  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -98,12 +98,14 @@ def strict_dtypes(request):
         yield
 
 
-MESHES = full_cases(with_ids({f"{n}devices": n for n in (1, 2, 3, 8)}), "2devices")
+MESHES = quick_cases(
+    with_ids({f"{n}devices": n for n in (1, 2, 3, 8)}), "1devices", "2devices"
+)
 
 
 @pytest.fixture(params=MESHES)
 def mesh(request) -> Mesh:
-    """A mesh of 1, 3 or 8 emulated devices; in the full tier, also of 2."""
+    """A mesh of 1 or 2 emulated devices; in the full tier, also of 3 and 8."""
     return mesh_of(request.param)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
+E = TypeVar("E", bound=Exception)
 
 
 class ArgumentType(NamedTuple):
@@ -52,6 +53,41 @@ def describe_value(value: Any) -> str:
     return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
 
 
+def about(error: E, field: str, value: Any = None) -> E:
+    """Returns an error with the attributes `field` and `value`, for code that reads it.
+
+    Args:
+      error: error whose text names the field, rule, value, owner and fix.
+      field: field or argument, after its owner if it has one: `"TableConfig.dim"`.
+      value: the user's value.
+
+    Example:
+      >>> error = about(ValueError("TableConfig.dim must be at least 1, got 0."),
+      ...               "TableConfig.dim", 0)
+      >>> error.field, error.value
+      ('TableConfig.dim', 0)
+    """
+    vars(error).update(field=field, value=value)
+    return error
+
+
+def invalid(
+    field: str,
+    rule: str,
+    value: Any,
+    fix: str = "",
+    kind: Callable[[str], E] = ValueError,
+) -> E:
+    """Returns an error that names a field, the rule it breaks, its value and a fix.
+
+    Example:
+      >>> invalid("te.make: size", "be an int", 0.5, "Write te.make(size=1).")
+      ValueError('te.make: size must be an int, got 0.5. Write te.make(size=1).')
+    """
+    text = f"{field} must {rule}, got {describe_value(value)}."
+    return about(kind(f"{text} {fix}".rstrip()), field, value)
+
+
 def type_name(value: Any) -> str:
     """Returns the name of a value's type with its article.
 
@@ -77,10 +113,7 @@ def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> Non
       line: correct call, for the error.
     """
     if not isinstance(value, expected.type):
-        raise TypeError(
-            f"{owner} must be {expected.text}, got {describe_value(value)}. Write "
-            f"{line}."
-        )
+        raise invalid(owner, f"be {expected.text}", value, f"Write {line}.", TypeError)
 
 
 def check_mapping(owner: str, value: Any, line: str) -> None:
@@ -91,9 +124,7 @@ def check_mapping(owner: str, value: Any, line: str) -> None:
 def check_scalar(owner: str, value: Any, line: str) -> None:
     """Raises TypeError unless a value is a number or an array of shape `()`."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) != ():
-        raise TypeError(
-            f"{owner} must be a number, got {describe_value(value)}. Write {line}."
-        )
+        raise invalid(owner, "be a number", value, f"Write {line}.", TypeError)
 
 
 def right_names(
@@ -201,10 +232,24 @@ def optional(rule: Rule) -> Rule:
 BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 
 
+class Problem(NamedTuple):
+    """A problem of a configuration.
+
+    Attributes:
+      field: field with its class, `"TableConfig.dim"`.
+      value: value of the field.
+      text: what follows the field in the error, without a period.
+    """
+
+    field: str
+    value: Any
+    text: str
+
+
 def broken_rules(
     config: Any, rules: Mapping[str, Rule], owner: str = ""
-) -> Iterator[str]:
-    """Yields a description of the problem for each field that breaks its rule.
+) -> Iterator[Problem]:
+    """Yields a problem for each field that breaks its rule.
 
     Args:
       config: object of a configuration class.
@@ -218,10 +263,8 @@ def broken_rules(
             # The elements of an array would hide the rest of the error.
             is_array = getattr(value, "ndim", 0) and not isinstance(value, type)
             got = describe_value(value) if is_array else repr(value)
-            yield (
-                f"{type(config).__name__}.{field} must be {text}, got {got}"
-                f"{owner}{ending}"
-            )
+            text = f"must be {text}, got {got}{owner}{ending}"
+            yield Problem(f"{type(config).__name__}.{field}", value, text)
 
 
 def is_int(value: Any) -> bool:
@@ -253,8 +296,12 @@ def convert_ints(config: Any, *fields: str) -> None:
         object.__setattr__(config, field, converted)
 
 
-def raise_all(problems: Iterable[str]) -> None:
-    """Raises one ValueError with all problems, if any."""
+def raise_all(problems: Iterable[Problem]) -> None:
+    """Raises one ValueError with all problems, if any.
+
+    Its attributes `field` and `value` are those of the first one.
+    """
     problems = list(problems)
     if problems:
-        raise ValueError("; ".join(problems) + ".")
+        text = "; ".join(f"{problem.field} {problem.text}" for problem in problems)
+        raise about(ValueError(f"{text}."), *problems[0][:2])

@@ -17,6 +17,7 @@ import numpy as np
 
 from tpu_embedding.argument_checks import (
     BOOL_RULE,
+    Problem,
     Rule,
     broken_rules,
     choice_rule,
@@ -30,7 +31,7 @@ from tpu_embedding.argument_checks import (
     right_names,
 )
 from tpu_embedding.initializers import Initializer, takes_key
-from tpu_embedding.optimizers.resolve import optimizer_problem
+from tpu_embedding.optimizers.resolve import optimizer_problems
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.rows.row_storage import RowStorage
@@ -79,9 +80,11 @@ class QuantizationConfig:
     def _problems(self):
         yield from broken_rules(self, {"num_buckets": int_rule(2)})
         if not is_finite(self.lower, self.upper) or not self.lower < self.upper:
-            yield (
-                "QuantizationConfig.lower and upper must be finite with lower < upper, "
-                f"got lower={self.lower!r} and upper={self.upper!r}"
+            yield Problem(
+                "QuantizationConfig.lower",
+                self.lower,
+                "and upper must be finite with lower < upper, got "
+                f"lower={self.lower!r} and upper={self.upper!r}",
             )
 
 
@@ -336,16 +339,16 @@ class TableConfig:
         yield from broken_rules(self, _TABLE_RULES, owner)
         initializer = self.initializer
         if callable(initializer) and not takes_key(initializer):
-            yield (
-                "TableConfig.initializer must take (key, shape, dtype), got "
+            yield Problem(
+                "TableConfig.initializer",
+                initializer,
+                "must take (key, shape, dtype), got "
                 f"{describe_value(initializer)}{inspect.signature(initializer)}{owner}"
                 "; call it if it makes an initializer, as "
                 "jax.nn.initializers.normal() does, or wrap it: lambda key, shape, "
-                "dtype: jnp.asarray(initializer(shape), dtype)"
+                "dtype: jnp.asarray(initializer(shape), dtype)",
             )
-        problem = optimizer_problem("TableConfig.optimizer", self.optimizer, owner)
-        if problem is not None:
-            yield problem
+        yield from optimizer_problems("TableConfig.optimizer", self.optimizer, owner)
         if isinstance(self.vocabulary_size, Vocabulary):
             dtype_name = _dtype_name(self.dtype)
             yield from self.vocabulary.table_problems(dtype_name, initializer, owner)
@@ -482,35 +485,45 @@ class FeatureConfig:
     def _problems(self):
         owner = "" if self.name is None else f" for feature {self.name!r}"
         if not isinstance(self.table, TableConfig):
-            yield (
-                "FeatureConfig.table must be a TableConfig, got "
-                f"{describe_value(self.table)}{owner}; write te.TableConfig("
+            yield Problem(
+                "FeatureConfig.table",
+                self.table,
+                f"must be a TableConfig, got {describe_value(self.table)}{owner}; "
+                "write te.TableConfig("
                 "vocabulary_size=..., dim=...), or one feature for each of several "
-                "tables"
+                "tables",
             )
             return
         yield from broken_rules(self, _FEATURE_RULES, owner)
         if self.output_shape is not None and self.max_sequence_length:
-            yield (
-                "FeatureConfig.max_sequence_length has no effect with output_shape, "
+            yield Problem(
+                "FeatureConfig.max_sequence_length",
+                self.max_sequence_length,
+                "has no effect with output_shape, "
                 f"got {self.max_sequence_length!r} and {self.output_shape!r}{owner}; "
-                "remove one of them"
+                "remove one of them",
             )
         if self.default_id is not None and self.max_sequence_length:
-            yield (
-                "FeatureConfig.default_id has no effect on sequences, got "
+            yield Problem(
+                "FeatureConfig.default_id",
+                self.default_id,
+                "has no effect on sequences, got "
                 f"{self.default_id!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; remove one of them"
+                f"{self.max_sequence_length!r}{owner}; remove one of them",
             )
         if self.combiner is not None and self.max_sequence_length:
-            yield (
-                "FeatureConfig.combiner has no effect on sequences, got "
+            yield Problem(
+                "FeatureConfig.combiner",
+                self.combiner,
+                "has no effect on sequences, got "
                 f"{self.combiner!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; remove one of them"
+                f"{self.max_sequence_length!r}{owner}; remove one of them",
             )
         yield from self.table.vocabulary.feature_problems(self, owner)
         if self.find_only is True and self.table.vocabulary.ids_are_rows:
-            yield (
-                "FeatureConfig.find_only needs a table with a te.Dynamic vocabulary, "
-                f"got True{owner}; remove it"
+            yield Problem(
+                "FeatureConfig.find_only",
+                True,
+                "needs a table with a te.Dynamic vocabulary, "
+                f"got True{owner}; remove it",
             )

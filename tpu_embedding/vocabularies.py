@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.argument_checks import broken_rules, int_rule, optional
+from tpu_embedding.argument_checks import Problem, broken_rules, int_rule, optional
 from tpu_embedding.types import PADDING_ROW_ID, RowIds
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class VocabularyStacks:
         """Returns the memory of the arrays on each device."""
         return 0
 
-    def notes(self, stack: "StackPlan", hardware: "HardwareInfo") -> Iterator[str]:
+    def notes(self, stack: "StackPlan", hardware: "HardwareInfo") -> Iterator[Problem]:
         """Yields lines of `print(plan)` about the arrays."""
         return iter(())
 
@@ -218,14 +218,16 @@ class Vocabulary:
 
     def table_problems(
         self, dtype_name: str | None, initializer: "Initializer | None", owner: str
-    ) -> Iterator[str]:
+    ) -> Iterator[Problem]:
         """Yields problems with other fields of the `TableConfig`.
 
         A `dtype_name` of None means that the dtype is unknown. `owner` names the table.
         """
         return iter(())
 
-    def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
+    def feature_problems(
+        self, feature: "FeatureConfig", owner: str
+    ) -> Iterator[Problem]:
         """Yields problems with fields of a feature of the table."""
         return iter(())
 
@@ -253,7 +255,9 @@ class FixedVocabulary(Vocabulary):
         """The number of rows."""
         return self.size
 
-    def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
+    def feature_problems(
+        self, feature: "FeatureConfig", owner: str
+    ) -> Iterator[Problem]:
         """Yields a problem if `default_id` is not a row."""
         row = optional(int_rule(0, self.size - 1, "give a row's number"))
         yield from broken_rules(feature, {"default_id": row}, owner)

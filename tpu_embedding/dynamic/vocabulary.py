@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tpu_embedding.argument_checks import (
+    Problem,
     Rule,
     broken_rules,
     choice_rule,
@@ -233,31 +234,41 @@ class Dynamic(Vocabulary):
 
     def table_problems(
         self, dtype_name: str | None, initializer: Initializer | None, owner: str
-    ) -> Iterator[str]:
+    ) -> Iterator[Problem]:
         """Yields problems that would prevent initializing single rows."""
         if dtype_name == "int8":
-            yield (
-                "TableConfig.dtype must not be int8 for a te.Dynamic vocabulary, got "
-                f"int8{owner}; new rows have float values, so use bfloat16"
+            yield Problem(
+                "TableConfig.dtype",
+                dtype_name,
+                "must not be int8 for a te.Dynamic vocabulary, got "
+                f"int8{owner}; new rows have float values, so use bfloat16",
             )
         if callable(initializer) and not starts_any_row(initializer):
-            yield (
-                "TableConfig.initializer must initialize one row at a time for a "
+            yield Problem(
+                "TableConfig.initializer",
+                initializer,
+                "must initialize one row at a time for a "
                 f"te.Dynamic vocabulary, got {initializer!r}{owner}; use one from "
-                "te.initializers, or te.initializers.rowwise(initializer)"
+                "te.initializers, or te.initializers.rowwise(initializer)",
             )
 
-    def feature_problems(self, feature: "FeatureConfig", owner: str) -> Iterator[str]:
+    def feature_problems(
+        self, feature: "FeatureConfig", owner: str
+    ) -> Iterator[Problem]:
         """Yields settings that require ids to be row numbers."""
         if feature.default_id is not None:
-            yield (
-                "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
-                f"got {feature.default_id!r}{owner}; add the id to empty samples"
+            yield Problem(
+                "FeatureConfig.default_id",
+                feature.default_id,
+                "must be None for a te.Dynamic vocabulary, "
+                f"got {feature.default_id!r}{owner}; add the id to empty samples",
             )
         if feature.out_of_range_ids == "clip":
-            yield (
-                "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
-                f"te.Dynamic vocabulary, got 'clip'{owner}; its ids have no nearest row"
+            yield Problem(
+                "FeatureConfig.out_of_range_ids",
+                "clip",
+                "must be 'error' or 'drop' for a te.Dynamic vocabulary, got "
+                f"'clip'{owner}; its ids have no nearest row",
             )
 
     def optimizer_problem(self, optimizer: "RowOptimizer") -> str | None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import about, describe_value
 
 
 class Check(NamedTuple):
@@ -62,7 +62,8 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
     prefix = "" if owner is None else f"{owner}: "
     text = "; ".join(f"{name} must be {x.problem}" for name, x in failed.items())
     is_type = any(x.error is TypeError for x in failed.values())
-    raise (TypeError if is_type else ValueError)(f"{prefix}{text}.")
+    error = (TypeError if is_type else ValueError)(f"{prefix}{text}.")
+    raise about(error, f"{prefix}{next(iter(failed))}")
 
 
 def real_scalar(value: Any) -> Check:

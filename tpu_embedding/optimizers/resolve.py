@@ -3,11 +3,13 @@
 import dataclasses
 import difflib
 import functools
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import jax
 import optax
 
+from tpu_embedding.argument_checks import Problem
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.keras import from_keras_config, is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
@@ -30,20 +32,21 @@ _AVERAGING: Final = ("ScheduleFreeState",)
 the step does not look the row up."""
 
 
-def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
-    """Returns why a table or layer cannot use an optimizer, or `None` if it can.
+def optimizer_problems(
+    field: str, optimizer: Any, owner: str = ""
+) -> Iterator[Problem]:
+    """Yields why a table or layer cannot use an optimizer; nothing if it can.
 
-    The text starts with `field`, followed by `owner`, which is text such as
-    `" for table 'movie'"`.
+    The owner is text such as `" for table 'movie'"`, or empty.
     """
     try:
         if optimizer is not None:
             check_rule(None, transformation_of(optimizer), "optimizer")
     except (TypeError, ValueError) as error:
         text = str(error).rstrip(".")
-        prefix = "" if text.startswith(f"{field} must") else f"{field}{owner}: "
-        return f"{prefix}{text}"
-    return None
+        rule = text.removeprefix("optimizer must")
+        text = f"cannot be used: {text}" if rule == text else f"must{rule}"
+        yield Problem(field, optimizer, f"{owner} {text}".lstrip())
 
 
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_embedding.argument_checks import is_int
+from tpu_embedding.argument_checks import invalid, is_int, raise_all
 from tpu_embedding.config import ChoosePlacement, Placement, Sharded, TableConfig
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.optimizers.resolve import optimizer_problem, resolve_optimizer
+from tpu_embedding.optimizers.resolve import optimizer_problems, resolve_optimizer
 from tpu_embedding.optimizers.row_optimizer import (
     KeptGradient,
     RowOptimizer,
@@ -132,13 +132,9 @@ def make_plan(
     mesh = choose_mesh(mesh)
     hardware = choose_hardware(hardware, mesh)
     if capacity is not None and not (is_int(capacity) and capacity >= 1):
-        raise ValueError(
-            f"capacity must be an int of at least 1 or None, got {capacity!r}."
-        )
+        raise invalid("capacity", "be an int of at least 1 or None", capacity)
     capacity = None if capacity is None else int(capacity)
-    problem = optimizer_problem("optimizer", optimizer)
-    if problem is not None:
-        raise ValueError(f"{problem}.")
+    raise_all(optimizer_problems("optimizer", optimizer))
     options = backend_options(backend)
     features, tree = flatten_config(feature_config)
     configs = list(features.values())

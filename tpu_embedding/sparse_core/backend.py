@@ -20,6 +20,7 @@ from tpu_embedding.argument_checks import (
     broken_rules,
     convert_ints,
     int_rule,
+    invalid,
     optional,
     raise_all,
 )
@@ -113,9 +114,7 @@ class SparseCore(BackendOptions):
     def __post_init__(self):
         convert_ints(self, "max_ids", "cores")
         if not isinstance(self.exchange, bool):
-            raise ValueError(
-                f"SparseCore.exchange must be True or False, got {self.exchange!r}."
-            )
+            raise invalid("SparseCore.exchange", "be True or False", self.exchange)
         rules = {
             "max_ids": optional(int_rule(8)),
             "cores": optional(int_rule(2)),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import is_int, raise_all
+from tpu_embedding.argument_checks import Problem, is_int, raise_all
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 
@@ -201,7 +201,11 @@ def check_counts(settings: Any) -> None:
     """Raises a ValueError that names each int field that is less than 1."""
     raise_all(
         [
-            f"{type(settings).__name__}.{name} must be at least 1, got {value}"
+            Problem(
+                f"{type(settings).__name__}.{name}",
+                value,
+                f"must be at least 1, got {value}",
+            )
             for name, value in vars(settings).items()
             if is_int(value) and value < 1
         ]

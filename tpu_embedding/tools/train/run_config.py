@@ -21,6 +21,7 @@ import tyro
 
 import tpu_embedding
 from tpu_embedding.argument_checks import (
+    Problem,
     broken_rules,
     int_rule,
     raise_all,
@@ -258,8 +259,12 @@ class RunConfig:
         problems = [*broken_rules(self, _RULES)]
         if self.tables_split_over == "slice" and self.cache_rows:
             problems.append(
-                "RunConfig.tables_split_over must be 'all' with cache_rows, because "
-                "te.HostRows keeps one copy of each table, got 'slice'"
+                Problem(
+                    "RunConfig.tables_split_over",
+                    "slice",
+                    "must be 'all' with cache_rows, because te.HostRows keeps one copy "
+                    "of each table, got 'slice'",
+                )
             )
         if self.target is not None:
             loss = LOSSES[self.loss]
@@ -268,8 +273,12 @@ class RunConfig:
                 metrics = loss.rising_metrics
             if self.target.metric not in metrics:
                 problems.append(
-                    f"RunConfig.target.metric must be one of {list(metrics)} for the "
-                    f"loss {self.loss!r}, got {self.target.metric!r}"
+                    Problem(
+                        "RunConfig.target.metric",
+                        self.target.metric,
+                        f"must be one of {list(metrics)} for the "
+                        f"loss {self.loss!r}, got {self.target.metric!r}",
+                    )
                 )
         raise_all(problems)
 
