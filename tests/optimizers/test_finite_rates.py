@@ -28,14 +28,11 @@ def found_at_1(rule):
 @pytest.mark.parametrize(
     "rule",
     {
-        "nan": optax.sgd(nan_at_1),
         "inf": optax.adam(inf_at_1),
-        "own": optimizers.adagrad(nan_at_1),
         "totals": optimizers.adafactor(nan_at_1),
-        "norm": optimizers.lamb(nan_at_1),
         "injected": optax.inject_hyperparams(optax.adam)(nan_at_1),
         "selected": optax.radam(nan_at_1),
-        "every": optimizers.every_row(optax.adam(nan_at_1)),
+        "every": optimizers.every_row(optimizers.adagrad(nan_at_1)),
     }.values(),
 )
 def test_a_rate_that_is_not_finite_is_found(rule):
@@ -45,7 +42,6 @@ def test_a_rate_that_is_not_finite_is_found(rule):
 @pytest.mark.parametrize(
     "rule",
     {
-        "bias_correction": optax.adam(0.1),
         # Its first steps compute NaN, and do not use it.
         "radam": optax.radam(0.1),
         "no_bound": optax.inject_hyperparams(optimizers.bounded_adagrad)(

@@ -15,6 +15,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import one_table_plan
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.update.lazy_update import lift_to_rows
@@ -70,17 +71,17 @@ PIECES = {
     "reduce_on_plateau": lambda: optax.chain(SGD, optax.contrib.reduce_on_plateau()),
 }
 
-NO_LOSS = "without the loss or other arguments"
-MIXES = "mixes rows of a table.*te.gradients.clip_by_global_norm"
-IN_TIME = "not row-local in time.*every_row"
-# Reasons; what is not named here works.
+NO_LOSS = "[rows, 4]"
+MIXES = "te.gradients.clip_by_global_norm"
+IN_TIME = "every_row"
+# Code of the fix; what is not named here works.
 REFUSED = {
     "adafactor": MIXES,
     "lamb": MIXES,
     "lbfgs": NO_LOSS,
     "noisy_sgd": MIXES,
     "novograd": MIXES,
-    "sm3": "scalar of its state.*to the dense parameters only",
+    "sm3": "",
     "dowg": MIXES,
     "muon": MIXES,
     "prodigy": MIXES,
@@ -90,9 +91,9 @@ REFUSED = {
     "clip_by_block_rms": MIXES,
     "clip_by_global_norm": MIXES,
     "MultiSteps": IN_TIME,
-    "scale_by_factored_rms": r"\.v_row has shape.*te\.optimizers\.adafactor",
+    "scale_by_factored_rms": "te.optimizers.adafactor",
     "scale_by_trust_ratio": MIXES,
-    "zero_nans": "scalar of its state.*jnp.nan_to_num",
+    "zero_nans": "jnp.nan_to_num",
     "reduce_on_plateau": NO_LOSS,
 }
 
@@ -162,9 +163,8 @@ REASONS = ("lamb", "lbfgs", "muon", "apply_every", "clip_by_global_norm", "zero_
 
 @pytest.mark.parametrize("name", quick_cases(REFUSED, *REASONS, every_case=True))
 def test_is_refused_with_a_reason(name):
-    with pytest.raises(te.optimizers.NotRowLocalError, match=REFUSED[name]) as error:
+    with rejects(te.optimizers.NotRowLocalError, fix=REFUSED[name]):
         one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))
-    assert "'table'" in str(error.value)
 
 
 @pytest.mark.parametrize("name", [x for x in REFUSED if REFUSED[x] == IN_TIME])
