@@ -20,6 +20,7 @@ opt = te.optimizers
 NAMES = tuple(SIZES)
 RULES = {
     "sgd": (opt.sgd(0.3), 2, {}),
+    "adafactor": (opt.adafactor(0.3), 2, {"capacity": 1}),
     "packed": (opt.momentum(0.3, 0.9), 2, {"hardware": "v5p", "capacity": 1}),
     "options": (opt.adam(0.1, clip_weight_max=0.5, slot_dtype=jnp.bfloat16), 1, {}),
     "every row": (opt.every_row(opt.adam(0.1)), 3, {}),
@@ -42,6 +43,7 @@ def final_rows(tables, slots, plan):
             ("collected", "first_update"),
             ("collected", "initial_values"),
             ("sgd", "initial_values"),
+            ("adafactor", "first_update"),
         ],
         "packed-first_update",
         every_case=True,
@@ -50,6 +52,8 @@ def final_rows(tables, slots, plan):
 def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
     rule, num_devices, options = RULES[case]
     averaged_rule = opt.with_ema(rule, momentum=0.7, start=start)
+    if case == "adafactor":
+        averaged_rule = opt.adafactor(0.3, use_ema=True, ema_momentum=0.7)
     plan = plan_of(NAMES, averaged_rule, num_devices, **options)
     alone = rows_after_each_step(plan_of(NAMES, rule, num_devices, **options), NAMES, 5)
     steps_of_update = 2 if case == "collected" else 1
@@ -69,6 +73,11 @@ def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
             continue
         found, tables, slots = final_rows(tables, slots, plan)
         again, _, _ = final_rows(tables, slots, plan)
+        for name, state in te.functional.slot_values(slots, plan, "all").items():
+            if case == "adafactor":  # The state fits the new rows.
+                np.testing.assert_allclose(
+                    state["squares/value"], np.sum(found[name] ** 2), rtol=1e-5
+                )
         for name in NAMES:
             # Closed form of several steps: powers of the momentum.
             np.testing.assert_allclose(

@@ -9,7 +9,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tpu_embedding.optimizers import probe
 from tpu_embedding.optimizers.probe import probe_rule, split_rule
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
 from tpu_embedding.optimizers.rule_split import (
@@ -71,32 +70,6 @@ def test_both_halves_compute_what_the_rule_does(name):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert all(jnp.shape(x) == () for x in hyperparameters)
     assert split.num_hyperparameters == CROSSING.get(name, split.num_hyperparameters)
-
-
-def test_totals_of_a_table_cross_as_they_are():
-    """Halves of Adafactor, whose totals are ones while it is probed."""
-    rule = row_optimizer_of(te.optimizers.adafactor(SCHEDULE)).transformation
-    probed = probe_rule(rule, DIM)
-    assert probed.takes_totals
-    shape = (probe._NUM_ROWS, DIM)
-    program = probe._trace_update(rule, probed.state, shape, [])
-    is_slot = [slot is not None for slot in probed.leaves]
-    split = split_program(program, is_slot)
-    random = np.random.default_rng(0)
-    arguments = [
-        jnp.asarray(0.1 + random.random(x.aval.shape), x.aval.dtype)
-        for x in program.inputs
-    ]
-    gradient, rows, is_touched, *leaves = arguments
-    slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
-    others = [x for x, of_rows in zip(leaves, is_slot, strict=True) if not of_rows]
-    hyperparameters, _ = split.values(others)
-    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
-    expected, *new_leaves = program.evaluate(arguments)
-    np.testing.assert_array_equal(updates, expected)
-    new_leaves = [x for x, of_rows in zip(new_leaves, is_slot, strict=True) if of_rows]
-    for found, wanted in zip(new_slots, new_leaves, strict=True):
-        np.testing.assert_array_equal(found, wanted)
 
 
 DEPENDS = {

@@ -115,58 +115,18 @@ def test_pass_over_blocks_equals_one_array():
     )
 
 
-def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
-    rule = te.optimizers.adafactor(0.1, clipnorm=1.0, weight_decay=0.1)
-    plan = one_table_plan(rule, 30, 4, mesh_of(2))
-    start = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
-    tables, slots = initial_state(plan, start)
-    ids = np.int32([3, 3, 17])
-    tables, _ = update(tables, slots, ids, np.ones((3, 4), np.float32), plan)
-    after = te.functional.unstack_tables(tables, plan)["table"]
-    moved = np.flatnonzero((after != start).any(axis=1))
-    assert moved.tolist() == [3, 17]
-
-
-@pytest.mark.full
-def test_scaled_gradients_with_their_scale_move_rows_alike():
-    """The scale is a power of two, so that no number is rounded otherwise.
-
-    Without a large epsilon the rule would divide by any other scale as well.
-    """
-    options = dict(epsilon_1=1.0, clipnorm=0.5, clipnorm_of="occurrences")
-    gradients = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    results = []
-    for scale in (None, 8.0):
-        rule = te.optimizers.adafactor(0.1, loss_scale_factor=scale, **options)
-        plan = one_table_plan(rule, 6, 3, mesh_of(1))
-        tables, slots = initial_state(plan, np.ones((6, 3)))
-        scaled = gradients * (scale or 1)
-        tables, _ = update(tables, slots, np.int32([1, 4, 4, 2]), scaled, plan)
-        results.append(te.functional.unstack_tables(tables, plan)["table"])
-    np.testing.assert_array_equal(*results)
-
-
-def test_norm_of_occurrences_needs_touched_rows():
-    options = {"clipnorm": 1.0, "clipnorm_of": "occurrences", "weight_decay": 0.1}
-    with pytest.raises(ValueError, match="clipnorm_of='sum'"):
-        te.optimizers.adafactor(0.1, mode="exact", **options)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, {}),
-        ({"mode": "exact"}, {}),
         ({"weight_decay": 0.1}, {}),
         ({"mode": "exact", "weight_decay": 0.1}, {"driver": EveryRow()}),
-        ({"use_ema": True}, {}),
         ({"use_ema": True, "ema_overwrite_frequency": 3}, {"driver": EveryRow()}),
         ({"ema_overwrite_frequency": 3}, {}),
         (
             {"gradient_accumulation_steps": 2},
             {"driver": EveryRow(gradient_steps=2)},
         ),
-        ({"clipnorm": 1.0}, {}),
         (
             {"clipnorm": 1.0, "clipnorm_of": "occurrences"},
             {"driver": Touched(occurrence_norm=True)},

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 
 NUM_STEPS, NUM_ROWS, DIM = 60, 8, 3
@@ -55,7 +56,7 @@ def run(rates, b1, b2, eps, rows, gradients, is_touched):
     return jax.lax.scan(step, carry, (gradients, is_touched))[1]
 
 
-@pytest.mark.parametrize("seed", quick_cases(range(200), *map(str, range(8))))
+@pytest.mark.parametrize("seed", quick_cases(range(50), *map(str, range(3))))
 def test_equals_dense_adam_where_rows_are_touched(seed):
     random = np.random.default_rng(seed)
     is_touched = random.random((NUM_STEPS, NUM_ROWS)) < random.permutation(TOUCHED)
@@ -101,7 +102,7 @@ def test_skipped_steps_are_ignored_by_default():
     assert te.optimizers.lazy_adam(0.1) is te.optimizers.lazy_adam(
         0.1, skipped_steps="ignore"
     )
-    with pytest.raises(ValueError, match=r"skipped_steps must be one of \['ignore'"):
+    with rejects(field="skipped_steps"):
         te.optimizers.lazy_adam(0.1, skipped_steps="decay")
 
 
@@ -162,16 +163,8 @@ def test_columns_without_a_gradient_stay_at_any_epsilon():
     assert np.isfinite(updates).all() and updates[0, 1] == 0
 
 
-def test_moments_of_bfloat16_rows_are_float32():
-    updates, state = caught_up(gradient=ONES.astype(jnp.bfloat16))
-    np.testing.assert_allclose(updates, caught_up()[0], rtol=1e-5)
-    assert state.mu.dtype == jnp.float32
-
-
 def test_what_cannot_catch_up_is_refused():
-    with pytest.raises(
-        ValueError, match=r"beta_1 must be below .* 0\.9 and beta_2 0\.81"
-    ):
+    with rejects(field="beta_1", value=0.9):
         caught_up(b1=0.9, b2=0.81)
-    with pytest.raises(ValueError, match=r"shape \(3,\).*Use optax\.adam"):
+    with rejects(fix="optax.adam"):
         caught_up(gradient=jnp.ones(3))
