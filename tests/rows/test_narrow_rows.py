@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.tiers import full_cases, matrix, with_ids
+from tests.tiers import each_once, with_ids
 from tpu_embedding.rows.narrow_rows import (
     NARROW_DTYPES,
     decode_rows,
@@ -58,9 +58,8 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("dtype", "dim", "lanes"),
     [
-        *[("bfloat16", dim, dim) for dim in (1, 3, 128)],
+        ("bfloat16", 3, 3),
         ("int8", 1, 3),
-        ("int8", 4, 3),
         ("int8", 5, 4),
         ("int8", 128, 34),
     ],
@@ -128,7 +127,7 @@ def test_rounding_to_nearest_equals_numpys(module):
 
 @pytest.mark.parametrize(
     "value",
-    [1.0, 1.001, -1.001, 1.9999, 3.14159, -1e-3, 6.2e-5, 65503.0, 0.0, -0.0],
+    [1.0, -1.001, 1.9999, 3.14159, 6.2e-5, -0.0],
 )
 def test_the_mean_over_all_random_bits_is_exact(value):
     """All values of the dropped bits once: numbers above and below, in proportion."""
@@ -163,13 +162,7 @@ def test_random_rounding_takes_a_neighbour():
     assert not is_between[is_inside].any()
 
 
-@pytest.mark.parametrize(
-    ("dim", "module"),
-    full_cases(
-        matrix([1, 2, 5, 16, 33], with_ids(MODULES)),
-        *("2-jax", "5-jax", "16-jax", "33-jax"),
-    ),
-)
+@pytest.mark.parametrize(("dim", "module"), each_once([1, 5, 33], with_ids(MODULES)))
 def test_int8_rows_are_within_half_a_step(dim, module):
     generator = np.random.default_rng(dim)
     rows = generator.normal(size=(500, dim)) * 10.0 ** generator.integers(

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiers import each_once
 from tests.update.update_cases import (
     LAYOUTS,
     Counted,
@@ -15,11 +15,10 @@ from tests.update.update_cases import (
     packed,
     plan_of,
 )
-from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.update.apply import update_in_sequence
-from tpu_embedding.update.lazy_update import RuleStep, lift_to_rows
+from tpu_embedding.update.lazy_update import lift_to_rows
 from tpu_embedding.update.table_writer import TableWriter
 
 RULE = lift_to_rows(counted())
@@ -42,8 +41,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout_name", ["dim3", "dim16-packed"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "layout_name"), each_once(CASES, ["dim3", "dim16-packed"])
+)
 def test_runs_once_per_occurrence_in_order(name, layout_name):
     layout = LAYOUTS[layout_name]
     rows = integers((layout.num_rows, layout.dim))
@@ -60,25 +60,3 @@ def test_runs_once_per_occurrence_in_order(name, layout_name):
             if row_id != PADDING:
                 reference.apply([row_id], values)
         reference.check(table, state)
-
-
-def test_takes_as_many_passes_as_the_most_frequent_row_has_occurrences(monkeypatch):
-    """Padding, which is more frequent, takes none."""
-    layout = LAYOUTS["dim3"]
-    table = packed(integers((layout.num_rows, 3)), layout)
-    passes, update_rows = [], RuleStep.update_rows
-
-    def record(self, gradient, *arguments):
-        jax.debug.callback(passes.append, jnp.sum(gradient.row_ids != PADDING))
-        return update_rows(self, gradient, *arguments)
-
-    monkeypatch.setattr(RuleStep, "update_rows", record)
-    row_ids = jnp.int32([PADDING, 1, PADDING, 5, PADDING, 1, PADDING])
-    gradient = GradientRounds(
-        first=RowGradients(row_ids=row_ids, values=jnp.ones((7, 3)))
-    )
-    result = update_in_sequence(table, RULE.init(table), gradient, WRITERS[3])
-    jax.block_until_ready(unpack_rows(result[0]))
-    jax.effects_barrier()
-    # Rows 1 and 5, and row 1 again.
-    assert sorted(map(int, passes)) == [1, 2]
