@@ -1,7 +1,6 @@
 """Blocks of rows in natural order, read from stacks and written to them."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tests.tiers import each_once, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -112,8 +112,7 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dim", [3, 200])
-@pytest.mark.parametrize("row", [None, "one value"])
+@pytest.mark.parametrize(("dim", "row"), [(200, None), (3, "one value")])
 def test_rows_that_are_dealt_to_sparse_cores(dim, row, monkeypatch):
     monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 2000)
     plan = plan_of(mesh_of(3), dim, backend=te.SparseCore(cores=2))
@@ -166,12 +165,8 @@ def test_round_trip(num_devices, hardware, row, small_blocks):
 @pytest.mark.parametrize(
     ("hardware", "dtype", "dim"),
     quick_cases(
-        matrix(
-            ["v5p", "cpu"],
-            ["bfloat16", "int8", "float32"],
-            [1, 7, 48, 100, 128, 1024],
-        ),
-        *("v5p-bfloat16-1", "cpu-int8-7", "cpu-bfloat16-100"),
+        matrix(["v5p", "cpu"], ["bfloat16", "int8"], [1, 7, 100, 1024]),
+        *("v5p-bfloat16-1", "cpu-int8-7"),
     ),
 )
 def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
@@ -240,18 +235,10 @@ def test_all_processes_get_each_window_of_a_turn(case):
     assert row_stream.windows_for_all(processes) == windows
 
 
-REFUSED = {
-    "unknown table": ({"x": (0, 1)}, "ranges must name tables of stack 'stack_0'"),
-    "beyond the end": ({"b": (0, 2)}, "between 0 and 1 for table 'b', got 0 to 2"),
-    "negative": ({"a": (-1, 2)}, "between 0 and 301 for table 'a', got -1 to 2"),
-    "reversed": ({"a": (3, 2)}, "got 3 to 2"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_ranges_that_are_none_are_refused(case):
-    ranges, text = REFUSED[case]
+def test_wrong_ranges_are_rejected():
+    """An unknown table, rows past the end, a negative start, an end before it."""
     plan = plan_of(mesh_of(1))
     packed, stack = packed_of(plan)
-    with pytest.raises(ValueError, match=re.escape(text)):
-        list(read_blocks(packed, stack, plan, ranges))
+    for name, value in {"x": (0, 1), "b": (0, 2), "a": (-1, 2), "d": (3, 2)}.items():
+        with rejects(field="ranges", value=["x"] if name == "x" else value):
+            list(read_blocks(packed, stack, plan, {name: value}))
