@@ -3,11 +3,8 @@
 from typing import Any, NamedTuple
 
 import chex
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
-import tpu_embedding as te
 from tpu_embedding.optimizers.array_rules import PerArray, for_each_array
 
 
@@ -56,15 +53,3 @@ def test_fields_are_outside_as_in_optax():
     chex.assert_trees_all_equal(state, expected._replace(count=1))
     assert isinstance(rule.init(jnp.ones(2)), Fields)
     assert rule.init({"d": None}) == {"d": None}
-
-
-def test_flax_trains_with_such_states():
-    """Its optimizer keeps the state in variables, and updates these in place."""
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = te.optimizers.ftrl(0.1, slot_dtype=jnp.bfloat16, clipvalue=1.0)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    before = jax.tree.structure(optimizer.opt_state)
-    for _ in range(3):
-        optimizer.update(model, gradients)
-    assert jax.tree.structure(optimizer.opt_state) == before

@@ -10,7 +10,6 @@ import pytest
 
 from tests.optimizers.rule_cases import rowwise_momentum
 from tests.rejections import rejects
-from tests.tiers import with_ids
 from tpu_embedding import optimizers as opt
 from tpu_embedding.optimizers.options import OPTIMIZERS
 
@@ -78,56 +77,32 @@ def test_wrong_hyperparameters(name, options, field):
         getattr(opt, name)(0.1, **options)
 
 
-OTHERS = {
-    "estimator": (
-        lambda: opt.frequency_estimator(1.0, 9.0, outlier_threshold=2.0),
-        *(ValueError, "tau"),
-    ),
-    "estimator of rows": (
-        lambda: opt.frequency_estimator(0.5, 9.0, 2.0).init(jnp.ones((3, 2))),
-        *(ValueError, None),
-    ),
-    "decay without a rate": (
-        lambda: opt.with_options(
-            *(opt.sgd(0.1),),
-            weight_decay_factor=0.1,
-            multiply_weight_decay_factor_by_learning_rate=True,
-        ),
-        *(ValueError, "learning_rate"),
-    ),
-    "slot": (
-        lambda: opt.adagrad(0.1, slot_initializers={"velocity": 1.0}).init(
-            jnp.ones((2, 2))
-        ),
-        *(ValueError, "slot_initializers"),
-    ),
-    "every_row": (lambda: opt.every_row("adagrad"), TypeError, "rule"),
-    "in_sequence": (lambda: opt.in_sequence(None), TypeError, "rule"),
-    "steps": (
-        lambda: opt.every_row(opt.sgd(0.1), gradient_steps=2.0),
-        *(TypeError, "gradient_steps"),
-    ),
-    "computation": (
-        lambda: opt.user_defined(None, 0.1),
-        *(TypeError, "custom_computation"),
-    ),
-    "computation's number": (
-        lambda: opt.user_defined(rowwise_momentum, 0.1, hyperparameters=["0.9"]),
-        *(TypeError, "hyperparameters[0]"),
-    ),
-    "computation's slot": (
-        lambda: opt.user_defined(
-            *(rowwise_momentum, 0.1), slot_names=["m"], slot_initializers=["0"]
-        ),
-        *(TypeError, "slot_initializers[0]"),
-    ),
-}
+def test_wrong_arguments_of_functions_around_rules():
+    def user_defined(**options):
+        return opt.user_defined(rowwise_momentum, 0.1, **options)
 
-
-@pytest.mark.parametrize(("make", "kind", "field"), with_ids(OTHERS))
-def test_wrong_arguments_of_functions_around_rules(make, kind, field):
-    with rejects(kind, field=field):
-        make()
+    rows, sgd = jnp.ones((3, 2)), opt.sgd(0.1)
+    with rejects(field="tau"):
+        opt.frequency_estimator(1.0, 9.0, outlier_threshold=2.0)
+    with rejects():
+        opt.frequency_estimator(0.5, 9.0, 2.0).init(rows)
+    options = {"multiply_weight_decay_factor_by_learning_rate": True}
+    with rejects(field="learning_rate", value=None):
+        opt.with_options(sgd, weight_decay_factor=0.1, **options)
+    with rejects(field="slot_initializers", value="velocity"):
+        opt.adagrad(0.1, slot_initializers={"velocity": 1.0}).init(rows)
+    with rejects(TypeError, field="rule", value="adagrad"):
+        opt.every_row("adagrad")
+    with rejects(TypeError, field="rule", value=None):
+        opt.in_sequence(None)
+    with rejects(TypeError, field="gradient_steps"):
+        opt.every_row(sgd, gradient_steps=2.0)
+    with rejects(TypeError, field="custom_computation", value=None):
+        opt.user_defined(None, 0.1)
+    with rejects(TypeError, field="hyperparameters[0]"):
+        user_defined(hyperparameters=["0.9"])
+    with rejects(TypeError, field="slot_initializers[0]"):
+        user_defined(slot_names=["m"], slot_initializers=["0"])
 
 
 @pytest.mark.parametrize(
@@ -154,24 +129,19 @@ def test_edges_of_the_ranges(name, options):
 SMALLEST = [
     ("adadelta", {"epsilon": TINY}),
     ("adafactor", {"epsilon_1": 0, "epsilon_2": 0}),
-    ("adafactor", {"epsilon_1": 0, "epsilon_2": 0, "mode": "exact"}),
     ("adagrad", {"initial_accumulator_value": TINY}),
     ("adagrad_momentum", {"epsilon": TINY}),
     ("adagrad_momentum", {"exponent": 0.53}),
     ("adam", {"epsilon": 1.1e-19}),
     ("adam", {"epsilon": 1.1e-19, "beta_2": 0, "bias_correction": True}),
     ("adam", {"epsilon": TINY, "sum_inside_sqrt": False}),
-    ("bounded_adagrad", {"initial_accumulator_value": TINY}),
     ("clippy_adagrad", {"initial_accumulator_value": 0, "epsilon": TINY}),
-    ("frequency_aware_adagrad", {"initial_accumulator_value": TINY}),
     ("ftrl", {"initial_accumulator_value": TINY, "learning_rate_power": -5.0}),
     ("ftrl", {"initial_accumulator_value": 0, "allow_zero_accumulator": True}),
-    ("online_yogi", {}),
     ("proximal_adagrad", {"initial_accumulator_value": TINY, "l2": 1.0}),
     ("proximal_yogi", {"initial_accumulator_value": 0, "epsilon": TINY, "l1": 1.0}),
     ("rmsprop", {"epsilon": TINY}),
     ("rowwise_adagrad", {"initial_accumulator_value": 0, "epsilon": TINY}),
-    ("rowwise_adagrad", {"initial_accumulator_value": TINY}),
     ("rowwise_rmsprop", {"epsilon": TINY}),
     ("partial_rowwise_adam", {"epsilon": TINY, "beta_2": 0}),
     ("lamb", {"epsilon": TINY, "beta_2": 0}),
@@ -180,11 +150,13 @@ SMALLEST = [
 
 
 @pytest.mark.parametrize(("name", "arguments"), SMALLEST)
-def test_the_smallest_arguments_leave_rows_without_gradient_finite(name, arguments):
+def test_the_smallest_arguments_keep_rows_finite(name, arguments):
     rule = getattr(opt, name)(0.1, **arguments)
-    for value in (0.0, 1.0):
+    # The squares of the last ones underflow.
+    for value, gradient in [(0.0, 0.0), (1.0, 0.0), (1e-30, 1e-30)]:
         rows = jnp.full((3, 2), value)
-        updates, state = rule.update(0 * rows, rule.init(rows), rows)
+        gradients = jnp.full((3, 2), gradient)
+        updates, state = rule.update(gradients, rule.init(rows), rows)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((updates, state)))
 
 

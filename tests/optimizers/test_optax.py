@@ -29,8 +29,6 @@ ALIASES = {
     "adamw": {},
     "lamb": {},
     "lbfgs": {},
-    "lion": {},
-    "nadam": {},
     "noisy_sgd": {"key": 0},
     "novograd": {},
     "radam": {},
@@ -40,11 +38,7 @@ ALIASES = {
     "yogi": {},
 }
 CONTRIB = {
-    "adopt": {},
-    "cocob": {},
-    "dowg": {},
     "muon": {},
-    "prodigy": {},
     "schedule_free_sgd": {},
 }
 SGD = optax.sgd(0.1)
@@ -53,8 +47,6 @@ PIECES = {
     "apply_every": lambda: optax.apply_every(2),
     "apply_if_finite": lambda: optax.apply_if_finite(SGD, 3),
     "chain": lambda: optax.chain(optax.clip(0.5), optax.adam(0.1)),
-    "clip": lambda: optax.clip(0.5),
-    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.5),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.5),
     "ema": lambda: optax.ema(0.9),
     "flatten": lambda: optax.flatten(SGD),
@@ -66,7 +58,6 @@ PIECES = {
         min_dim_size_to_factor=1
     ),
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda step: 0.1 * step),
-    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
     "zero_nans": optax.zero_nans,
     "reduce_on_plateau": lambda: optax.chain(SGD, optax.contrib.reduce_on_plateau()),
 }
@@ -82,17 +73,13 @@ REFUSED = {
     "noisy_sgd": MIXES,
     "novograd": MIXES,
     "sm3": "",
-    "dowg": MIXES,
     "muon": MIXES,
-    "prodigy": MIXES,
     "schedule_free_sgd": IN_TIME,
     "apply_every": IN_TIME,
     "apply_if_finite": MIXES,
-    "clip_by_block_rms": MIXES,
     "clip_by_global_norm": MIXES,
     "MultiSteps": IN_TIME,
     "scale_by_factored_rms": "te.optimizers.adafactor",
-    "scale_by_trust_ratio": MIXES,
     "zero_nans": "jnp.nan_to_num",
     "reduce_on_plateau": NO_LOSS,
 }

@@ -25,19 +25,6 @@ def resolve(optimizer, name="movie"):
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
-DIFFERENT = {
-    "rate": (adagrad(0.1), adagrad(0.2)),
-    "schedule": (
-        adagrad(SCHEDULE),
-        adagrad(optax.linear_schedule(0.1, 0.2, 11)),
-    ),
-    "slot_dtype": (adagrad(0.1), adagrad(0.1, slot_dtype=jnp.bfloat16)),
-    "mode": (adagrad(0.1), te.optimizers.every_row(adagrad(0.1))),
-    "clipnorm_of": [
-        te.optimizers.adafactor(0.1, clipnorm=1.0, clipnorm_of=of)
-        for of in ("sum", "occurrences")
-    ],
-}
 
 
 CONTRADICTIONS = {
@@ -71,6 +58,9 @@ def test_tables_of_equal_calls_are_stacked():
         ),
         "schedule": lambda rate: te.optimizers.sgd(SCHEDULE, clip_weight_max=rate),
         "every_row": lambda rate: te.optimizers.every_row(te.optimizers.sgd(rate)),
+        "slot_dtype": lambda rate: adagrad(
+            0.1, slot_dtype=jnp.bfloat16 if rate == 0.2 else None
+        ),
         "slots": lambda rate: adagrad(0.1, slot_initializers={"accumulators": rate}),
         "keras": lambda rate: te.optimizers.from_keras_config(
             {"name": "adam", "learning_rate": rate}
@@ -88,12 +78,6 @@ def test_tables_of_equal_calls_are_stacked():
         plan = te.make_plan(features, mesh_of(1))
         stacks = [[t.name for t in stack.tables] for stack in plan.stacks]
         assert stacks == [["a", "c"], ["b"]]
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_rules_that_differ_are_not_equal(name):
-    first, second = map(resolve, DIFFERENT[name])
-    assert first != second
 
 
 def adam(**options):

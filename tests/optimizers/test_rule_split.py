@@ -95,25 +95,6 @@ def test_a_scalar_that_depends_on_rows_is_rejected(name):
         probe_rule(rule, DIM)
 
 
-def test_a_conditional_of_scalars_and_rows_is_in_both_halves():
-    def update(g, rows, is_touched, count, slot):
-        new, count = jax.lax.cond(
-            count > 3, lambda g, x: (g, x + 1), lambda g, x: (-g, x + 2), g, count
-        )
-        return new * count, count, slot + g
-
-    arrays = [jax.ShapeDtypeStruct((3, DIM), jnp.float32)] * 3
-    is_touched, count = jax.ShapeDtypeStruct((3,), bool), jnp.float32(1)
-    program, _ = trace_program(update, *arrays[:2], is_touched, count, arrays[2])
-    split = split_program(program, [False, True])
-    assert not split.scalars_depend_on_rows
-    hyperparameters, new = split.values([count])
-    assert [float(x) for x in new] == [3.0]
-    g = jnp.ones((3, DIM))
-    updates, _ = split.rows(g, g, jnp.ones(3, bool), [g], hyperparameters)
-    np.testing.assert_array_equal(updates, -3 * g)
-
-
 def test_calls_are_followed():
     """A function that JAX traces once may be called with rows and with scalars."""
     scaled = jax.jit(lambda x, y: x * y)

@@ -207,17 +207,6 @@ def test_small_gradients_move_a_row_at_the_right_mean_rate():
     assert 1.6 < moved.var() < 2.4
 
 
-def test_what_is_not_finite_stays_in_its_element():
-    plan, stack = plan_of([5], DIM, te.optimizers.sgd(1.0), dtype=jnp.bfloat16)
-    table = Table(plan, stack, np.ones((5, DIM), np.float32))
-    gradients = np.zeros((2, DIM), np.float32)
-    gradients[0, 1] = np.nan
-    table.apply(([3, 4], gradients))
-    is_finite = np.isfinite(table.rows)
-    assert np.argwhere(~is_finite).tolist() == [[3, 1]]
-    assert (table.rows[is_finite] == 1).all()
-
-
 def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():
     _, stack = plan_of([5], DIM, te.optimizers.sgd(1.0))
     zeros = jnp.full((2, DIM), -0.0)

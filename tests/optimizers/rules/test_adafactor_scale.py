@@ -154,6 +154,7 @@ def test_rows_of_a_dynamic_table_move_like_rows_of_a_fixed_one():
     assert 0.03 < np.sqrt(np.mean(np.square(after - before))) < 0.06
 
 
+@pytest.mark.full
 def test_a_restore_mends_a_sum_that_was_wrong(tmp_path):
     """It measures the values that the new dtype holds."""
     plan, other = (plan_of(64, 2, rule=RULES["fast"], dtype=x) for x in DTYPES)
