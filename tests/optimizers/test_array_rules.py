@@ -44,9 +44,7 @@ def test_fields_are_outside_as_in_optax():
     rows = {"a": jnp.ones(2), "b": {"c": jnp.float32(3.0)}, "d": None}
     state = rule.init(rows)
     expected = Fields(
-        0,
-        (rows, PerArray((2.0, None))),
-        {"a": None, "b": {"c": None}, "d": None},
+        0, (rows, PerArray((2.0, None))), {"a": None, "b": {"c": None}, "d": None}
     )
     chex.assert_trees_all_equal(state, expected)
     _, state = rule.update(rows, state, rows)

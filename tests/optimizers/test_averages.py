@@ -32,10 +32,7 @@ def batches(names, num_steps):
     generator = np.random.default_rng(1)
     for _ in range(num_steps):
         ids = {n: generator.integers(0, SIZES[n], 4).astype(np.int32) for n in names}
-        yield (
-            ids,
-            {n: np.float32(generator.normal(size=(4, DIM))) for n in names},
-        )
+        yield (ids, {n: np.float32(generator.normal(size=(4, DIM))) for n in names})
 
 
 def rows_after_each_step(plan, names, num_steps):
@@ -113,31 +110,6 @@ def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
                 found[name], expected[name], rtol=1e-5, atol=1e-6
             )
             np.testing.assert_allclose(again[name], found[name], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.full
-def test_averages_overwrite_all_rows():
-    rule = opt.with_ema(
-        opt.every_row(opt.sgd(0.3)), momentum=0.7, overwrite_frequency=2
-    )
-    plan, alone = plan_of(NAMES, rule, 2), plan_of(NAMES, opt.sgd(0.3), 2)
-    averages = {}
-    before = None
-    steps = rows_after_each_step(plan, NAMES, 4)
-    plain = rows_after_each_step(alone, NAMES, 4)
-    for i, ((_, _, rows), (_, _, sgd)) in enumerate(zip(steps, plain, strict=True)):
-        for name in NAMES:
-            if i:  # The gradients do not depend on the rows.
-                update = sgd[name] - before[1][name]
-                new = before[0][name] + update
-                momentum = 0.0 if i == 1 else 0.7
-                averages[name] = momentum * averages[name] + (1 - momentum) * new
-                want = averages[name] if i % 2 == 0 else new
-                # float32 sums in another order
-                np.testing.assert_allclose(rows[name], want, rtol=1e-5, atol=1e-6)
-            else:
-                averages[name] = rows[name]
-        before = rows, sgd
 
 
 def test_averages_of_dense_parameters_keep_the_norm_of_the_model():

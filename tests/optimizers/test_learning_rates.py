@@ -10,8 +10,6 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
-from tests.optimizers.rule_cases import one_table_plan
 from tests.rejections import rejects
 from tests.tiers import full_cases
 
@@ -39,8 +37,6 @@ def collected(rate):
 
 # With options whose terms the rate must multiply, too.
 VARIANTS = {
-    "momentum": {"use_nesterov": True},
-    "adagrad_momentum": {"momentum": 0.9, "use_nesterov": True},
     "ftrl": {
         "l1_regularization_strength": 0.1,
         "l2_regularization_strength": 0.1,
@@ -51,8 +47,6 @@ VARIANTS = {
     "proximal_adagrad": {"l1": 0.1, "l2": 0.1},
     "proximal_yogi": {"l1": 0.1, "l2": 0.1},
     "frequency_aware_adagrad": {"l1": 0.1, "l2": 0.1},
-    "rmsprop": {"momentum": 0.9, "centered": True, "epsilon": 1e-3},
-    "adam": {"bias_correction": True, "sum_inside_sqrt": False},
     "lamb": {"weight_decay": 0.1},
     "partial_rowwise_adam": {"weight_decay": 0.1},
     "partial_rowwise_lamb": {"weight_decay": 0.1},
@@ -151,13 +145,6 @@ def test_rejects_what_is_not_a_learning_rate(name):
     for value, kind in WRONG:
         with rejects(kind, field="learning_rate", fix=name):
             RULES[name](value)
-
-
-@pytest.mark.parametrize("make", [optax.adagrad, optax.inject_hyperparams(opt.sgd)])
-def test_rules_of_optax_show_the_fix(make):
-    """optax calls a schedule in the first step; a plan asks for it before."""
-    with rejects(field="optimizer", fix="te.nn.set_each_step"):
-        one_table_plan(make(learning_rate=lambda: 0.1), ROWS, DIM, mesh_of(1))
 
 
 def test_injected_rates_and_new_values_are_checked():

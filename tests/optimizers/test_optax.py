@@ -37,10 +37,7 @@ ALIASES = {
     "sm3": {},
     "yogi": {},
 }
-CONTRIB = {
-    "muon": {},
-    "schedule_free_sgd": {},
-}
+CONTRIB = {"muon": {}, "schedule_free_sgd": {}}
 SGD = optax.sgd(0.1)
 PIECES = {
     "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),

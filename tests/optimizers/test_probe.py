@@ -9,8 +9,9 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tpu_embedding import optimizers
 from tpu_embedding.optimizers import NotRowLocalError, check_row_local
-from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.optimizers.probe import probe_rule, rates_are_finite, slot_row_shapes
 
 DIM = 8
 
@@ -66,7 +67,6 @@ def test_a_probe_belongs_to_no_trace_and_no_mesh():
 
 
 NOT_RUNNABLE = {
-    "arguments": (optax.lbfgs(0.1), "[rows, 8]"),
     "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "[rows, 8]"),
     "a rate without arguments": (optax.sgd(lambda: 0.1), "te.nn.set_each_step"),
     "no array": (optax.stateless(lambda u, p: None), "[rows, 8]"),
@@ -157,3 +157,104 @@ MIXED = {
 def test_rows_that_are_mixed_only_sometimes_are_rejected(case):
     with rejects(NotRowLocalError):
         check_row_local(MIXED[case], DIM)
+
+
+FULL, SCALAR = (DIM,), ()
+
+SLOTS = {
+    "rowwise_adagrad": (te.optimizers.rowwise_adagrad(0.1), [SCALAR]),
+    "optax.adam": (optax.adam(0.1), [FULL, FULL]),
+    "chain": (
+        optax.chain(
+            optax.clip(1.0),
+            optax.scale_by_rss(),
+            te.optimizers.rowwise_adagrad(0.1),
+            optax.trace(0.9),
+        ),
+        [FULL, SCALAR, FULL],
+    ),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+        [FULL, FULL],
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), SLOTS.values(), ids=SLOTS)
+def test_slots_of(optimizer, slots):
+    found = jax.tree.leaves(slot_row_shapes(optimizer, (DIM,)))
+    assert [slot.shape for slot in found] == slots
+    assert all(slot.dtype == jnp.float32 for slot in found)
+
+
+def of_state(make_state):
+    """A of_state with this state, of which only `init` is of interest."""
+    return optax.GradientTransformation(
+        lambda params: {"part": make_state(params)},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+GROWS_OTHERWISE = {
+    "transposed": lambda x: jnp.zeros(x.shape[::-1]),
+    "one_more_row": lambda x: jnp.zeros((x.shape[0] + 1, x.shape[1])),
+    "rows_by_rows": lambda x: jnp.zeros((x.shape[0], x.shape[0])),
+    "rows_behind": lambda x: jnp.zeros((2, *x.shape)),
+    "half_of_the_rows": lambda x: jnp.zeros((x.shape[0] // 2,)),
+}
+
+
+@pytest.mark.parametrize("make_state", GROWS_OTHERWISE.values(), ids=GROWS_OTHERWISE)
+def test_parts_that_grow_otherwise_are_refused_by_name(make_state):
+    with rejects(te.optimizers.NotRowLocalError, fix="'part'"):
+        slot_row_shapes(of_state(make_state), (DIM,))
+
+
+def nan_at_1(count):
+    return jnp.where(count == 1, jnp.nan, 0.1)
+
+
+def inf_at_1(count):
+    return jnp.where(count == 1, jnp.inf, 0.1)
+
+
+def found_at_1(rule):
+    """Asks before the second step."""
+    rows = jnp.ones((3, 8))
+    _, state = rule.update(rows, rule.init(rows), rows)
+    leaves = zip(jax.tree.leaves(state), probe_rule(rule, 8).leaves, strict=True)
+    return rates_are_finite(rule, 8, [leaf for leaf, slot in leaves if slot is None])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    {
+        "inf": optax.adam(inf_at_1),
+        "totals": optimizers.adafactor(nan_at_1),
+        "injected": optax.inject_hyperparams(optax.adam)(nan_at_1),
+        "selected": optax.radam(nan_at_1),
+        "every": optimizers.every_row(optimizers.adagrad(nan_at_1)),
+    }.values(),
+)
+def test_a_rate_that_is_not_finite_is_found(rule):
+    assert not found_at_1(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    {
+        # Its first steps compute NaN, and do not use it.
+        "radam": optax.radam(0.1),
+        "no_bound": optax.inject_hyperparams(optimizers.bounded_adagrad)(
+            0.1, max_var_update=float("inf")
+        ),
+        "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 3)),
+    }.values(),
+)
+def test_a_finite_rate_is_not(rule):
+    assert found_at_1(rule)
+
+
+@pytest.mark.parametrize("rule", [optax.sgd(0.1), optimizers.assign()])
+def test_a_rule_whose_numbers_never_change_is_not_asked(rule):
+    assert found_at_1(rule) is None

@@ -26,11 +26,7 @@ VOCABULARY_SIZE, DIM = 40, 8
 
 
 # Elements alone, sums over rows, totals of tables.
-QUICK = (
-    "adam-one_device",
-    "adagrad-three_in_rounds",
-    "rowwise_adagrad-packed",
-)
+QUICK = ("adam-one_device", "adagrad-three_in_rounds", "rowwise_adagrad-packed")
 
 CONFIGURATIONS = {
     "one_device": (1, "cpu", {}),
@@ -135,8 +131,7 @@ def rules_and_configurations():
 
 
 @pytest.mark.parametrize(
-    ("name", "configuration"),
-    quick_cases(rules_and_configurations(), *QUICK),
+    ("name", "configuration"), quick_cases(rules_and_configurations(), *QUICK)
 )
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
     """Two steps that touch every row, and two that touch some; compiled once."""

@@ -57,12 +57,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "lanes"),
-    [
-        ("bfloat16", 3, 3),
-        ("int8", 1, 3),
-        ("int8", 5, 4),
-        ("int8", 128, 34),
-    ],
+    [("bfloat16", 3, 3), ("int8", 1, 3), ("int8", 5, 4), ("int8", 128, 34)],
 )
 def test_lanes_of_a_row(dtype, dim, lanes):
     assert lanes_per_row(dtype, dim) == lanes
@@ -125,10 +120,7 @@ def test_rounding_to_nearest_equals_numpys(module):
     assert_same(np.asarray(decode_rows(words, "bfloat16", 7)), expected)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1.0, -1.001, 1.9999, 3.14159, 6.2e-5, -0.0],
-)
+@pytest.mark.parametrize("value", [1.0, -1.001, 1.9999, 3.14159, 6.2e-5, -0.0])
 def test_the_mean_over_all_random_bits_is_exact(value):
     """All values of the dropped bits once: numbers above and below, in proportion."""
     bits = np.arange(2**16, dtype=np.uint32)[:, None] | np.uint32(0xABC0 << 16)

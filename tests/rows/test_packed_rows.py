@@ -11,12 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.tiers import full_cases, with_ids
 from tpu_embedding.rows.access import add_to_rows, gather_rows
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    pack_rows,
-    unpack_rows,
-)
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 
 DIMS = [3, 16, 200]
 PADDING = te.inputs.PADDING_ROW_ID

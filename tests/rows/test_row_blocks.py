@@ -7,12 +7,7 @@ import pytest
 from tests.tiers import full_cases, matrix, with_ids
 from tpu_embedding.rows import access
 from tpu_embedding.rows.access import blocks_of, read_block, write_block
-from tpu_embedding.rows.packed_rows import (
-    RowLayout,
-    pack_rows,
-    store_rows,
-    unpack_rows,
-)
+from tpu_embedding.rows.packed_rows import RowLayout, pack_rows, store_rows, unpack_rows
 
 
 def layouts_of(num_rows, dim=24):

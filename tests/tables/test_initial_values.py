@@ -174,16 +174,6 @@ def test_default_scale_is_that_of_the_tables_dim():
         assert np.std(values) == pytest.approx(0.8796 * stddev, rel=0.03)
 
 
-@pytest.mark.full
-def test_initializers_by_fan_see_the_logical_shape():
-    fan = 512
-    initializer = jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal")
-    tables = (table("a", 7, 8), table("f", 512, 8, initializer), table("z", 9, 8))
-    values = values_of(8, "v5p", tables)["f"]
-    # 4,096 samples know their deviation to 1.1 %.
-    assert np.std(values) == pytest.approx(math.sqrt(2 / fan), rel=0.05)
-
-
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_initializer_of_another_shape_is_refused_by_table(num_devices):
     def transposed(key, shape, dtype):

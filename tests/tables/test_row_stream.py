@@ -155,7 +155,7 @@ def assert_round_trip(plan, row=None):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "hardware", "row"), each_once([1, 2, 3, 8], ["v5p", "cpu"], ROWS)
+    ("num_devices", "hardware", "row"), each_once([2, 1], ["v5p", "cpu"], ROWS)
 )
 def test_round_trip(num_devices, hardware, row, small_blocks):
     plan = plan_of(mesh_of(num_devices), hardware=hardware)

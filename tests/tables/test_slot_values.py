@@ -68,10 +68,7 @@ def a_row_optimizer(gradient, row, slots, rate, _):
 
 NAMES = {
     "ftrl": (opt.ftrl(0.1), {"accumulators": 2, "linears": 2}),
-    "frequency": (
-        opt.frequency_aware_adagrad(0.1),
-        {"accumulators": 2, "counters": 1},
-    ),
+    "frequency": (opt.frequency_aware_adagrad(0.1), {"accumulators": 2, "counters": 1}),
     "user_defined": (
         opt.user_defined(
             *(a_row_optimizer, 0.1),
@@ -84,6 +81,10 @@ NAMES = {
     "inject": (
         optax.inject_hyperparams(opt.adagrad)(learning_rate=0.1),
         {"accumulators": 2},
+    ),
+    "one array": (
+        optax.GradientTransformation(jnp.zeros_like, lambda g, s, _: (-g, s + g**2)),
+        {"state": 2},
     ),
     "two of a kind": (
         optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
@@ -116,10 +117,6 @@ ALL = {
             "clock/value": (),
             "clock/rest": (),
         },
-    ),
-    "collected": (
-        opt.every_row(opt.rowwise_adagrad(0.1), gradient_steps=2),
-        {"step": ()},
     ),
     "bools": (
         optax.GradientTransformation(
@@ -198,18 +195,3 @@ def test_wrong_values_are_rejected():
     for values, field, value in WRONG.values():
         with rejects(field=field, value=value):
             te.functional.with_slot_values(slots, values, plan)
-
-
-def test_a_state_may_be_one_array():
-    def update(updates, state, params=None):
-        del params
-        return updates, state + updates**2
-
-    rule = optax.GradientTransformation(jax.numpy.zeros_like, update)
-    plan = plan_of(rule, 1)
-    _, slots = start_of(plan)
-    values = te.functional.slot_values(slots, plan)
-    assert shapes(values) == {n: {"state": (size, DIM)} for n, size in SIZES.items()}
-    new = random_like(values)
-    slots = te.functional.with_slot_values(slots, new, plan)
-    assert_equal(te.functional.slot_values(slots, plan), new)

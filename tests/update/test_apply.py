@@ -62,8 +62,7 @@ def stepper(plan, stack, rounds, ranges=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "dim", "hardware"),
-    [("three", 3, "v5p"), ("no_ids", 3, "v5p")],
+    ("name", "dim", "hardware"), [("three", 3, "v5p"), ("no_ids", 3, "v5p")]
 )
 def test_touched_rows(name, dim, hardware):
     plan, stack = plan_of([NUM_ROWS], dim, counted(), hardware=hardware)

@@ -21,10 +21,7 @@ from tests.update.update_cases import (
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
-from tpu_embedding.update.lazy_update import (
-    lift_to_rows,
-    slots_of,
-)
+from tpu_embedding.update.lazy_update import lift_to_rows, slots_of
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -74,27 +71,6 @@ def test_touched_rows_follow_the_rule_and_others_keep_their_bits(layout):
         found = np.asarray(unpack_rows(found))
         np.testing.assert_array_equal(found[touched], expected[touched])
         np.testing.assert_array_equal(bits(found[untouched]), bits(before[untouched]))
-
-
-def test_what_is_not_finite_stays_in_its_row():
-    layout = LAYOUTS["dim16-packed"]
-    rows = integers((layout.num_rows, layout.dim))
-    gradients = integers((3, layout.dim))
-    reference = Counted(rows)
-    reference.step([0, 1, 3], gradients)
-    gradients[1] = np.resize([np.nan, np.inf, -np.inf], layout.dim)
-    table = packed(rows, layout)
-    updates = updates_of([0, 1, 3], gradients)
-    table, state, _ = apply(COUNTED, table, COUNTED.init(table), updates)
-    others = np.arange(layout.num_rows) != 1
-    for found, expected in zip(
-        [table, state.momenta, state.lasts],
-        [reference.rows, reference.momenta, reference.lasts],
-        strict=True,
-    ):
-        found = np.asarray(unpack_rows(found))
-        np.testing.assert_array_equal(found[others], expected[others])
-        assert not np.isfinite(found[1]).any()
 
 
 def test_a_slot_that_forgets_survives_outliers():

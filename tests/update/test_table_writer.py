@@ -130,10 +130,7 @@ def test_every_way_to_update_rounds_alike(monkeypatch):
         RULES.items(), [(1, "cpu"), (3, "v5p"), (2, "cpu"), (2, "v5p")], strict=True
     ):
         plan, stack = plan_of(
-            *(SIZES, DIM, rule),
-            num_devices=num_devices,
-            hardware=hardware,
-            dtype=dtype,
+            *(SIZES, DIM, rule), num_devices=num_devices, hardware=hardware, dtype=dtype
         )
         is_kept = isinstance(stack.optimizer.driver, KeptGradient)
         assert is_kept == (name == "every_row")

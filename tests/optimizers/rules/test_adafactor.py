@@ -9,11 +9,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
-from tests.optimizers.rule_cases import (
-    initial_state,
-    one_table_plan,
-    update,
-)
+from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tests.tiers import quick_cases
 from tpu_embedding.optimizers.row_optimizer import (
     EveryRow,
@@ -58,12 +54,7 @@ def make_optimizer(meta, **options):
 
 @pytest.mark.parametrize(
     ("name", "mode", "num_devices", "hardware"),
-    quick_cases(
-        cases(),
-        "afsparse_lazy_options",
-        "adafactor_ema",
-        every_case=True,
-    ),
+    quick_cases(cases(), "afsparse_lazy_options", "adafactor_ema", every_case=True),
 )
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:
@@ -103,10 +94,7 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
         ({"mode": "exact", "weight_decay": 0.1}, {"driver": EveryRow()}),
         ({"use_ema": True, "ema_overwrite_frequency": 3}, {"driver": EveryRow()}),
         ({"ema_overwrite_frequency": 3}, {}),
-        (
-            {"gradient_accumulation_steps": 2},
-            {"driver": EveryRow(gradient_steps=2)},
-        ),
+        ({"gradient_accumulation_steps": 2}, {"driver": EveryRow(gradient_steps=2)}),
         (
             {"clipnorm": 1.0, "clipnorm_of": "occurrences"},
             {"driver": Touched(occurrence_norm=True)},

@@ -57,11 +57,7 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("run", "mode"),
-    quick_cases(
-        matrix(RUNS, ["lazy", "exact"]),
-        "ema-lazy",
-    ),
+    ("run", "mode"), quick_cases(matrix(RUNS, ["lazy", "exact"]), "ema-lazy")
 )
 def test_equals_keras_on_every_rank(run, mode):
     """All rows are at hand, so both modes are what Keras does."""
@@ -100,12 +96,3 @@ def test_refuses_to_finalize_other_parameters():
     optimizer = make_optimizer("ema")
     with rejects():
         finalize({"other": params}, optimizer.init(params))
-
-
-def test_zero_gradients_without_epsilon_move_nothing():
-    params = start()
-    optimizer = opt.adafactor(0.1, epsilon_1=0.0)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
-    for name in NAMES:
-        np.testing.assert_array_equal(updates[name], zeros[name])

@@ -1,5 +1,7 @@
 """Slots of another type and other initial values; options as arguments of recipes."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.rejections import rejects
 
 
 @pytest.mark.parametrize(
@@ -41,12 +44,7 @@ def test_options_are_those_of_with_options(recipe):
 def test_bfloat16_slots():
     """Arithmetic in float32: one rounding of 2**-9 for each step."""
     plans = [
-        one_table_plan(
-            te.optimizers.adam(0.1, slot_dtype=dtype),
-            20,
-            8,
-            mesh_of(1),
-        )
+        one_table_plan(te.optimizers.adam(0.1, slot_dtype=dtype), 20, 8, mesh_of(1))
         for dtype in (None, jnp.bfloat16)
     ]
     exact, rounded = plans
@@ -72,3 +70,43 @@ def test_bfloat16_slots():
     ):
         np.testing.assert_allclose(np.float32(new), old, rtol=0.03, atol=1e-3)
     np.testing.assert_allclose(results[1][0], results[0][0], atol=0.02)
+
+
+MAKE = {
+    name: functools.partial(getattr(te.optimizers, name), learning_rate=0.1)
+    for name in ("lazy_adam", "adam", "lamb", "proximal_yogi")
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_names_of_optax(name):
+    make = MAKE[name]
+    assert make(b1=0.5, b2=0.7, eps=0.1) is make(beta_1=0.5, beta_2=0.7, epsilon=0.1)
+    for short, full in (("b1", "beta_1"), ("b2", "beta_2"), ("eps", "epsilon")):
+        with rejects(TypeError, field=short, fix=full):
+            make(**{short: 0.5, full: 0.5})
+
+
+def test_wrong_arguments_name_the_right_ones():
+    with rejects(TypeError, field="b1"):
+        te.optimizers.adam(0.1, 0.9, b1=0.9)
+    with rejects(TypeError, fix="'b1'"):
+        te.optimizers.sgd(0.1, b1=0.9)
+    for make in (te.optimizers.adagrad, te.optimizers.adafactor):
+        with rejects(TypeError, fix="'learning_rate'"):
+            make()
+    with rejects(TypeError, fix="learning_rate"):
+        te.optimizers.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)
+
+
+def test_a_named_optimizer_has_its_own_stack_with_its_rate():
+    tables = [
+        te.TableConfig(vocabulary_size=5, dim=2, name=name, optimizer=optimizer)
+        for name, optimizer in {
+            "a": "Adagrad",
+            "b": te.optimizers.adagrad(0.001),
+            "c": te.optimizers.sgd(0.1),
+        }.items()
+    ]
+    plan = te.make_plan([te.FeatureConfig(table=table) for table in tables])
+    assert [len(stack.tables) for stack in plan.stacks] == [2, 1]
