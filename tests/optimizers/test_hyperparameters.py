@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import Literal, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.optimizers.rule_cases import rowwise_momentum
 from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding import optimizers as opt
@@ -30,6 +30,9 @@ def test_every_argument_is_checked_by_its_name(name):
             for value in (0.5, "yes", None):
                 with rejects(TypeError, field=x.name):
                     make(0.1, **{x.name: value})
+        elif get_origin(x.annotation) is Literal:
+            with rejects(field=x.name):
+                make(0.1, **{x.name: "other"})
         elif type(x.default) in (int, float):
             for value, kind in ((NAN, ValueError), (True, TypeError), ("1", TypeError)):
                 with rejects(kind, field=x.name):
@@ -56,7 +59,6 @@ WRONG = [
     ("clippy_adagrad", {"epsilon": 0.0}, ""),
     ("adafactor", {"beta_2_decay": 0.8}, ""),
     ("adafactor", {"clipnorm": 1.0, "clipvalue": 1.0}, None),
-    ("adafactor", {"use_ema": True, "ema_momentum": 1.5}, "ema_momentum"),
     ("adafactor", {"gradient_accumulation_steps": 1}, ""),
     (
         "adafactor",
@@ -82,7 +84,7 @@ def test_wrong_hyperparameters(name, options, field):
 
 def test_wrong_arguments_of_functions_around_rules():
     def user_defined(**options):
-        return opt.user_defined(rowwise_momentum, 0.1, **options)
+        return opt.user_defined(lambda *_: None, 0.1, **options)
 
     rows, sgd = jnp.ones((3, 2)), opt.sgd(0.1)
     with rejects(field="tau"):

@@ -44,14 +44,6 @@ REFUSED = {
         "learning_rate",
     ),
     "every_row_in_a_chain": (optax.chain(optax.clip(1.0), EVERY_ROW), CHAIN),
-    "in_sequence_in_a_chain": (
-        optax.chain(te.optimizers.in_sequence(optax.sgd(0.1)), optax.scale(2.0)),
-        CHAIN,
-    ),
-    "every_row_in_hyperparameters": (
-        optax.inject_hyperparams(te.optimizers.adam)(0.1, lazy_adam=False),
-        "optax.inject_hyperparams",
-    ),
     "norm_in_a_chain": (
         optax.chain(optax.clip(1.0), te.optimizers.adafactor(0.1, global_clipnorm=1.0)),
         CHAIN,

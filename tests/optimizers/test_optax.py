@@ -40,12 +40,10 @@ ALIASES = {
 CONTRIB = {"muon": {}, "schedule_free_sgd": {}}
 SGD = optax.sgd(0.1)
 PIECES = {
-    "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
     "apply_every": lambda: optax.apply_every(2),
     "apply_if_finite": lambda: optax.apply_if_finite(SGD, 3),
     "chain": lambda: optax.chain(optax.clip(0.5), optax.adam(0.1)),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.5),
-    "ema": lambda: optax.ema(0.9),
     "flatten": lambda: optax.flatten(SGD),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1),
     "masked": lambda: optax.masked(SGD, True),

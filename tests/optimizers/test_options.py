@@ -97,16 +97,3 @@ def test_wrong_arguments_name_the_right_ones():
             make()
     with rejects(TypeError, fix="learning_rate"):
         te.optimizers.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)
-
-
-def test_a_named_optimizer_has_its_own_stack_with_its_rate():
-    tables = [
-        te.TableConfig(vocabulary_size=5, dim=2, name=name, optimizer=optimizer)
-        for name, optimizer in {
-            "a": "Adagrad",
-            "b": te.optimizers.adagrad(0.001),
-            "c": te.optimizers.sgd(0.1),
-        }.items()
-    ]
-    plan = te.make_plan([te.FeatureConfig(table=table) for table in tables])
-    assert [len(stack.tables) for stack in plan.stacks] == [2, 1]

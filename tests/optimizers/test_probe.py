@@ -159,34 +159,6 @@ def test_rows_that_are_mixed_only_sometimes_are_rejected(case):
         check_row_local(MIXED[case], DIM)
 
 
-FULL, SCALAR = (DIM,), ()
-
-SLOTS = {
-    "rowwise_adagrad": (te.optimizers.rowwise_adagrad(0.1), [SCALAR]),
-    "optax.adam": (optax.adam(0.1), [FULL, FULL]),
-    "chain": (
-        optax.chain(
-            optax.clip(1.0),
-            optax.scale_by_rss(),
-            te.optimizers.rowwise_adagrad(0.1),
-            optax.trace(0.9),
-        ),
-        [FULL, SCALAR, FULL],
-    ),
-    "inject_hyperparams": (
-        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
-        [FULL, FULL],
-    ),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "slots"), SLOTS.values(), ids=SLOTS)
-def test_slots_of(optimizer, slots):
-    found = jax.tree.leaves(slot_row_shapes(optimizer, (DIM,)))
-    assert [slot.shape for slot in found] == slots
-    assert all(slot.dtype == jnp.float32 for slot in found)
-
-
 def of_state(make_state):
     """A of_state with this state, of which only `init` is of interest."""
     return optax.GradientTransformation(
@@ -214,47 +186,31 @@ def nan_at_1(count):
     return jnp.where(count == 1, jnp.nan, 0.1)
 
 
-def inf_at_1(count):
-    return jnp.where(count == 1, jnp.inf, 0.1)
+# Rules, and whether the rate of the second step is finite; None if no rate changes.
+RATES = {
+    "inf": (optax.adam(lambda count: jnp.where(count == 1, jnp.inf, 0.1)), False),
+    "totals": (optimizers.adafactor(nan_at_1), False),
+    "injected": (optax.inject_hyperparams(optax.adam)(nan_at_1), False),
+    "selected": (optax.radam(nan_at_1), False),
+    "every": (optimizers.every_row(optimizers.adagrad(nan_at_1)), False),
+    # Its first steps compute NaN, and do not use it.
+    "radam": (optax.radam(0.1), True),
+    "no_bound": (
+        optax.inject_hyperparams(optimizers.bounded_adagrad)(
+            0.1, max_var_update=float("inf")
+        ),
+        True,
+    ),
+    "schedule": (optax.adam(optax.cosine_decay_schedule(0.1, 3)), True),
+    "constant": (optax.sgd(0.1), None),
+}
 
 
-def found_at_1(rule):
-    """Asks before the second step."""
+@pytest.mark.parametrize(("rule", "expected"), RATES.values(), ids=RATES)
+def test_rates_that_are_not_finite_are_found(rule, expected):
     rows = jnp.ones((3, 8))
     _, state = rule.update(rows, rule.init(rows), rows)
     leaves = zip(jax.tree.leaves(state), probe_rule(rule, 8).leaves, strict=True)
-    return rates_are_finite(rule, 8, [leaf for leaf, slot in leaves if slot is None])
-
-
-@pytest.mark.parametrize(
-    "rule",
-    {
-        "inf": optax.adam(inf_at_1),
-        "totals": optimizers.adafactor(nan_at_1),
-        "injected": optax.inject_hyperparams(optax.adam)(nan_at_1),
-        "selected": optax.radam(nan_at_1),
-        "every": optimizers.every_row(optimizers.adagrad(nan_at_1)),
-    }.values(),
-)
-def test_a_rate_that_is_not_finite_is_found(rule):
-    assert not found_at_1(rule)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    {
-        # Its first steps compute NaN, and do not use it.
-        "radam": optax.radam(0.1),
-        "no_bound": optax.inject_hyperparams(optimizers.bounded_adagrad)(
-            0.1, max_var_update=float("inf")
-        ),
-        "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 3)),
-    }.values(),
-)
-def test_a_finite_rate_is_not(rule):
-    assert found_at_1(rule)
-
-
-@pytest.mark.parametrize("rule", [optax.sgd(0.1), optimizers.assign()])
-def test_a_rule_whose_numbers_never_change_is_not_asked(rule):
-    assert found_at_1(rule) is None
+    scalars = [leaf for leaf, slot in leaves if slot is None]
+    found = rates_are_finite(rule, 8, scalars)
+    assert (None if found is None else bool(found)) is expected

@@ -69,17 +69,6 @@ def test_gather_keeps_every_bit():
     assert gather_rows(table, jnp.zeros(0, jnp.int32)).shape == (0, dim)
 
 
-@pytest.mark.parametrize(("platform", "adds"), [("cpu", True), ("tpu", False)])
-def test_only_cpus_read_rows_with_arithmetic(platform, adds):
-    dim = 64
-    table = PackedRows(
-        lines=jnp.zeros((5, dim)), layout=RowLayout(num_rows=5, row_shape=(dim,))
-    )
-    step = jax.jit(gather_rows).trace(table, jnp.array([4, 0]))
-    text = step.lower(lowering_platforms=(platform,)).as_text()
-    assert ("stablehlo.bitcast_convert" in text) == adds
-
-
 @narrow_layouts
 def test_gather_of_narrow_rows(layout):
     rows = integers(layout)

@@ -1,6 +1,7 @@
 """A gradient in several rounds updates like one with all rows, by any kind of rule."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import each_once
 from tests.update.update_cases import (
+    LAYOUTS,
     Balanced,
     Counted,
     apply_gradient,
@@ -27,8 +30,11 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import init_state
+from tpu_embedding.update.apply import init_state, update_in_sequence
+from tpu_embedding.update.lazy_update import lift_to_rows
+from tpu_embedding.update.table_writer import TableWriter
 
 NUM_ROWS = 45
 ROUNDS = {
@@ -234,3 +240,44 @@ def test_a_rate_that_is_not_finite_moves_no_row(make):
         moved.append(not np.array_equal(before, after))
         assert jnp.isfinite(after).all()
     assert found == moved == [True, False, True]
+
+
+RULE = lift_to_rows(counted())
+WRITERS = {dim: TableWriter(stack=plan_of([11], dim, counted())[1]) for dim in (3, 16)}
+
+
+@jax.jit
+def apply_in_sequence(table, state, row_ids, gradients):
+    gradients = RowGradients(row_ids=row_ids, values=gradients)
+    gradient = GradientRounds(first=gradients)
+    return update_in_sequence(table, state, gradient, WRITERS[table.layout.dim])
+
+
+CASES = {
+    "duplicates": [2, 10, 2, 0, 10, 2, 2],
+    "one_row": [10] * 7,
+    "distinct": [6, 5, 4, 3, 2, 1, 0],
+    "mostly_padding": [PADDING, 10, PADDING, 10, PADDING, PADDING, 0],
+    "no_ids": [PADDING] * 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_name"), each_once(CASES, ["dim3", "dim16-packed"])
+)
+def test_runs_once_per_occurrence_in_order(name, layout_name):
+    layout = LAYOUTS[layout_name]
+    rows = integers((layout.num_rows, layout.dim))
+    table = packed(rows, layout)
+    state: Any = RULE.init(table)
+    reference = Counted(rows)
+    for step in range(2):
+        row_ids = np.roll(np.int32(CASES[name]), step)
+        gradients = integers((7, layout.dim), seed=step)
+        table, state = apply_in_sequence(table, state, row_ids, gradients)
+        # All occurrences see the same count; it advances once, without ids, too.
+        reference.count += 1
+        for row_id, values in zip(row_ids, gradients, strict=True):
+            if row_id != PADDING:
+                reference.apply([row_id], values)
+        reference.check(table, state)

@@ -91,9 +91,6 @@ WRONG = {
     "out of range": serialized(
         "ExponentialDecay", config={**EXPONENTIAL, "decay_steps": 0}
     ),
-    "another type": serialized(
-        "ExponentialDecay", config={**EXPONENTIAL, "staircase": "no"}
-    ),
     "boundaries out of order": serialized("PiecewiseConstantDecay", config=PIECES),
     "a class of the user": serialized(
         "ExponentialDecay", config=EXPONENTIAL, registered_name="my>Ex"

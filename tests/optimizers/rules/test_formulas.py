@@ -253,20 +253,18 @@ CASES: dict[str, Any] = {
         for nesterov in (False, True)
     },
     "adagrad": (opt.adagrad(schedule, 0.3, epsilon=0.05), adagrad, [ZEROS + 0.3]),
-    "rowwise_adagrad": (
-        opt.rowwise_adagrad(schedule, 0.3, epsilon=0.05),
-        rowwise_adagrad(0, "l2"),
-        [ROW_ZEROS + 0.3],
-    ),
     **{
-        f"rowwise_adagrad_{mode}": (
+        f"rowwise_adagrad_{mode}_{decay}": (
             opt.rowwise_adagrad(
-                schedule, 0.3, epsilon=0.05, weight_decay=0.2, weight_decay_mode=mode
+                *(schedule, 0.3),
+                epsilon=0.05,
+                weight_decay=decay,
+                weight_decay_mode=mode,
             ),
-            rowwise_adagrad(0.2, mode),
+            rowwise_adagrad(decay, mode),
             [ROW_ZEROS + 0.3],
         )
-        for mode in ("l2", "decoupled")
+        for mode, decay in [("l2", 0), ("l2", 0.2), ("decoupled", 0.2)]
     },
     **{
         f"adagrad_momentum_{name}": (
