@@ -71,7 +71,7 @@ def final_rows(tables, slots, plan):
             ("sgd", "initial_values"),
             ("adafactor", "first_update"),
         ],
-        "packed-first_update",
+        "options-first_update",
         every_case=True,
     ),
 )
@@ -162,6 +162,7 @@ def test_what_cannot_be_averaged():
         rule.update(rows, rule.init(rows))
 
 
+@pytest.mark.full
 def test_steps_that_a_wrapper_of_the_user_collects_are_no_steps_of_averages():
     rule = opt.adafactor(0.5, use_ema=True, ema_momentum=0.5)
     tx = optax.MultiSteps(rule, 4)

@@ -35,7 +35,7 @@ def collected(rate):
     return opt.every_row(opt.adam(rate), gradient_steps=1)
 
 
-# With options whose terms the rate must multiply, too.
+# With options whose terms the rate must also multiply.
 VARIANTS = {
     "ftrl": {
         "l1_regularization_strength": 0.1,

@@ -1,4 +1,4 @@
-"""Modes, totals and wrappers meet: what each combination does, or why it is refused."""
+"""Modes, totals and wrappers meet: what each combination does, or its rejection."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids():
 EVERY_ROW = te.optimizers.every_row(optax.sgd(0.1))
 CHAIN = "every_row(optax.chain("
 # Rules, and code of the fix.
-REFUSED = {
+REJECTED = {
     "totals_within_cond": (
         optax.apply_if_finite(te.optimizers.adafactor(0.1), 3),
         "every_row(rule, gradient_steps=",
@@ -79,9 +79,9 @@ def test_options_keep_the_mode():
         assert plan.stacks[0].optimizer.driver == EveryRow()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_reason_and_table(name):
-    optimizer, fix = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_with_reason_and_table(name):
+    optimizer, fix = REJECTED[name]
     with rejects(field="optimizer", value=optimizer, fix=fix) as error:
         one_table_plan(optimizer, 5, 2, mesh_of(1))
     assert name == "unknown_name" or "'table'" in str(error.value)

@@ -1,4 +1,4 @@
-"""What of optax may train a table: all of it equals the dense rule, or is refused.
+"""What of optax may train a table: all of it equals the dense rule, or is rejected.
 
 Here every row is touched, in one piece and eagerly, which is cheap; that parts of a
 table, on several devices, give the same is shown by the other tests of this folder.
@@ -61,7 +61,7 @@ NO_LOSS = "[rows, 4]"
 MIXES = "te.gradients.clip_by_global_norm"
 IN_TIME = "every_row"
 # Code of the fix; what is not named here works.
-REFUSED = {
+REJECTED = {
     "adafactor": MIXES,
     "lamb": MIXES,
     "lbfgs": NO_LOSS,
@@ -134,7 +134,7 @@ def check_equals_dense(given, rule):
     )
 
 
-@pytest.mark.parametrize("name", [x for x in RULES if x not in REFUSED])
+@pytest.mark.parametrize("name", [x for x in RULES if x not in REJECTED])
 def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 
@@ -143,13 +143,13 @@ def test_equals_dense(name):
 REASONS = ("lamb", "lbfgs", "muon", "apply_every", "clip_by_global_norm", "zero_nans")
 
 
-@pytest.mark.parametrize("name", quick_cases(REFUSED, *REASONS, every_case=True))
-def test_is_refused_with_a_reason(name):
-    with rejects(te.optimizers.NotRowLocalError, fix=REFUSED[name]):
+@pytest.mark.parametrize("name", quick_cases(REJECTED, *REASONS, every_case=True))
+def test_is_rejected_with_a_reason(name):
+    with rejects(te.optimizers.NotRowLocalError, fix=REJECTED[name]):
         one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))
 
 
-@pytest.mark.parametrize("name", [x for x in REFUSED if REFUSED[x] == IN_TIME])
+@pytest.mark.parametrize("name", [x for x in REJECTED if REJECTED[x] == IN_TIME])
 def test_what_waits_for_steps_equals_dense_on_every_row(name):
     if name in RULES:
         check_equals_dense(te.optimizers.every_row(RULES[name]), RULES[name])

@@ -1,4 +1,4 @@
-"""A rule is run on rows and on parts of them: what it may do, and what is refused."""
+"""A rule is run on rows and on parts of them: what it may do, and what is rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tests.tiers import full_cases, with_ids
 from tpu_embedding import optimizers
 from tpu_embedding.optimizers import NotRowLocalError, check_row_local
 from tpu_embedding.optimizers.probe import probe_rule, rates_are_finite, slot_row_shapes
@@ -75,7 +76,7 @@ NOT_RUNNABLE = {
 
 
 @pytest.mark.parametrize("name", NOT_RUNNABLE)
-def test_what_does_not_run_on_one_array_is_refused(name):
+def test_what_does_not_run_on_one_array_is_rejected(name):
     optimizer, fix = NOT_RUNNABLE[name]
     with rejects(NotRowLocalError, fix=fix):
         check_row_local(optimizer, DIM)
@@ -171,13 +172,13 @@ GROWS_OTHERWISE = {
     "transposed": lambda x: jnp.zeros(x.shape[::-1]),
     "one_more_row": lambda x: jnp.zeros((x.shape[0] + 1, x.shape[1])),
     "rows_by_rows": lambda x: jnp.zeros((x.shape[0], x.shape[0])),
-    "rows_behind": lambda x: jnp.zeros((2, *x.shape)),
+    "rows_last": lambda x: jnp.zeros((2, *x.shape)),
     "half_of_the_rows": lambda x: jnp.zeros((x.shape[0] // 2,)),
 }
 
 
 @pytest.mark.parametrize("make_state", GROWS_OTHERWISE.values(), ids=GROWS_OTHERWISE)
-def test_parts_that_grow_otherwise_are_refused_by_name(make_state):
+def test_parts_that_grow_otherwise_are_rejected_by_name(make_state):
     with rejects(te.optimizers.NotRowLocalError, fix="'part'"):
         slot_row_shapes(of_state(make_state), (DIM,))
 
@@ -206,7 +207,9 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize(("rule", "expected"), RATES.values(), ids=RATES)
+@pytest.mark.parametrize(
+    ("rule", "expected"), full_cases(with_ids(RATES), "inf", "injected", "no_bound")
+)
 def test_rates_that_are_not_finite_are_found(rule, expected):
     rows = jnp.ones((3, 8))
     _, state = rule.update(rows, rule.init(rows), rows)

@@ -148,7 +148,7 @@ def test_random_rounding_takes_a_neighbour():
     np.testing.assert_array_equal(np.abs(found[~is_inside]), largest)
     is_near = (found == nearest) | (found == above) | (found == below)
     assert is_near[is_inside].all()
-    # Not two steps away: the row lies between its neighbours.
+    # Not two steps away: the row is between its neighbours.
     low, high = np.minimum(found, rows), np.maximum(found, rows)
     is_between = (nearest > low) & (nearest < high)
     assert not is_between[is_inside].any()

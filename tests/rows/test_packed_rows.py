@@ -142,7 +142,7 @@ def test_sizes_of_rows_for_sparse_cores(dim, row_lanes, rows_per_line, lines_per
 
 
 def ids_of(layout):
-    """Every row, some of them again, padding, and ids just behind the last row."""
+    """Every row, some of them again, padding, and ids just after the last row."""
     n = layout.num_rows
     order = np.random.default_rng(1).permutation(n)
     beyond = [n, n + 1, n + layout.rows_per_line, layout.num_lines + n, PADDING]
@@ -152,7 +152,7 @@ def ids_of(layout):
 @every_layout
 def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
     rows = nasty_rows(layout)
-    # What lies behind the last row in its line must not come out either.
+    # What is after the last row in its line must not come out either.
     lines = whole_lines(pack(rows, layout).lines, layout)
     lines[:, layout.rows_per_line * layout.lanes_per_row :] = np.nan
     unused = layout.row_of(layout.num_lines) - layout.num_rows
@@ -175,7 +175,7 @@ def test_add_changes_the_named_rows_only(layout):
     named = np.random.default_rng(2).permutation(layout.num_rows)[::3]
     named = np.union1d(named, [0, layout.num_rows - 1])
     rows[named] = random_rows(layout, 4)[named]
-    # Just behind the last row is the unused part of its line.
+    # Just after the last row is the unused part of its line.
     beyond = [layout.num_rows, *[layout.num_rows + 1] * 2, *[PADDING] * 3]
     ids = np.concatenate([named, beyond]).astype(np.int32)
     values = np.full((len(ids), *layout.row_shape), np.nan, np.float32)

@@ -175,7 +175,7 @@ def test_default_scale_is_that_of_the_tables_dim():
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_initializer_of_another_shape_is_refused_by_table(num_devices):
+def test_initializer_of_another_shape_is_rejected_by_table(num_devices):
     def transposed(key, shape, dtype):
         return jax.random.normal(key, shape[::-1], dtype)
 

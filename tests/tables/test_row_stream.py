@@ -38,7 +38,7 @@ def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None, **opti
 
 
 def random_lines(packed, stack, plan, seed=0):
-    """Rows of random bits, the same on all copies; unused lanes are random, too."""
+    """Rows of random bits, the same on all copies; unused lanes are also random."""
     generator = np.random.default_rng(seed)
     shape, dtype = packed.lines.shape, packed.lines.dtype
     bits = generator.integers(0, 256, (*shape, dtype.itemsize), np.uint8)

@@ -1,4 +1,4 @@
-"""Slot variables by table and name: read, set, and refused."""
+"""Slot variables by table and name: read, set, and rejected."""
 
 import jax
 import jax.numpy as jnp

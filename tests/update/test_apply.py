@@ -154,7 +154,7 @@ def test_totals_of_tables_over_rounds_and_shards():
 
 
 def test_norm_of_all_occurrences():
-    """Row 4 occurs three times; padding has squares, too, that must not count."""
+    """Row 4 occurs three times; the squares of padding must not count."""
     rule = balanced(asks_for_occurrences=True)
     plan, stack = plan_of(SIZES, 3, rule)
     assert stack.optimizer.driver == Touched(occurrence_norm=True)
@@ -270,7 +270,7 @@ def test_runs_once_per_occurrence_in_order(name, layout_name):
         row_ids = np.roll(np.int32(CASES[name]), step)
         gradients = integers((7, layout.dim), seed=step)
         table, state = apply_in_sequence(table, state, row_ids, gradients)
-        # All occurrences see the same count; it advances once, without ids, too.
+        # All occurrences see the same count; it also advances without ids.
         reference.count += 1
         for row_id, values in zip(row_ids, gradients, strict=True):
             if row_id != PADDING:

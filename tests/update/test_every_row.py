@@ -86,7 +86,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
         found = unshard([state.touches for state in states], num_rows)
         np.testing.assert_array_equal(found > 0, touched)
         for table, mask in zip(tables, is_used, strict=True):
-            # Places behind the last row of the stack do not move.
+            # Places after the last row of the stack do not move.
             assert (unpack_rows(table)[~mask[:, 0]] == 0).all()
 
 

@@ -54,9 +54,7 @@ def make_optimizer(meta, **options):
 
 @pytest.mark.parametrize(
     ("name", "mode", "num_devices", "hardware"),
-    quick_cases(
-        cases(), "afsparse_lazy_options", "adafactor_ema_overwrite", every_case=True
-    ),
+    quick_cases(cases(), "afsparse_lazy_options", every_case=True),
 )
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:

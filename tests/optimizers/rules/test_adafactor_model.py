@@ -57,7 +57,7 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("run", "mode"), quick_cases(matrix(RUNS, ["lazy", "exact"]), "ema-lazy")
+    ("run", "mode"), quick_cases(matrix(RUNS, ["lazy", "exact"]), "ema_overwrite-lazy")
 )
 def test_equals_keras_on_every_rank(run, mode):
     """All rows are at hand, so both modes are what Keras does."""
@@ -76,6 +76,7 @@ def test_equals_keras_on_every_rank(run, mode):
             assert_close(finalize(params, state)[0], final)
 
 
+@pytest.mark.full
 def test_averages_do_not_share_memory_with_the_parameters():
     """A step that donates both would pass one buffer twice."""
     optimizer = make_optimizer("ema")
@@ -91,7 +92,7 @@ def test_averages_do_not_share_memory_with_the_parameters():
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
-def test_refuses_to_finalize_other_parameters():
+def test_other_parameters_are_not_finalized():
     params = start()
     optimizer = make_optimizer("ema")
     with rejects():

@@ -109,7 +109,6 @@ def rows_of(tables, plan, num_ids):
             ("fixed", 3, "averages", 50),
             ("fixed", 3, "accumulation", 50),
         ],
-        "fixed-1-fast-150",
     ),
 )
 def test_the_sum_follows_stored_values(vocabulary, num_devices, rule, num_steps):

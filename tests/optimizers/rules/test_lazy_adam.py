@@ -146,7 +146,7 @@ def test_columns_without_a_gradient_stay_at_any_epsilon():
     assert np.isfinite(updates).all() and updates[0, 1] == 0
 
 
-def test_what_cannot_catch_up_is_refused():
+def test_what_cannot_catch_up_is_rejected():
     with rejects(field="beta_1", value=0.9):
         caught_up(b1=0.9, b2=0.81)
     with rejects(fix="optax.adam"):
