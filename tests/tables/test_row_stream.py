@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import each_once, matrix, quick_cases
+from tests.tiers import each_once, full_cases, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import line_exchange, row_stream
@@ -112,7 +112,9 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize(("dim", "row"), [(200, None), (3, "one value")])
+@pytest.mark.parametrize(
+    ("dim", "row"), quick_cases([(200, None), (3, "one value")], "3-one value")
+)
 def test_rows_that_are_dealt_to_sparse_cores(dim, row, monkeypatch):
     monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 2000)
     plan = plan_of(mesh_of(3), dim, backend=te.SparseCore(cores=2))
@@ -175,7 +177,11 @@ def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement"), each_once([AxisType.Auto, AxisType.Explicit], PLACEMENTS)
+    ("kind", "placement"),
+    full_cases(
+        zip([AxisType.Auto, AxisType.Explicit, AxisType.Auto], PLACEMENTS, strict=True),
+        f"{AxisType.Auto}-all axes",
+    ),
 )
 def test_any_placement(placement, kind, small_blocks):
     devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
