@@ -30,6 +30,7 @@ from tpu_embedding.argument_checks import (
     Rule,
     broken_rules,
     convert_ints,
+    invalid,
     is_finite,
     is_int,
     raise_all,
@@ -216,7 +217,7 @@ def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
     """
     _check_numbers("uniform", low=low, high=high)
     if low > high:
-        raise ValueError(f"uniform: low must be at most high, got {low!r}, {high!r}.")
+        raise invalid("uniform: low", f"be at most high, {high}", low)
     return RowInitializer(_uniform_rows, (float(low), float(high)))
 
 
@@ -271,10 +272,8 @@ def rowwise(initializer: Initializer) -> RowInitializer:
       (5, 4)
     """
     if not callable(initializer) or not takes_key(initializer):
-        raise TypeError(
-            "rowwise: initializer must be a function (key, shape, dtype), got "
-            f"{initializer!r}."
-        )
+        rule = "be a function (key, shape, dtype)"
+        raise invalid("rowwise: initializer", rule, initializer, kind=TypeError)
     return RowInitializer(_EachRow(initializer))
 
 
@@ -310,10 +309,8 @@ def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
       [[10.0, 10.0], [11.0, 11.0], [12.0, 12.0]]
     """
     if not is_int(offset) or not _is_parameter(offset):
-        raise ValueError(
-            f"RowIdInitializer.offset must be a 32-bit int, got {offset!r}; pass the "
-            "value of row 0."
-        )
+        fix = "Pass the value of row 0."
+        raise invalid("RowIdInitializer.offset", "be a 32-bit int", offset, fix)
     return RowInitializer(_row_id_rows, (int(offset),))
 
 
@@ -424,10 +421,10 @@ def _symmetric(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _check_deviation(name: str, stddev: float, mean: float) -> None:
     _check_numbers(name, stddev=stddev, mean=mean)
     if stddev < 0:
-        raise ValueError(f"{name}: stddev must be at least 0, got {stddev!r}.")
+        raise invalid(f"{name}: stddev", "be at least 0", stddev)
 
 
 def _check_numbers(name: str, **values: Any) -> None:
     for field, value in values.items():
         if not is_finite(value):
-            raise ValueError(f"{name}: {field} must be a finite number, got {value!r}.")
+            raise invalid(f"{name}: {field}", "be a finite number", value)

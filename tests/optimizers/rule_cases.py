@@ -20,28 +20,6 @@ def custom_adagrad(gradient, row, slots, learning_rate, _):
     return row - learning_rate * gradient / jnp.sqrt(accumulator), accumulator
 
 
-def rowwise_momentum(
-    gradient, embedding_table, slot_variables, learning_rate, hyperparameters
-):
-    """Two slots whose names are not in the order of the alphabet, and sees the row."""
-    momentum, level = slot_variables
-    (decay, floor) = hyperparameters
-    momentum = decay * momentum + gradient
-    level = jnp.maximum(level + jnp.mean(gradient**2), floor)
-    return embedding_table - learning_rate * momentum / jnp.sqrt(level), momentum, level
-
-
-def rowwise_momentum_rule(custom_computation=rowwise_momentum, learning_rate=0.1):
-    return te.optimizers.user_defined(
-        custom_computation,
-        learning_rate,
-        slot_names=["z_momenta", "a_levels"],
-        slot_initializers=[jnp.zeros, 0.5],
-        hyperparameters=[0.9, lambda count: 0.25 * (count + 1)],
-        slot_dims=[2, 1],
-    )
-
-
 OPTIMIZERS = {
     "sgd": te.optimizers.sgd(0.1),
     "adagrad": te.optimizers.adagrad(0.1),

@@ -8,20 +8,46 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.optimizers.rules.test_adafactor_averages import (
-    SIZES,
-    plan_of,
-    rows_after_each_step,
-)
+from tests.optimizers.rule_cases import initial_state_of_tables, plan_of_tables, update
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 
 opt = te.optimizers
+DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
 NAMES = tuple(SIZES)
+
+
+def plan_of(names, optimizer, num_devices, hardware="cpu", **options):
+    sizes = {name: SIZES[name] for name in names}
+    return plan_of_tables(sizes, DIM, optimizer, num_devices, hardware, **options)
+
+
+def start_of(name):
+    rows = np.random.default_rng(SIZES[name]).normal(size=(SIZES[name], DIM))
+    return rows.astype(np.float32)
+
+
+def batches(names, num_steps):
+    """Few ids per step, so that most rows are skipped in most steps."""
+    generator = np.random.default_rng(1)
+    for _ in range(num_steps):
+        ids = {n: generator.integers(0, SIZES[n], 4).astype(np.int32) for n in names}
+        yield (ids, {n: np.float32(generator.normal(size=(4, DIM))) for n in names})
+
+
+def rows_after_each_step(plan, names, num_steps):
+    """Yields the tables and slots, and the logical rows, from the start on."""
+    tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in names})
+    yield tables, slots, te.functional.unstack_tables(tables, plan)
+    for ids, cotangents in batches(names, num_steps):
+        tables, slots = update(tables, slots, ids, cotangents, plan)
+        yield tables, slots, te.functional.unstack_tables(tables, plan)
+
+
 RULES = {
     "sgd": (opt.sgd(0.3), 2, {}),
-    "later rounds": (opt.adagrad(0.3), 2, {"capacity": 1}),
-    "packed": (opt.momentum(0.3, 0.9), 2, {"hardware": "v5p"}),
-    "optax": (optax.adam(0.1), 3, {}),
+    "adafactor": (opt.adafactor(0.3), 2, {"capacity": 1}),
+    "packed": (opt.momentum(0.3, 0.9), 2, {"hardware": "v5p", "capacity": 1}),
     "options": (opt.adam(0.1, clip_weight_max=0.5, slot_dtype=jnp.bfloat16), 1, {}),
     "every row": (opt.every_row(opt.adam(0.1)), 3, {}),
     "collected": (opt.every_row(opt.adam(0.1), gradient_steps=2), 2, {}),
@@ -37,18 +63,23 @@ def final_rows(tables, slots, plan):
     ("case", "start"),
     quick_cases(
         [
-            *((case, "first_update") for case in RULES),
-            ("sgd", "initial_values"),
+            ("packed", "first_update"),
+            ("options", "first_update"),
+            ("every row", "first_update"),
+            ("collected", "first_update"),
             ("collected", "initial_values"),
+            ("sgd", "initial_values"),
+            ("adafactor", "first_update"),
         ],
-        "packed-first_update",
-        "every row-first_update",
+        "options-first_update",
         every_case=True,
     ),
 )
 def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
     rule, num_devices, options = RULES[case]
     averaged_rule = opt.with_ema(rule, momentum=0.7, start=start)
+    if case == "adafactor":
+        averaged_rule = opt.adafactor(0.3, use_ema=True, ema_momentum=0.7)
     plan = plan_of(NAMES, averaged_rule, num_devices, **options)
     alone = rows_after_each_step(plan_of(NAMES, rule, num_devices, **options), NAMES, 5)
     steps_of_update = 2 if case == "collected" else 1
@@ -68,50 +99,17 @@ def test_averages_equal_averages_of_the_whole_table_in_every_step(case, start):
             continue
         found, tables, slots = final_rows(tables, slots, plan)
         again, _, _ = final_rows(tables, slots, plan)
+        for name, state in te.functional.slot_values(slots, plan, "all").items():
+            if case == "adafactor":  # The state fits the new rows.
+                np.testing.assert_allclose(
+                    state["squares/value"], np.sum(found[name] ** 2), rtol=1e-5
+                )
         for name in NAMES:
             # Closed form of several steps: powers of the momentum.
             np.testing.assert_allclose(
                 found[name], expected[name], rtol=1e-5, atol=1e-6
             )
             np.testing.assert_allclose(again[name], found[name], rtol=1e-6, atol=1e-7)
-
-
-def test_averages_overwrite_all_rows():
-    rule = opt.with_ema(
-        opt.every_row(opt.sgd(0.3)), momentum=0.7, overwrite_frequency=2
-    )
-    plan, alone = plan_of(NAMES, rule, 2), plan_of(NAMES, opt.sgd(0.3), 2)
-    averages = {}
-    before = None
-    steps = rows_after_each_step(plan, NAMES, 4)
-    plain = rows_after_each_step(alone, NAMES, 4)
-    for i, ((_, _, rows), (_, _, sgd)) in enumerate(zip(steps, plain, strict=True)):
-        for name in NAMES:
-            if i:  # The gradients do not depend on the rows.
-                update = sgd[name] - before[1][name]
-                new = before[0][name] + update
-                momentum = 0.0 if i == 1 else 0.7
-                averages[name] = momentum * averages[name] + (1 - momentum) * new
-                want = averages[name] if i % 2 == 0 else new
-                # float32 sums in another order
-                np.testing.assert_allclose(rows[name], want, rtol=1e-5, atol=1e-6)
-            else:
-                averages[name] = rows[name]
-        before = rows, sgd
-
-
-def test_adafactor_has_the_averages_of_the_wrapper():
-    own = opt.adafactor(0.3, use_ema=True, ema_momentum=0.7)
-    params = {"bias": jnp.ones(3), "kernel": jnp.ones((3, 2))}
-    final = []
-    for rule in (own, opt.with_ema(opt.adafactor(0.3), momentum=0.7)):
-        values, state = params, rule.init(params)
-        for step in range(3):
-            gradients = jax.tree.map(lambda x, i=step: x + i, params)
-            updates, state = rule.update(gradients, state, values)
-            values = optax.apply_updates(values, updates)
-        final.append(te.functional.finalize_variable_values(values, state)[0])
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), *final)
 
 
 def test_averages_of_dense_parameters_keep_the_norm_of_the_model():
@@ -134,70 +132,54 @@ def test_slots_are_named_averages_and_restart_from_values_that_are_set():
     slots = optimizer.slot_values()["t"]
     assert {"accumulators", "averages", "average_counts"} == set(slots)
     np.testing.assert_array_equal(slots["averages"], 1)
-    with pytest.raises(ValueError, match="'t'.*must be set together"):
+    with rejects(fix="set_embedding_tables"):
         model.set_embedding_tables({"t": np.ones((5, 2))})
 
 
-def test_equal_calls_share_a_stack():
-    assert opt.with_ema(opt.adagrad(0.1)) is opt.with_ema(
-        opt.adagrad(0.1), momentum=0.99
-    )
+def test_what_cannot_be_averaged():
+    sgd = opt.sgd(1)
+    with rejects(TypeError, field="rule", value=3):
+        opt.with_ema(3)
+    for options in ({"momentum": 2}, {"overwrite_frequency": 0}, {"start": "x"}):
+        with rejects(field=next(iter(options))):
+            opt.with_ema(sgd, **options)
+    with rejects(fix="with_ema("):
+        opt.with_ema(opt.with_ema(sgd))
+    with rejects(fix="in_sequence"):
+        opt.with_ema(opt.in_sequence(sgd))
+    with rejects(fix="in_sequence"):
+        opt.in_sequence(opt.with_ema(sgd))
+    with rejects(field="gradient_steps", value=2, fix="with_ema(every_row"):
+        opt.every_row(opt.with_ema(sgd), gradient_steps=2)
+    with rejects(fix="finalize_variable_values"):
+        opt.with_ema(opt.every_row(sgd, gradient_steps=2), overwrite_frequency=3)
+    with rejects(fix="every_row"):
+        opt.check_row_local(opt.with_ema(sgd, overwrite_frequency=3), dim=2)
+    with rejects(fix="use_ema=True"):
+        opt.check_row_local(opt.with_ema(opt.adafactor(1.0)), dim=2)
+    rule, rows = opt.with_ema(sgd), jnp.ones((1, 2))
+    with rejects(fix="update(gradients, state, params)"):
+        rule.update(rows, rule.init(rows))
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    {
-        "not a rule": (lambda: opt.with_ema(3), "with_ema: rule.*got 3"),
-        "momentum": (lambda: opt.with_ema(opt.sgd(1), momentum=2), "momentum.*got 2"),
-        "frequency": (
-            lambda: opt.with_ema(opt.sgd(1), overwrite_frequency=0),
-            "overwrite_frequency.*got 0",
-        ),
-        "start": (lambda: opt.with_ema(opt.sgd(1), start="x"), "start.*got 'x'"),
-        "twice": (lambda: opt.with_ema(opt.with_ema(opt.sgd(1))), "outermost"),
-        "options": (
-            lambda: opt.with_options(opt.with_ema(opt.sgd(1)), clipvalue=1.0),
-            "outermost",
-        ),
-        "sequence inside": (
-            lambda: opt.with_ema(opt.in_sequence(opt.sgd(1))),
-            "in_sequence",
-        ),
-        "sequence": (lambda: opt.in_sequence(opt.with_ema(opt.sgd(1))), "in_sequence"),
-        "steps": (
-            lambda: opt.every_row(opt.with_ema(opt.sgd(1)), gradient_steps=2),
-            r"got 2.*with_ema\(every_row",
-        ),
-        "steps and frequency": (
-            lambda: opt.with_ema(
-                opt.every_row(opt.sgd(1), gradient_steps=2), overwrite_frequency=3
-            ),
-            "got 3 and 2",
-        ),
-        "touched rows": (
-            lambda: opt.check_row_local(
-                opt.with_ema(opt.sgd(1), overwrite_frequency=3), dim=2
-            ),
-            "overwrite_frequency.*every_row",
-        ),
-        "adafactor": (
-            lambda: opt.check_row_local(opt.with_ema(opt.adafactor(1.0)), dim=2),
-            "use_ema=True",
-        ),
-        "chain": (
-            lambda: opt.check_row_local(
-                optax.chain(opt.with_ema(opt.sgd(1)), optax.scale(2.0)), dim=2
-            ),
-            "with_ema.*outermost",
-        ),
-        "no rows": (
-            lambda: (rule := opt.with_ema(opt.sgd(1))).update(
-                jnp.ones((1, 2)), rule.init(jnp.ones((1, 2)))
-            ),
-            "params, got None",
-        ),
-    }.values(),
-)
-def test_what_cannot_be_averaged(make, match):
-    with pytest.raises((TypeError, ValueError), match=match):
-        make()
+@pytest.mark.full
+def test_steps_that_a_wrapper_of_the_user_collects_are_no_steps_of_averages():
+    rule = opt.adafactor(0.5, use_ema=True, ema_momentum=0.5)
+    tx = optax.MultiSteps(rule, 4)
+    params, final = {"bias": jnp.ones(1)}, {}
+    state = tx.init(params)
+    for step in range(1, 12):
+        updates, state = tx.update({"bias": jnp.ones(1)}, state, params)
+        params = optax.apply_updates(params, updates)
+        final[step], _ = te.functional.finalize_variable_values(params, state)
+    np.testing.assert_array_equal(final[11]["bias"], final[8]["bias"])
+    assert final[8]["bias"] != final[7]["bias"]
+
+
+def test_slots_without_averages_change_nothing():
+    plan = plan_of(("b",), "adagrad", 1)
+    tables, slots = initial_state_of_tables(plan, {"b": start_of("b")})
+    found = te.functional.finalize_variable_values(tables, slots, plan)
+    jax.tree.map(np.testing.assert_array_equal, found, (tables, slots))
+    with rejects(fix="stack"):
+        te.functional.finalize_variable_values(tables, {}, plan)

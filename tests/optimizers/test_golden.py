@@ -91,11 +91,9 @@ def read_run(name):
     quick_cases(
         runs(),
         "adagrad",
-        "adam_lazy",
         "adam_nonlazy_bias_corrected",
         "ftrl_l1_l2",
         "sgd_momentum_nonlazy",
-        "adadelta",
         every_case=True,
     ),
 )

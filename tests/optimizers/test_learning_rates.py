@@ -10,8 +10,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
-from tests.optimizers.rule_cases import one_table_plan
+from tests.rejections import rejects
 from tests.tiers import full_cases
 
 opt = te.optimizers
@@ -36,10 +35,8 @@ def collected(rate):
     return opt.every_row(opt.adam(rate), gradient_steps=1)
 
 
-# With options whose terms the rate must multiply, too.
+# With options whose terms the rate must also multiply.
 VARIANTS = {
-    "momentum": {"use_nesterov": True},
-    "adagrad_momentum": {"momentum": 0.9, "use_nesterov": True},
     "ftrl": {
         "l1_regularization_strength": 0.1,
         "l2_regularization_strength": 0.1,
@@ -50,8 +47,6 @@ VARIANTS = {
     "proximal_adagrad": {"l1": 0.1, "l2": 0.1},
     "proximal_yogi": {"l1": 0.1, "l2": 0.1},
     "frequency_aware_adagrad": {"l1": 0.1, "l2": 0.1},
-    "rmsprop": {"momentum": 0.9, "centered": True, "epsilon": 1e-3},
-    "adam": {"bias_correction": True, "sum_inside_sqrt": False},
     "lamb": {"weight_decay": 0.1},
     "partial_rowwise_adam": {"weight_decay": 0.1},
     "partial_rowwise_lamb": {"weight_decay": 0.1},
@@ -70,23 +65,7 @@ RULES = {
     },
     "user_defined": user_defined,
     "every_row": collected,
-    **{
-        f"optax.{name}": getattr(optax, name)
-        for name in (
-            *(
-                "sgd",
-                "adam",
-                "adamw",
-                "adagrad",
-                "rmsprop",
-                "lion",
-                "yogi",
-                "adabelief",
-            ),
-            *("adadelta", "radam", "nadam", "adamax", "amsgrad", "novograd"),
-        )
-    },
-    "optax.sgd with momentum": functools.partial(optax.sgd, momentum=0.9),
+    **{f"optax.{name}": getattr(optax, name) for name in ("adam", "radam", "novograd")},
 }
 
 
@@ -126,13 +105,9 @@ def run(optimizer, batches):
     "name",
     full_cases(
         RULES,
-        "adafactor",
+        *(name for name in RULES if "optax" in name or f"{name} with options" in RULES),
         "clippy_adagrad",
-        "frequency_aware_adagrad",
-        "ftrl",
-        "lamb",
         "adafactor with options",
-        "optax.radam",
     ),
 )
 def test_a_rate_of_zero_leaves_rows_alone(name):
@@ -156,79 +131,32 @@ def test_rules_that_divide_by_the_rate_skip_steps_at_zero(name):
 
 
 WRONG = [
-    ("0.1", TypeError, "must be a number, got '0.1'"),
-    (None, TypeError, "must be a number, got None"),
-    (True, TypeError, "must be a number, got True"),
-    ([0.1, 0.2], TypeError, "must be a number, got"),
-    ({"rate": 0.1}, TypeError, "must be a number, got"),
-    (0.1 + 0j, TypeError, "must be a real number"),
-    (math.nan, ValueError, "got nan"),
-    (math.inf, ValueError, "must be finite, got inf"),
-    (np.float32("nan"), ValueError, "got nan"),
-    (-0.1, ValueError, r"must be at least 0 \(negate the loss .*\), got -0.1"),
-    (np.float32(-1), ValueError, "must be at least 0 .*, got -1"),
-    (np.ones(2), ValueError, r"must be a scalar, got an array of shape \(2,\)"),
-    (jnp.ones((1, 1)), ValueError, r"must be a scalar, got an array of shape \(1, 1\)"),
-    (lambda: 0.1, TypeError, "function of the step, counted from 0"),
-    (lambda step, epoch: 0.1, TypeError, r"arguments \(step, epoch\)"),
+    *((x, TypeError) for x in ("0.1", None, True, [0.1, 0.2], {"rate": 0.1}, 0.1j)),
+    *((x, ValueError) for x in (math.nan, math.inf, -0.1, np.ones(2))),
+    *((np.float32(x), ValueError) for x in ("nan", -1)),
+    *((x, TypeError) for x in (lambda: 0.1, lambda step, epoch: 0.1)),
     # TensorFlow calls it without arguments; the step must not become the rate.
-    (lambda rate=0.1: rate, TypeError, "argument 'rate' has a default"),
+    (lambda rate=0.1: rate, TypeError),
 ]
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "user_defined"])
-def test_refuses_what_is_no_learning_rate(name):
-    for value, error_type, match in WRONG:
-        with pytest.raises(error_type, match=f"{name}: learning_rate .*{match}"):
+def test_rejects_what_is_not_a_learning_rate(name):
+    for value, kind in WRONG:
+        with rejects(kind, field="learning_rate", fix=name):
             RULES[name](value)
 
 
-@pytest.mark.parametrize("make", [optax.adagrad, optax.inject_hyperparams(opt.sgd)])
-def test_optax_names_the_way_out_too(make):
-    """optax calls a schedule in the first step; a plan asks for it before."""
-    with pytest.raises(ValueError, match="see te.nn.set_each_step"):
-        one_table_plan(make(learning_rate=lambda: 0.1), ROWS, DIM, mesh_of(1))
-
-
-def test_a_function_is_no_hyper_parameter():
-    """Under jit, it would be called once, and its value would stay."""
-    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=0.1)
-    state = rule.init(jnp.ones((2, 3)))
-    with pytest.raises(TypeError, match="must be a number, got the function"):
-        opt.with_hyperparameters(state, learning_rate=lambda: 0.2)
-
-
-def test_injected_rates_are_checked_too():
+def test_injected_rates_and_new_values_are_checked():
     rows = jnp.ones((2, 3))
+    state = optax.inject_hyperparams(opt.sgd)(learning_rate=0.1).init(rows)
+    # Under jit, a function would be called once, and its value would stay.
+    for value, kind in [*WRONG, (lambda step: 0.1, TypeError)]:
+        with rejects(kind, field="learning_rate"):
+            opt.with_hyperparameters(state, learning_rate=value)
+    with rejects(field="momentum", fix="optax.inject_hyperparams"):
+        opt.with_hyperparameters(state, momentum=0.5)
     for value in (math.nan, "0.1", None, np.ones(2), -0.1):
         rule = optax.inject_hyperparams(opt.adagrad)(learning_rate=value)
-        with pytest.raises((TypeError, ValueError), match="adagrad: learning_rate"):
+        with rejects((TypeError, ValueError), field="learning_rate"):
             rule.init(rows)
-
-
-@pytest.mark.parametrize(
-    ("value", "error_type"),
-    [
-        ("0.1", TypeError),
-        (None, TypeError),
-        (True, TypeError),
-        (math.nan, ValueError),
-        (-0.1, ValueError),
-        (np.ones(2), ValueError),
-        (lambda: "0.1", TypeError),
-    ],
-)
-def test_set_values_are_checked_too(value, error_type):
-    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=0.1)
-    state = rule.init(jnp.ones((2, 3)))
-    with pytest.raises(error_type, match="learning_rate must be"):
-        opt.with_hyperparameters(state, learning_rate=value)
-
-
-def test_too_many_positions_name_the_way_out():
-    with pytest.raises(TypeError, match="ftrl: too many.*Only learning_rate may be"):
-        opt.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)
-    with pytest.raises(TypeError, match="adam: too many.*epsilon may be positional"):
-        opt.adam(0.1, 0.9, 0.999, 1e-7, True)
-    with pytest.raises(TypeError, match="adafactor"):
-        opt.adafactor(0.1, -0.8)

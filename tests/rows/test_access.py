@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tiers import with_ids
+from tests.tiers import full_cases, with_ids
 from tpu_embedding.rows.access import (
     gather_rows,
     replace_rows,
@@ -42,8 +42,9 @@ NARROW_LAYOUTS = {
     ]
     for dim in dims
 }
-narrow_layouts = pytest.mark.parametrize("layout", with_ids(NARROW_LAYOUTS))
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+narrow_layouts = pytest.mark.parametrize(
+    "layout", full_cases(with_ids(NARROW_LAYOUTS), "bfloat16-dim16-128")
+)
 
 jitted_gather = jax.jit(gather_rows)
 jitted_replace = jax.jit(replace_rows)
@@ -54,19 +55,8 @@ def integers(layout, num_rows=None, seed=0):
     return np.random.default_rng(seed).integers(-99, 99, shape).astype(np.float32)
 
 
-@every_layout
-def test_gather(layout):
-    rows = integers(layout)
-    ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, 1000, PADDING_ROW_ID], np.int32)
-    packed = pack_rows(jnp.array(rows), layout)
-    gathered = jitted_gather(packed, jnp.array(ids))
-    np.testing.assert_array_equal(gathered, rows[np.minimum(ids, NUM_ROWS - 1)])
-    none = gather_rows(packed, jnp.zeros(0, jnp.int32))
-    assert none.shape == (0, *layout.row_shape)
-
-
-@pytest.mark.parametrize("dim", [32, 64])
-def test_gather_keeps_every_bit(dim):
+def test_gather_keeps_every_bit():
+    dim = 64
     # NaNs with a payload, denormals, infinities and both zeros.
     bits = np.array([0x7FC00001, 0xFF800123, 1, 0x80000001, 0x7F800000, 0x80000000])
     bits = np.resize(bits.astype(np.uint32), (5, dim))
@@ -76,17 +66,7 @@ def test_gather_keeps_every_bit(dim):
     )
     rows = jax.jit(gather_rows)(table, jnp.array([4, 0, 4]))
     np.testing.assert_array_equal(np.asarray(rows).view(np.uint32), bits[[4, 0, 4]])
-
-
-@pytest.mark.parametrize(("platform", "adds"), [("cpu", True), ("tpu", False)])
-def test_only_cpus_read_rows_with_arithmetic(platform, adds):
-    dim = 64
-    table = PackedRows(
-        lines=jnp.zeros((5, dim)), layout=RowLayout(num_rows=5, row_shape=(dim,))
-    )
-    step = jax.jit(gather_rows).trace(table, jnp.array([4, 0]))
-    text = step.lower(lowering_platforms=(platform,)).as_text()
-    assert ("stablehlo.bitcast_convert" in text) == adds
+    assert gather_rows(table, jnp.zeros(0, jnp.int32)).shape == (0, dim)
 
 
 @narrow_layouts
@@ -154,11 +134,9 @@ def replaced(old, new, layout=None, ids=(1,)):
         # The difference is exact, or loses less than 8 rounding steps: nothing more.
         (32.0, 1 + 7 * EPS, 1.0),
         (64.0, 1 + 8 * EPS, 1.0),
-        (-32.0, -1 - 7 * EPS, -1.0),
         # It loses more: the remainder is added.
         (64.0, 1 + 9 * EPS, 1 + 9 * EPS),
         (1e8, 1.5, 1.5),
-        (-1e8, 1.5, 1.5),
         (1e8, -1.5, -1.5),
         (1e30, 1e-30, 1e-30),
         (1e8, 0.0, 0.0),
@@ -171,50 +149,17 @@ def test_replaced_values(old, new, expected):
     np.testing.assert_array_equal(others, np.full((3, 3), old, np.float32))
 
 
-@pytest.mark.parametrize("by", ["replace_rows", "set_rows"])
-@every_layout
-def test_values_that_no_difference_moves_are_replaced(layout, by):
-    """Rows of one line, in one call; other rows of these lines keep their NaN."""
-    rows = integers(layout)
-    ids = np.array([36, 0, PADDING_ROW_ID, 1, 5, 6, 37], np.int32)
-    rows[[0, 2]], rows[1], rows[5], rows[6] = np.nan, np.inf, -3e38, -np.inf
-    old = rows[np.minimum(ids, NUM_ROWS - 1)]
-    new = integers(layout, len(ids), seed=1)
-    new[4], new[5] = 3e38, -np.inf
-    packed = pack_rows(jnp.array(rows), layout)
-    if by == "replace_rows":
-        after = jitted_replace(packed, jnp.array(ids), jnp.array(old), jnp.array(new))
-    else:
-        after = jax.jit(set_rows)(packed, jnp.array(ids), jnp.array(new))
-    rows[ids[ids < NUM_ROWS]] = new[ids < NUM_ROWS]
-    np.testing.assert_array_equal(unpack_rows(after), rows)
-
-
-@every_layout
-def test_replace_rows(layout):
-    rows, new = integers(layout), integers(layout, 6, seed=1)
-    rows[36] = 1e9
-    ids = np.array([36, 5, PADDING_ROW_ID, 0, 37, 6], np.int32)
-    old = rows[np.minimum(ids, NUM_ROWS - 1)]
-    old[2], old[4] = np.nan, np.inf
-    new[0] = 0.125
-    packed = pack_rows(jnp.array(rows), layout)
-    after = jitted_replace(packed, jnp.array(ids), jnp.array(old), jnp.array(new))
-    is_row = ids < NUM_ROWS
-    rows[ids[is_row]] = new[is_row]
-    np.testing.assert_array_equal(unpack_rows(after), rows)
-    np.testing.assert_array_equal(after.lines, pack_rows(jnp.array(rows), layout).lines)
-
-
-@pytest.mark.parametrize("name", ["dim3-natural", "dim3-128"])
-def test_no_value_keeps_another_from_its_place(name):
+@pytest.mark.parametrize(
+    "layout", full_cases(with_ids(LAYOUTS), "dim1-128", "dim16-128")
+)
+def test_no_value_keeps_another_from_its_place(layout):
     # NaN and infinities, differences that overflow, remainders of others in the batch.
-    layout = LAYOUTS[name]
     nasty = np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1, 3e38, -3e38, 1e30, 1e-30])
     random = np.random.default_rng(0)
     rows = random.choice(nasty, (NUM_ROWS, *layout.row_shape))
-    rows[:10], new = nasty[:, None], random.choice(nasty, (12, *layout.row_shape))
-    new[:3] = nasty[:3, None]
+    column = nasty.reshape(-1, *(1 for _ in layout.row_shape))
+    rows[:10], new = column, random.choice(nasty, (12, *layout.row_shape))
+    new[:3] = column[:3]
     ids = np.append(np.arange(10, dtype=np.int32), [PADDING_ROW_ID, NUM_ROWS])
     old, expected = rows[np.minimum(ids, NUM_ROWS - 1)], rows.copy()
     expected[:10] = new[:10]
@@ -223,6 +168,8 @@ def test_no_value_keeps_another_from_its_place(name):
         jax.jit(set_rows)(packed, ids, jnp.array(new)),
         jitted_replace(packed, ids, jnp.array(old), jnp.array(new)),
     ):
+        packed_again = pack_rows(unpack_rows(after), layout).lines
+        np.testing.assert_array_equal(after.lines, packed_again)
         after = np.asarray(unpack_rows(after))
         np.testing.assert_allclose(after, expected, rtol=8 * EPS)
         np.testing.assert_array_equal(

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.tiers import full_cases, matrix, with_ids
+from tests.tiers import each_once, with_ids
 from tpu_embedding.rows.narrow_rows import (
     NARROW_DTYPES,
     decode_rows,
@@ -57,13 +57,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "lanes"),
-    [
-        *[("bfloat16", dim, dim) for dim in (1, 3, 128)],
-        ("int8", 1, 3),
-        ("int8", 4, 3),
-        ("int8", 5, 4),
-        ("int8", 128, 34),
-    ],
+    [("bfloat16", 3, 3), ("int8", 1, 3), ("int8", 5, 4), ("int8", 128, 34)],
 )
 def test_lanes_of_a_row(dtype, dim, lanes):
     assert lanes_per_row(dtype, dim) == lanes
@@ -126,10 +120,7 @@ def test_rounding_to_nearest_equals_numpys(module):
     assert_same(np.asarray(decode_rows(words, "bfloat16", 7)), expected)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1.0, 1.001, -1.001, 1.9999, 3.14159, -1e-3, 6.2e-5, 65503.0, 0.0, -0.0],
-)
+@pytest.mark.parametrize("value", [1.0, -1.001, 1.9999, 3.14159, 6.2e-5, -0.0])
 def test_the_mean_over_all_random_bits_is_exact(value):
     """All values of the dropped bits once: numbers above and below, in proportion."""
     bits = np.arange(2**16, dtype=np.uint32)[:, None] | np.uint32(0xABC0 << 16)
@@ -157,19 +148,13 @@ def test_random_rounding_takes_a_neighbour():
     np.testing.assert_array_equal(np.abs(found[~is_inside]), largest)
     is_near = (found == nearest) | (found == above) | (found == below)
     assert is_near[is_inside].all()
-    # Not two steps away: the row lies between its neighbours.
+    # Not two steps away: the row is between its neighbours.
     low, high = np.minimum(found, rows), np.maximum(found, rows)
     is_between = (nearest > low) & (nearest < high)
     assert not is_between[is_inside].any()
 
 
-@pytest.mark.parametrize(
-    ("dim", "module"),
-    full_cases(
-        matrix([1, 2, 5, 16, 33], with_ids(MODULES)),
-        *("2-jax", "5-jax", "16-jax", "33-jax"),
-    ),
-)
+@pytest.mark.parametrize(("dim", "module"), each_once([1, 5, 33], with_ids(MODULES)))
 def test_int8_rows_are_within_half_a_step(dim, module):
     generator = np.random.default_rng(dim)
     rows = generator.normal(size=(500, dim)) * 10.0 ** generator.integers(

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import full_cases, with_ids
 from tpu_embedding.rows.access import add_to_rows, gather_rows
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    pack_rows,
-    unpack_rows,
-)
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 
 DIMS = [3, 16, 200]
 PADDING = te.inputs.PADDING_ROW_ID
@@ -40,7 +36,9 @@ LAYOUTS |= {
     )
     for dim in DIMS
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_layout = pytest.mark.parametrize(
+    "layout", full_cases(with_ids(LAYOUTS), "dim16-natural", "dim200-dealt")
+)
 
 
 pack = jax.jit(pack_rows, static_argnames="layout")
@@ -79,12 +77,9 @@ def nasty_rows(layout):
     [
         (1, 1, 1, 37),
         (3, 42, 128, 1),
-        (16, 8, 128, 5),
         (64, 2, 128, 19),
         (128, 1, 128, 37),
-        (129, 1, 256, 37),
         (200, 1, 256, 37),
-        (1024, 1, 1024, 37),
     ],
 )
 def test_sizes_of_lines_of_128_lanes(dim, rows_per_line, lanes, num_lines):
@@ -147,7 +142,7 @@ def test_sizes_of_rows_for_sparse_cores(dim, row_lanes, rows_per_line, lines_per
 
 
 def ids_of(layout):
-    """Every row, some of them again, padding, and ids just behind the last row."""
+    """Every row, some of them again, padding, and ids just after the last row."""
     n = layout.num_rows
     order = np.random.default_rng(1).permutation(n)
     beyond = [n, n + 1, n + layout.rows_per_line, layout.num_lines + n, PADDING]
@@ -157,7 +152,7 @@ def ids_of(layout):
 @every_layout
 def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
     rows = nasty_rows(layout)
-    # What lies behind the last row in its line must not come out either.
+    # What is after the last row in its line must not come out either.
     lines = whole_lines(pack(rows, layout).lines, layout)
     lines[:, layout.rows_per_line * layout.lanes_per_row :] = np.nan
     unused = layout.row_of(layout.num_lines) - layout.num_rows
@@ -180,7 +175,7 @@ def test_add_changes_the_named_rows_only(layout):
     named = np.random.default_rng(2).permutation(layout.num_rows)[::3]
     named = np.union1d(named, [0, layout.num_rows - 1])
     rows[named] = random_rows(layout, 4)[named]
-    # Just behind the last row is the unused part of its line.
+    # Just after the last row is the unused part of its line.
     beyond = [layout.num_rows, *[layout.num_rows + 1] * 2, *[PADDING] * 3]
     ids = np.concatenate([named, beyond]).astype(np.int32)
     values = np.full((len(ids), *layout.row_shape), np.nan, np.float32)
@@ -203,7 +198,7 @@ def test_add_changes_the_named_rows_only(layout):
     np.testing.assert_array_equal(bits(result.lines), bits(back))
 
 
-@pytest.mark.parametrize("name", ["dim16-natural", "dim16-128", "scalar-128"])
+@pytest.mark.parametrize("name", ["dim16-natural", "dim16-128"])
 def test_add_works_in_place_when_donated(name):
     layout = dataclasses.replace(LAYOUTS[name], num_rows=1009)
     lines = jax.ShapeDtypeStruct(layout.lines_shape, jnp.float32)

@@ -1,7 +1,6 @@
 """Blocks of rows in natural order, read from stacks and written to them."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import each_once, matrix, quick_cases
+from tests.rejections import rejects
+from tests.tiers import each_once, full_cases, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import line_exchange, row_stream
@@ -38,7 +38,7 @@ def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None, **opti
 
 
 def random_lines(packed, stack, plan, seed=0):
-    """Rows of random bits, the same on all copies; unused lanes are random, too."""
+    """Rows of random bits, the same on all copies; unused lanes are also random."""
     generator = np.random.default_rng(seed)
     shape, dtype = packed.lines.shape, packed.lines.dtype
     bits = generator.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
@@ -112,8 +112,9 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dim", [3, 200])
-@pytest.mark.parametrize("row", [None, "one value"])
+@pytest.mark.parametrize(
+    ("dim", "row"), quick_cases([(200, None), (3, "one value")], "3-one value")
+)
 def test_rows_that_are_dealt_to_sparse_cores(dim, row, monkeypatch):
     monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 2000)
     plan = plan_of(mesh_of(3), dim, backend=te.SparseCore(cores=2))
@@ -156,7 +157,7 @@ def assert_round_trip(plan, row=None):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "hardware", "row"), each_once([1, 2, 3, 8], ["v5p", "cpu"], ROWS)
+    ("num_devices", "hardware", "row"), each_once([2, 1], ["v5p", "cpu"], ROWS)
 )
 def test_round_trip(num_devices, hardware, row, small_blocks):
     plan = plan_of(mesh_of(num_devices), hardware=hardware)
@@ -166,12 +167,8 @@ def test_round_trip(num_devices, hardware, row, small_blocks):
 @pytest.mark.parametrize(
     ("hardware", "dtype", "dim"),
     quick_cases(
-        matrix(
-            ["v5p", "cpu"],
-            ["bfloat16", "int8", "float32"],
-            [1, 7, 48, 100, 128, 1024],
-        ),
-        *("v5p-bfloat16-1", "cpu-int8-7", "cpu-bfloat16-100"),
+        matrix(["v5p", "cpu"], ["bfloat16", "int8"], [1, 7, 100, 1024]),
+        *("v5p-bfloat16-1", "cpu-int8-7"),
     ),
 )
 def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
@@ -180,7 +177,11 @@ def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement"), each_once([AxisType.Auto, AxisType.Explicit], PLACEMENTS)
+    ("kind", "placement"),
+    full_cases(
+        zip([AxisType.Auto, AxisType.Explicit, AxisType.Auto], PLACEMENTS, strict=True),
+        f"{AxisType.Auto}-all axes",
+    ),
 )
 def test_any_placement(placement, kind, small_blocks):
     devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
@@ -240,18 +241,10 @@ def test_all_processes_get_each_window_of_a_turn(case):
     assert row_stream.windows_for_all(processes) == windows
 
 
-REFUSED = {
-    "unknown table": ({"x": (0, 1)}, "ranges must name tables of stack 'stack_0'"),
-    "beyond the end": ({"b": (0, 2)}, "between 0 and 1 for table 'b', got 0 to 2"),
-    "negative": ({"a": (-1, 2)}, "between 0 and 301 for table 'a', got -1 to 2"),
-    "reversed": ({"a": (3, 2)}, "got 3 to 2"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_ranges_that_are_none_are_refused(case):
-    ranges, text = REFUSED[case]
+def test_wrong_ranges_are_rejected():
+    """An unknown table, rows past the end, a negative start, an end before it."""
     plan = plan_of(mesh_of(1))
     packed, stack = packed_of(plan)
-    with pytest.raises(ValueError, match=re.escape(text)):
-        list(read_blocks(packed, stack, plan, ranges))
+    for name, value in {"x": (0, 1), "b": (0, 2), "a": (-1, 2), "d": (3, 2)}.items():
+        with rejects(field="ranges", value=["x"] if name == "x" else value):
+            list(read_blocks(packed, stack, plan, {name: value}))

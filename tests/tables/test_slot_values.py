@@ -1,4 +1,4 @@
-"""Slot variables by table and name: read, set, and refused."""
+"""Slot variables by table and name: read, set, and rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.optimizers.rule_cases import initial_state_of_tables, plan_of_tables
+from tests.rejections import ANY, rejects
 from tests.tiers import quick_cases
 
 SIZES, DIM = {"a": 37, "b": 1, "c": 5}, 3
@@ -66,12 +67,8 @@ def a_row_optimizer(gradient, row, slots, rate, _):
 
 
 NAMES = {
-    "rowwise_adagrad": (opt.rowwise_adagrad(0.1), {"accumulators": 1}),
     "ftrl": (opt.ftrl(0.1), {"accumulators": 2, "linears": 2}),
-    "frequency": (
-        opt.frequency_aware_adagrad(0.1),
-        {"accumulators": 2, "counters": 1},
-    ),
+    "frequency": (opt.frequency_aware_adagrad(0.1), {"accumulators": 2, "counters": 1}),
     "user_defined": (
         opt.user_defined(
             *(a_row_optimizer, 0.1),
@@ -81,10 +78,13 @@ NAMES = {
         ),
         {"z": 2, "y": 1},
     ),
-    "optax.adam": (optax.adam(0.1), {"mu": 2, "nu": 2}),
     "inject": (
         optax.inject_hyperparams(opt.adagrad)(learning_rate=0.1),
         {"accumulators": 2},
+    ),
+    "one array": (
+        optax.GradientTransformation(jnp.zeros_like, lambda g, s, _: (-g, s + g**2)),
+        {"state": 2},
     ),
     "two of a kind": (
         optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
@@ -117,10 +117,6 @@ ALL = {
             "clock/value": (),
             "clock/rest": (),
         },
-    ),
-    "collected": (
-        opt.every_row(opt.rowwise_adagrad(0.1), gradient_steps=2),
-        {"step": ()},
     ),
     "bools": (
         optax.GradientTransformation(
@@ -169,66 +165,33 @@ def test_tables_without_an_optimizer_have_no_slots():
         te.functional.init_tables(plan, jax.random.key(0)), plan
     )
     assert set(te.functional.slot_values(slots, plan)) == {"trained"}
-    with pytest.raises(ValueError, match=r"\['trained'\], got 'frozen'"):
+    with rejects(field="values", value="frozen", fix="['trained']"):
         te.functional.with_slot_values(slots, {"frozen": {}}, plan)
     assert te.functional.slot_values({}, plan) == {}
 
 
-F2A = opt.frequency_aware_adagrad(0.1)
 WRONG = {
-    "table": ({"d": {}}, ValueError, r"\['a', 'b', 'c'\], got 'd'"),
-    "slot": (
-        {"a": {"nu": np.ones((37, 3))}},
-        ValueError,
-        r"values of table 'a' must name .*\['accumulators', 'count', 'counters'\], got",
-    ),
+    "table": ({"d": {}}, "values", "d"),
+    "slot": ({"a": {"nu": np.ones((37, 3))}}, "values of table 'a'", "nu"),
     "shape": (
         {"b": {"accumulators": np.ones((2, 3))}},
-        ValueError,
-        r"slot 'accumulators' of table 'b' must have shape \(1, 3\), got \(2, 3\)",
+        *("values of slot 'accumulators' of table 'b'", (2, 3)),
     ),
     "complex": (
         {"b": {"accumulators": np.ones((1, 3), complex)}},
-        ValueError,
-        "must be real numbers, got dtype complex128",
+        *("values of slot 'accumulators' of table 'b'", ANY),
     ),
     "fractions": (
         {"b": {"counters": np.array([1.5])}},
-        ValueError,
-        "must be integers of dtype int32",
+        *("values of slot 'counters' of table 'b'", [1.5]),
     ),
-    "counts": (
-        {"a": {"count": 1}, "b": {"count": 2}},
-        ValueError,
-        r"must be equal for the tables \['a', 'b'\]",
-    ),
+    "counts": ({"a": {"count": 1}, "b": {"count": 2}}, "values of 'count'", [1, 2]),
 }
 
 
-@pytest.fixture(scope="module")
-def plan_and_slots():
-    plan = plan_of(F2A, 2, "cpu")
-    return plan, start_of(plan)[1]
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_refuses(case, plan_and_slots):
-    plan, slots = plan_and_slots
-    values, error_type, match = WRONG[case]
-    with pytest.raises(error_type, match=match):
-        te.functional.with_slot_values(slots, values, plan)
-
-
-def test_a_state_may_be_one_array():
-    def update(updates, state, params=None):
-        del params
-        return updates, state + updates**2
-
-    rule = optax.GradientTransformation(jax.numpy.zeros_like, update)
-    plan = plan_of(rule)
+def test_wrong_values_are_rejected():
+    plan = plan_of(opt.frequency_aware_adagrad(0.1), 1, "cpu")
     _, slots = start_of(plan)
-    values = te.functional.slot_values(slots, plan)
-    assert shapes(values) == {n: {"state": (size, DIM)} for n, size in SIZES.items()}
-    new = random_like(values)
-    slots = te.functional.with_slot_values(slots, new, plan)
-    assert_equal(te.functional.slot_values(slots, plan), new)
+    for values, field, value in WRONG.values():
+        with rejects(field=field, value=value):
+            te.functional.with_slot_values(slots, values, plan)

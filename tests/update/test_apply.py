@@ -1,19 +1,18 @@
 """A gradient in several rounds updates like one with all rows, by any kind of rule."""
 
 import dataclasses
-import pathlib
-import traceback
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import each_once
 from tests.update.update_cases import (
+    LAYOUTS,
     Balanced,
     Counted,
     apply_gradient,
@@ -31,10 +30,11 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import init_state
-from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import RuleStep
+from tpu_embedding.update.apply import init_state, update_in_sequence
+from tpu_embedding.update.lazy_update import lift_to_rows
+from tpu_embedding.update.table_writer import TableWriter
 
 NUM_ROWS = 45
 ROUNDS = {
@@ -68,8 +68,7 @@ def stepper(plan, stack, rounds, ranges=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "dim", "hardware"),
-    [("three", 3, "v5p"), ("no_ids", 3, "v5p")],
+    ("name", "dim", "hardware"), [("three", 3, "v5p"), ("no_ids", 3, "v5p")]
 )
 def test_touched_rows(name, dim, hardware):
     plan, stack = plan_of([NUM_ROWS], dim, counted(), hardware=hardware)
@@ -110,23 +109,6 @@ def test_every_element(dim, hardware):
             dense[np.array(ids)[is_used]] = of_round[is_used]
         reference.step(slice(None), dense)
         reference.check(table, state)
-
-
-def test_in_sequence():
-    """Occurrences of a row are in one round, and run one after the other."""
-    rule = te.optimizers.in_sequence(counted())
-    plan, stack = plan_of([NUM_ROWS], 3, rule)
-    rounds = [[7, 0, 7, PADDING], [44, PADDING, 44, 44]]
-    rows = integers((NUM_ROWS, 3))
-    reference, table = Counted(rows), packed(rows, stack.layout)
-    values = values_of(rounds, 3, 0)
-    table, state = stepper(plan, stack, rounds)(table, init_state(table, stack), values)
-    reference.count = 1
-    for ids, of_round in zip(rounds, values, strict=True):
-        for row_id, gradient in zip(ids, of_round, strict=True):
-            if row_id != PADDING:
-                reference.apply([row_id], gradient)
-    reference.check(table, state)
 
 
 SIZES = [5, 1, 6]
@@ -172,7 +154,7 @@ def test_totals_of_tables_over_rounds_and_shards():
 
 
 def test_norm_of_all_occurrences():
-    """Row 4 occurs three times; padding has squares, too, that must not count."""
+    """Row 4 occurs three times; the squares of padding must not count."""
     rule = balanced(asks_for_occurrences=True)
     plan, stack = plan_of(SIZES, 3, rule)
     assert stack.optimizer.driver == Touched(occurrence_norm=True)
@@ -192,34 +174,6 @@ def test_norm_of_all_occurrences():
     reference.step(dense, touched, touched, occurrence_squares=[23, 0, 8])
     np.testing.assert_array_equal(unpack_rows(table), reference.rows)
     np.testing.assert_array_equal(state.sums, reference.sums)
-
-
-def test_rules_that_keep_the_gradient():
-    rule = te.optimizers.every_row(counted(), gradient_steps=2)
-    plan, stack = plan_of([11], 3, rule)
-    rows = integers((11, 3))
-    reference = Counted(rows)
-    tables = [packed(rows, stack.layout)]
-    states: Any = sharded(plan, lambda table: init_state(table, stack))(tables)
-    assert isinstance(states[0], KeptGradientState)
-
-    def step(table, state, *parts):
-        gradient = rounds_of([(part, None) for part in parts])
-        return apply_gradient(table, state, gradient, stack)
-
-    apply = sharded(plan, step)
-    dense = np.zeros((11, 3), np.float32)
-    for seed in range(2):
-        reference.check(tables[0], states[0].inner)
-        parts = []
-        for ids in ([10, 2], [3, 0]):
-            values = integers((2, 3), seed + ids[0])
-            parts.append([gradients_of(ids, values)])
-            dense[ids] += values
-        ((table, state),) = apply(tables, states, *parts)
-        tables, states = [table], [state]
-    reference.step(slice(None), dense / 2)
-    reference.check(tables[0], states[0].inner)
 
 
 def test_totals_that_are_not_finite_stay_in_their_table():
@@ -252,14 +206,10 @@ def test_totals_that_are_not_finite_stay_in_their_table():
     "make",
     [
         te.optimizers.adagrad,
-        te.optimizers.adafactor,
-        lambda rate: te.optimizers.every_row(optax.adam(rate)),
-        pytest.param(
-            lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
-            marks=pytest.mark.full,
-        ),
+        pytest.param(te.optimizers.adafactor, marks=pytest.mark.full(every_case=True)),
+        lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
     ],
-    ids=["touched", "totals", "every_element", "every_row"],
+    ids=["touched", "totals", "every_row"],
 )
 def test_a_rate_that_is_not_finite_moves_no_row(make):
     rule = make(lambda count: jnp.where(count == 1, jnp.nan, 0.1))
@@ -287,29 +237,42 @@ def test_a_rate_that_is_not_finite_moves_no_row(make):
     assert found == moved == [True, False, True]
 
 
-def test_five_frames_from_a_step_to_its_rule(monkeypatch):
-    """Those of JAX, and of the mesh, are not counted."""
-    stacks, update_rows = [], RuleStep.update_rows
-    package = str(pathlib.Path(te.__file__).parent)
+RULE = lift_to_rows(counted())
+WRITERS = {dim: TableWriter(stack=plan_of([11], dim, counted())[1]) for dim in (3, 16)}
 
-    def record(*arguments):
-        stacks.append(
-            [
-                frame.name
-                for frame in traceback.extract_stack()
-                if frame.filename.startswith(package)
-                and not frame.filename.endswith("plan/shard_map.py")
-            ]
-        )
-        return update_rows(*arguments)
 
-    monkeypatch.setattr(RuleStep, "update_rows", record)
-    table = te.TableConfig(vocabulary_size=9, dim=4, name="t", optimizer=counted())
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    slots = te.functional.init_slots(tables, plan)
-    result = te.functional.lookup(tables, jnp.arange(4), plan)
-    gradients = te.functional.compute_gradients(result.routing, jnp.ones((4, 4)), plan)
-    te.functional.apply_gradients(tables, slots, gradients, plan)
-    expected = ["apply_gradients", "_update_shard", "update_touched", "update_round"]
-    assert stacks == [expected]
+@jax.jit
+def apply_in_sequence(table, state, row_ids, gradients):
+    gradients = RowGradients(row_ids=row_ids, values=gradients)
+    gradient = GradientRounds(first=gradients)
+    return update_in_sequence(table, state, gradient, WRITERS[table.layout.dim])
+
+
+CASES = {
+    "duplicates": [2, 10, 2, 0, 10, 2, 2],
+    "one_row": [10] * 7,
+    "distinct": [6, 5, 4, 3, 2, 1, 0],
+    "mostly_padding": [PADDING, 10, PADDING, 10, PADDING, PADDING, 0],
+    "no_ids": [PADDING] * 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_name"), each_once(CASES, ["dim3", "dim16-packed"])
+)
+def test_runs_once_per_occurrence_in_order(name, layout_name):
+    layout = LAYOUTS[layout_name]
+    rows = integers((layout.num_rows, layout.dim))
+    table = packed(rows, layout)
+    state: Any = RULE.init(table)
+    reference = Counted(rows)
+    for step in range(2):
+        row_ids = np.roll(np.int32(CASES[name]), step)
+        gradients = integers((7, layout.dim), seed=step)
+        table, state = apply_in_sequence(table, state, row_ids, gradients)
+        # All occurrences see the same count; it also advances without ids.
+        reference.count += 1
+        for row_id, values in zip(row_ids, gradients, strict=True):
+            if row_id != PADDING:
+                reference.apply([row_id], values)
+        reference.check(table, state)

@@ -86,7 +86,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
         found = unshard([state.touches for state in states], num_rows)
         np.testing.assert_array_equal(found > 0, touched)
         for table, mask in zip(tables, is_used, strict=True):
-            # Places behind the last row of the stack do not move.
+            # Places after the last row of the stack do not move.
             assert (unpack_rows(table)[~mask[:, 0]] == 0).all()
 
 
@@ -139,25 +139,3 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     slot = np.zeros((31, 40))
     slot[row_ids] = values.sum(axis=1, keepdims=True)
     np.testing.assert_array_equal(unpack_rows(state), slot)
-
-
-def test_what_is_not_finite_stays_in_its_table():
-    plan, stack = plan_of([5, 6], 3, te.optimizers.every_row(balanced()))
-    rows = integers((11, 3))
-    reference = Balanced([5, 6], rows)
-    tables, states = start(plan, stack, rows)
-    values = integers((3, 3), seed=1)
-    gradient = np.zeros((11, 3), np.float32)
-    gradient[[0, 4, 7]] = values
-    reference.step(gradient, gradient[:, 0] != 0, np.ones(11, bool))
-    values[1] = np.inf
-    step = sharded(
-        plan,
-        lambda table, state, gradients: apply_gradient(
-            table, state, rounds_of([(gradients, None)]), stack
-        ),
-    )
-    ((table, state),) = step(tables, states, [gradients_of([0, 4, 7], values)])
-    np.testing.assert_array_equal(unpack_rows(table)[5:], reference.rows[5:])
-    np.testing.assert_array_equal(state.inner.sums[1], reference.sums[1])
-    assert not np.isfinite(unpack_rows(table)[:5]).any()

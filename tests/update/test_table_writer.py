@@ -130,10 +130,7 @@ def test_every_way_to_update_rounds_alike(monkeypatch):
         RULES.items(), [(1, "cpu"), (3, "v5p"), (2, "cpu"), (2, "v5p")], strict=True
     ):
         plan, stack = plan_of(
-            *(SIZES, DIM, rule),
-            num_devices=num_devices,
-            hardware=hardware,
-            dtype=dtype,
+            *(SIZES, DIM, rule), num_devices=num_devices, hardware=hardware, dtype=dtype
         )
         is_kept = isinstance(stack.optimizer.driver, KeptGradient)
         assert is_kept == (name == "every_row")
@@ -205,17 +202,6 @@ def test_small_gradients_move_a_row_at_the_right_mean_rate():
     # the deviation 0.044; five of them.
     assert moved.mean() == pytest.approx(2, abs=0.22)
     assert 1.6 < moved.var() < 2.4
-
-
-def test_what_is_not_finite_stays_in_its_element():
-    plan, stack = plan_of([5], DIM, te.optimizers.sgd(1.0), dtype=jnp.bfloat16)
-    table = Table(plan, stack, np.ones((5, DIM), np.float32))
-    gradients = np.zeros((2, DIM), np.float32)
-    gradients[0, 1] = np.nan
-    table.apply(([3, 4], gradients))
-    is_finite = np.isfinite(table.rows)
-    assert np.argwhere(~is_finite).tolist() == [[3, 1]]
-    assert (table.rows[is_finite] == 1).all()
 
 
 def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():

@@ -16,10 +16,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.optimizers.row_optimizer import Touched, declare
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
-from tpu_embedding.rows.row_gradients import (
-    GradientRounds,
-    RowGradients,
-)
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 from tpu_embedding.update.apply import DRIVERS
 from tpu_embedding.update.table_writer import open_state
@@ -247,21 +244,11 @@ def rounds_of(rounds):
         return carry
 
     return GradientRounds(
-        first=first,
-        first_rows=first_rows,
-        fold_later=fold_later if later else None,
+        first=first, first_rows=first_rows, fold_later=fold_later if later else None
     )
 
 
-def plan_of(
-    sizes,
-    dim,
-    optimizer,
-    *,
-    num_devices=1,
-    hardware="cpu",
-    dtype=jnp.float32,
-):
+def plan_of(sizes, dim, optimizer, *, num_devices=1, hardware="cpu", dtype=jnp.float32):
     """Returns a plan of one stack with a table of each size, and that stack."""
     features = {
         f"table_{i}": te.FeatureConfig(
@@ -351,9 +338,7 @@ def gradients_of_shards(row_ids, values, num_shards, num_places=6):
         is_here = row_ids % num_shards == shard
         missing = num_places - is_here.sum()
         local = np.pad(
-            row_ids[is_here] // num_shards,
-            (1, missing),
-            constant_values=PADDING_ROW_ID,
+            row_ids[is_here] // num_shards, (1, missing), constant_values=PADDING_ROW_ID
         )
         result.append(
             gradients_of(local, np.pad(values[is_here], ((1, missing), (0, 0))))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpu_embedding.argument_checks import about, describe_value
+from tpu_embedding.argument_checks import about, describe_value, invalid
 
 
 class Check(NamedTuple):
@@ -269,12 +269,13 @@ def check_rule(
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
-        prefix = "" if owner is None else f"{owner}: "
-        raise TypeError(
-            f"{prefix}{argument} must be an optax transformation such as {example}, "
-            f"got {describe_value(rule)}. Call a function such as optax.adam with its "
-            "learning rate; convert Keras optimizers with "
-            "te.optimizers.from_keras_config."
+        raise invalid(
+            argument if owner is None else f"{owner}: {argument}",
+            f"be an optax transformation such as {example}",
+            rule,
+            "Call a function such as optax.adam with its learning rate; convert Keras "
+            "optimizers with te.optimizers.from_keras_config.",
+            TypeError,
         )
 
 

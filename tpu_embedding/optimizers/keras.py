@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.optimizers.averages import with_ema
 from tpu_embedding.optimizers.checks import (
     RANGES,
@@ -354,10 +355,8 @@ def from_keras_config(
         if is_users and isinstance(config.get("learning_rate"), Mapping):
             config["learning_rate"] = schedule
     if not isinstance(config, Mapping):
-        raise ValueError(
-            "config must be a Keras optimizer or the mapping that its get_config() "
-            f"returns, got {config!r}."
-        )
+        rule = "be a Keras optimizer or the mapping that its get_config() returns"
+        raise invalid("from_keras_config: config", rule, config)
     rate = config.get("learning_rate")
     config = {**config, "learning_rate": _serialized_schedule(rate) or rate}
     return _translate(str(class_name or config.get("name")), config, rows)
@@ -371,20 +370,22 @@ def _translate(
     # Keras names a session's second Adam adam_1.
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
-        raise ValueError(
-            f"The Keras class must be one of {sorted(_OWN_FIELDS)}, got "
-            f"{name!r}; pass class_name=, or write the optimizer as an optax "
-            "transformation, such as te.optimizers.every_row(optax.adamw(0.1))."
+        raise invalid(
+            "from_keras_config: class_name",
+            f"be one of {sorted(_OWN_FIELDS)}",
+            name,
+            "Write the optimizer as an optax transformation, such as "
+            "te.optimizers.every_row(optax.adamw(0.1)).",
         )
     values = {
         field: value.item() if isinstance(value, np.generic) else value
         for field, value in config.items()
     }
     if problems := list(_problems(class_key, values, rows)):
-        raise ValueError(
-            f"Keras' {name} has no equivalent with these values:"
-            + "".join(f"\n  {problem}." for problem in problems)
-        )
+        text = f"Keras' {name} has no equivalent with these values:"
+        text += "".join(f"\n  {problem}." for problem in problems)
+        field = problems[0].partition("=")[0]
+        raise about(ValueError(text), field, values.get(field, rows))
     rate = values["learning_rate"]
     rate = _keras_schedule(rate) if isinstance(rate, Mapping) else rate
     own, common = (

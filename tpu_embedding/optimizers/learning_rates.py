@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import about, describe_value, invalid
 from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
@@ -91,11 +91,12 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
             return
         except TypeError:
             problem = f" with the arguments {signature}"
-    raise TypeError(
+    text = (
         f"{owner}: {name} must be a number or a function of the step, counted from 0, "
         f"got {describe_value(schedule)}{problem}. For a function without arguments, "
         f"use optax.inject_hyperparams and te.nn.set_each_step(train_step, {name}=...)."
     )
+    raise about(TypeError(text), f"{owner}: {name}", schedule)
 
 
 @moves_arrays
@@ -130,11 +131,12 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     state = _replace_values(state, values, replaced)
     for name in values:
         if name not in replaced:
-            raise ValueError(
+            text = (
                 f"The optimizer's state has no hyper-parameter {name!r} to set. Make "
                 f"the optimizer with optax.inject_hyperparams(optimizer)({name}=...), "
                 "and pass a scalar instead of a schedule."
             )
+            raise about(ValueError(text), name, values[name])
     return state
 
 
@@ -171,10 +173,8 @@ def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
     if is_int and not isinstance(value, jax.core.Tracer) and value != int(value):
-        raise ValueError(
-            f"{name} must be an integer like its initial value, got {value}. To set "
-            f"fractions, make the optimizer with a float, such as {name}=1.0."
-        )
+        fix = f"For fractions, make the optimizer with a float, such as {name}=1.0."
+        raise invalid(name, "be an integer like its initial value", value, fix)
     new = jnp.asarray(value, old.dtype)
     return (
         new if isinstance(old, jax.core.Tracer) else jax.device_put(new, old.sharding)

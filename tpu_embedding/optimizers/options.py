@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     Check,
@@ -55,15 +56,11 @@ def with_slot_storage(
     except TypeError:  # The value isn't a dtype.
         is_floating = False
     if not is_floating:
-        raise ValueError(
-            f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "
-            f"{dtype!r}."
-        )
+        rule = "be a floating type such as jnp.bfloat16"
+        raise invalid(f"{owner}: slot_dtype", rule, dtype)
     if not isinstance(initializers, Mapping | None):
-        raise TypeError(
-            f"{owner}: slot_initializers must map slot names to values, such as "
-            f"{{'accumulators': 0.5}}, got {initializers!r}."
-        )
+        rule = "map slot names to values, such as {'accumulators': 0.5}"
+        raise invalid(f"{owner}: slot_initializers", rule, initializers, kind=TypeError)
     values = dict(initializers or {})
     checks = {
         f"slot_initializers[{name!r}]": finite(value)
@@ -90,10 +87,8 @@ def with_slot_storage(
             names = sorted(_name(path) for path, _ in paths)
             for name in values:
                 if name not in names:
-                    raise ValueError(
-                        f"slot_initializers: slot names must be among {names}, got "
-                        f"{name!r}."
-                    )
+                    rule = f"name slots, which are {names}"
+                    raise invalid(f"{owner}: slot_initializers", rule, name)
             return jax.tree_util.tree_map_with_path(
                 first_values, slots, inner.init(rows), is_leaf=lambda leaf: leaf is None
             )
@@ -220,10 +215,8 @@ def _make_public(
             if short not in arguments or full not in signature.parameters:
                 continue
             if full in arguments or full in by_position:
-                raise TypeError(
-                    f"{name}: {short} and {full} are two names of the same argument, "
-                    "got both. Remove one."
-                )
+                text = f"{name}: {short} and {full} are two names of the same argument"
+                raise about(TypeError(f"{text}, got both. Remove one."), short)
             arguments[full] = arguments.pop(short)
         try:
             bound = signature.bind(*args, **arguments)
@@ -321,10 +314,8 @@ def with_options(
     """
     check_rule("with_options", rule)
     if unknown := sorted(set(options) - set(_OPTION_NAMES)):
-        raise TypeError(
-            f"with_options: option must be one of {', '.join(_OPTION_NAMES)}, got "
-            f"{unknown[0]!r}."
-        )
+        rule = f"be one of {', '.join(_OPTION_NAMES)}"
+        raise invalid("with_options: option", rule, unknown[0], kind=TypeError)
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
     return _with_options("with_options", rule, learning_rate, **options)
@@ -354,24 +345,20 @@ def _with_options(
         weight_decay_factor=or_none(finite, weight_decay_factor),
     )
     if slot_variable_creation_fn is not None:
-        raise ValueError(
-            f"{owner}: slot_variable_creation_fn must be None, because slot variables "
-            "are always sharded and packed like their table. Set initial values with "
-            "slot_initializers, and the dtype with slot_dtype=jnp.bfloat16."
+        raise invalid(
+            f"{owner}: slot_variable_creation_fn",
+            "be None, because slot variables are sharded and packed like their table",
+            slot_variable_creation_fn,
+            "Set values with slot_initializers, and the dtype with slot_dtype.",
         )
     if clipvalue is not None and not use_gradient_accumulation:
-        raise ValueError(
-            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
-            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
-            "Remove one of them."
-        )
+        rule = "be None with use_gradient_accumulation=False, which sums no gradients"
+        raise invalid(f"{owner}: clipvalue", rule, clipvalue, "Remove one of them.")
     decays = isinstance(weight_decay_factor, Tracer) or bool(weight_decay_factor)
     multiplies = multiply_weight_decay_factor_by_learning_rate
     if decays and multiplies and learning_rate is None:
-        raise ValueError(
-            "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
-            "learning_rate, got None. Pass learning_rate to with_options."
-        )
+        rule = "be a rate with multiply_weight_decay_factor_by_learning_rate=True"
+        raise invalid(f"{owner}: learning_rate", rule, None)
 
     # Wrappers are added from the inside to the outside.
     if slot_dtype is not None or slot_initializers is not None:
@@ -403,10 +390,8 @@ def _clip_gradients(owner: str, clipvalue: ClipValue) -> optax.GradientTransform
         check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
         clipvalue = (-1.0 * clipvalue, clipvalue)
     if len(clipvalue) != 2:
-        raise ValueError(
-            f"{owner}: clipvalue must be a number or a pair (min, max), got "
-            f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
-        )
+        rule, fix = "be a number or a pair (min, max)", "Either bound may be None."
+        raise invalid(f"{owner}: clipvalue", rule, clipvalue, fix)
     low, high = clipvalue
     _check_bounds(owner, {"clipvalue's minimum": low, "maximum": high})
 
@@ -470,7 +455,7 @@ def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if is_known and low > high:
-        raise ValueError(
-            f"{owner}: {low_name} must not be above {high_name}, got {low} and {high}. "
-            "Swap them, or set one to None for no bound."
+        fix = "Swap them, or set one to None for no bound."
+        raise invalid(
+            f"{owner}: {low_name}", f"be at most {high_name}, {high}", low, fix
         )

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import jax
 import optax
 
-from tpu_embedding.argument_checks import Problem
+from tpu_embedding.argument_checks import Problem, about, invalid
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.keras import from_keras_config, is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
@@ -69,11 +69,9 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
     # Importing the package has filled OPTIMIZERS.
     if optimizer.lower() not in OPTIMIZERS:
         similar = difflib.get_close_matches(optimizer.lower(), OPTIMIZERS)
-        raise ValueError(
-            "optimizer must be an optax transformation or the name of a rule in "
-            f"te.optimizers, got {optimizer!r}. Write one of "
-            f"{similar or sorted(OPTIMIZERS)}."
-        )
+        rule = "be an optax transformation or the name of a rule in te.optimizers"
+        fix = f"Write one of {similar or sorted(OPTIMIZERS)}."
+        raise invalid("optimizer", rule, optimizer, fix)
     return OPTIMIZERS[optimizer.lower()]()
 
 
@@ -97,7 +95,8 @@ def resolve_optimizer(
     try:
         resolved = _resolve(transformation_of(optimizer), dim)
     except ValueError as error:
-        raise type(error)(f"{error} (Table {table_name!r}.)") from error
+        text = f"{error} (Table {table_name!r}.)"
+        raise about(type(error)(text), "optimizer", optimizer) from error
     if not isinstance(optimizer, str):
         return resolved
     (rate,) = OPTIMIZERS[optimizer.lower()].args

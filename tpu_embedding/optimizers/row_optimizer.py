@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import optax
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     check_rule,
@@ -282,11 +283,9 @@ def every_row(
     check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
     steps, inner = operator.index(gradient_steps), row_optimizer_of(rule)
     if steps > 1 and inner.averages != "none":
-        raise ValueError(
-            "every_row: gradient_steps must be 1 around with_ema, because averages "
-            f"advance in each step, got {steps}. Write with_ema(every_row(rule, "
-            f"gradient_steps={steps}))."
-        )
+        text = "be 1 around with_ema, because averages advance in each step"
+        fix = f"Write with_ema(every_row(rule, gradient_steps={steps}))."
+        raise invalid("every_row: gradient_steps", text, steps, fix)
     match inner.driver:
         case InSequence():
             raise _every_row_in_sequence()
@@ -296,10 +295,9 @@ def every_row(
                 "summed gradients are known for every row. Write clipnorm_of='sum'."
             )
         case EveryRow(gradient_steps=other) if other != steps:
-            raise ValueError(
-                "every_row: gradient_steps must be the same in nested every_row "
-                f"calls, got {steps} around {other}. Remove one every_row."
-            )
+            text = f"be {other}, as in the every_row call inside"
+            fix = "Remove one every_row."
+            raise invalid("every_row: gradient_steps", text, steps, fix)
     return declare(rule, driver=EveryRow(gradient_steps=steps))
 
 

@@ -26,7 +26,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.argument_checks import ArgumentType, check_type, describe_value
+from tpu_embedding.argument_checks import (
+    ArgumentType,
+    about,
+    check_type,
+    describe_value,
+)
 from tpu_embedding.initializers import RowFunction, key_words, threefry_key
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards, replicate
@@ -292,11 +297,12 @@ def check_values(
     if shape_of != shape or dtype_of != jnp.float32:
         got = f"{shape_of} and {dtype_of}" if shape_of else describe_value(values)
         names = ", ".join(repr(table.name) for table in tables)
-        raise ValueError(
+        text = (
             f"TableConfig.initializer must return an array of shape {shape} and dtype "
             f"float32, got {got} for table {names}. A function that makes initializers "
             "must be called: jax.nn.initializers.glorot_uniform()."
         )
+        raise about(ValueError(text), "TableConfig.initializer", values)
 
 
 def _words_of_name(name: str) -> list[int]:

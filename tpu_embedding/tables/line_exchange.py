@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.file_rows import file_row
@@ -90,16 +91,12 @@ def windows_of(
         ranges = {name: (0, num_rows) for name, num_rows in sizes.items()}
     unknown = sorted(set(ranges) - set(sizes))
     if unknown:
-        raise ValueError(
-            f"ranges must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
-            f"{unknown}; pass the stack that has these tables."
-        )
+        rule = f"name tables of stack {stack.name!r}, {sorted(sizes)}"
+        raise invalid("ranges", rule, unknown, "Pass the stack with these tables.")
     for name, (begin, end) in ranges.items():
         if not 0 <= begin <= end <= sizes[name]:
-            raise ValueError(
-                f"ranges must hold rows between 0 and {sizes[name]} for table "
-                f"{name!r}, got {begin} to {end}."
-            )
+            rule = f"hold rows between 0 and {sizes[name]} for table {name!r}"
+            raise invalid("ranges", rule, (begin, end))
     size = rows_per_window(packed)
     windows: list[Window] = []
     end_of_table = 0

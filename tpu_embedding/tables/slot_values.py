@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.argument_checks import check_mapping, invalid
 from tpu_embedding.plan.plan import EmbeddingPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import (
@@ -73,9 +73,7 @@ def slot_values(
       (10, 4)
     """
     if parts not in get_args(StateParts):
-        raise ValueError(
-            f"parts must be one of {list(get_args(StateParts))}, got {parts!r}."
-        )
+        raise invalid("parts", f"be one of {list(get_args(StateParts))}", parts)
     values: dict[str, dict[str, np.ndarray]] = {}
     for stack in plan.trained_stacks:
         if stack.name not in slots:
@@ -135,10 +133,8 @@ def with_slot_values(
     known_tables = sorted(table.name for stack in stacks for table in stack.tables)
     for table_name in values:
         if table_name not in known_tables:
-            raise ValueError(
-                f"values must name trained tables that have slots, {known_tables}, "
-                f"got {table_name!r}."
-            )
+            rule = f"name trained tables that have slots, {known_tables}"
+            raise invalid("values", rule, table_name)
     result = dict(slots)
     for stack in stacks:
         new = {t.name: values[t.name] for t in stack.tables if t.name in values}
@@ -150,10 +146,9 @@ def with_slot_values(
         for table_name, values_by_slot in new.items():
             for name in values_by_slot:
                 if name not in known:
-                    raise ValueError(
-                        f"values of table {table_name!r} must name parts of its "
-                        f"optimizer's state, {known}, got {name!r}."
-                    )
+                    owner = f"values of table {table_name!r}"
+                    rule = f"name parts of its optimizer's state, {known}"
+                    raise invalid(owner, rule, name)
         leaves = []
         for slot in named:
             by_table = {t: v[slot.name] for t, v in new.items() if slot.name in v}
@@ -235,11 +230,9 @@ class NamedSlot:
         elif self.kind == "shared":
             array, *others = new.values()
             if any(not np.array_equal(array, other) for other in others):
-                raise ValueError(
-                    f"values of {self.name!r} must be equal for the tables "
-                    f"{sorted(new)}, which share them, got "
-                    f"{ {name: value.tolist() for name, value in new.items()} }."
-                )
+                rule = f"be equal for the tables {sorted(new)}, which share them"
+                found = [value.tolist() for value in new.values()]
+                raise invalid(f"values of {self.name!r}", rule, found)
         else:
             raise AssertionError(f"{self.name} is set by with_hyperparameters")
         return jax.device_put(array, self.leaf.sharding)
@@ -256,10 +249,7 @@ class NamedSlot:
         array = real_array(value, shape, owner)
         new = array.astype(dtype)
         if jnp.issubdtype(dtype, np.integer) and not np.array_equal(new, array):
-            raise ValueError(
-                f"{owner} must be integers of dtype {dtype}, got values that this "
-                "dtype cannot hold."
-            )
+            raise invalid(owner, f"be integers that {dtype} holds", value)
         return new
 
 

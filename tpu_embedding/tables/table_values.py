@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.argument_checks import check_mapping, check_type
+from tpu_embedding.argument_checks import about, check_mapping, check_type, invalid
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_rows
@@ -123,10 +123,8 @@ def replace_values(
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ValueError(
-            f"values must name tables of the plan, {sorted(known)}, got unknown tables "
-            f"{unknown}."
-        )
+        rule = f"name tables of the plan, {sorted(known)}"
+        raise invalid("values", rule, unknown)
     result = dict(stacked)
     not_finite = NotFinite()
     for stack in plan.stacks:
@@ -191,13 +189,15 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{owner} must have shape {shape}: {error}") from None
+        raise about(
+            ValueError(f"{owner} must have shape {shape}: {error}"), owner, values
+        ) from None
     if array.shape != shape:
-        raise ValueError(f"{owner} must have shape {shape}, got {array.shape}.")
+        raise invalid(owner, f"have shape {shape}", array.shape)
     # NumPy does not recognize bfloat16 as a floating type.
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
+        raise invalid(owner, "be real numbers", array)
     return array
 
 
@@ -220,11 +220,9 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
         is_bad = ~np.isfinite(ranges)
         if is_bad.any():
             row = int(np.argmax(is_bad))
-            raise ValueError(
-                f"{owner} must be finite for dtype int8, and so must the range of each "
-                f"row, got {rows[row].min()} to {rows[row].max()} in row "
-                f"{start + row}."
-            )
+            value = float(rows[row].min()), float(rows[row].max())
+            field = f"row {start + row}: {owner}"
+            raise invalid(field, "be finite and have a finite range for int8", value)
         return
     largest = float(jnp.finfo(dtype).max)
     # Compare in at least float32, because the limit of bfloat16 is infinite in float16.
@@ -233,10 +231,8 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     if is_bad.any():
         row, *column = map(int, np.argwhere(is_bad)[0])
         place = f"row {start + row}" + (f", column {column[0]}" if column else "")
-        raise ValueError(
-            f"{owner} must be within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, *column]} in {place}."
-        )
+        rule = f"be within {largest:g} of zero for dtype {dtype}"
+        raise invalid(f"{place}: {owner}", rule, rows[row, *column].item())
 
 
 def _with_values(

@@ -1,7 +1,6 @@
 """Keras' optimizers in NumPy's float64, and their configurations, for other tests.
 
-The rules are written from Keras' sources, each as on a dense gradient. They can run on
-touched rows only, too.
+The rules are written from Keras' sources, each for a dense gradient.
 """
 
 from typing import Any
@@ -12,28 +11,11 @@ NUM_ROWS, DIM = 6, 3
 # No id twice in a step, row 4 in the first step only, row 5 never.
 STEPS = [[0, 1, 4], [1, 2], [0, 3], [1], [2, 0], [3, 1], [0, 1, 2, 3]]
 
-KERAS_3 = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-TF_KERAS = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": 100,
-    "jit_compile": False,
-    "is_legacy_optimizer": False,
-}
+OFF = dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue"))
+EMA = {"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None}
+KERAS_3 = {**OFF, **EMA, "loss_scale_factor": None, "gradient_accumulation_steps": None}
+TF_KERAS = {**OFF, **EMA, "jit_compile": False, "is_legacy_optimizer": False}
+TF_KERAS["ema_overwrite_frequency"] = 100
 
 
 def inverse_time_decay(step):
@@ -116,29 +98,18 @@ def start_rows():
     return rows.astype(np.float32).astype(np.float64)
 
 
-def rate_of(config, step):
-    rate = config["learning_rate"]
-    return float(rate(step) if callable(rate) else rate)
-
-
-def keras_tables(rule, config, lazy=False):
-    """Runs Keras' optimizer; lazily on the rows of the step's ids only."""
+def keras_tables(rule, config):
+    """Runs Keras' optimizer."""
     steps = config.get("gradient_accumulation_steps") or 1
     w, slots, kept, tables = start_rows(), {}, 0.0, []
-    for step, (ids, gradient) in enumerate(gradients()):
+    for step, (_, gradient) in enumerate(gradients()):
         kept = kept + gradient / (config.get("loss_scale_factor") or 1.0)
         if (step + 1) % steps == 0:
-            lr = rate_of(config, step)
+            rate = config["learning_rate"]
+            lr = float(rate(step) if callable(rate) else rate)
             c = config.get("clipvalue") or np.inf
             g, kept = np.clip(kept / steps, -c, c), 0.0
             decayed = w - w * (config.get("weight_decay") or 0.0) * lr
-            old_slots = dict(slots)
-            new = rule(decayed, g, lr, (step + 1) // steps, slots, config)
-            touched = (
-                np.isin(np.arange(NUM_ROWS), ids) if lazy else np.full(NUM_ROWS, True)
-            )
-            for name, value in old_slots.items():
-                slots[name] = np.where(touched[:, None], slots[name], value)
-            w = np.where(touched[:, None], new, w)
+            w = rule(decayed, g, lr, (step + 1) // steps, slots, config)
         tables.append(w)
     return np.stack(tables)

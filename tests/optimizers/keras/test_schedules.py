@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import GOLDEN
 from tests.optimizers.keras.test_instances import keras_class
+from tests.rejections import rejects
 from tpu_embedding.optimizers.keras import from_keras_config
 
 with np.load(GOLDEN / "keras_schedules.npz") as _file:
@@ -35,13 +36,12 @@ def on_tensorflow(config):
     return optimizer
 
 
-FORMS = {
-    "tf_keras": on_tensorflow,
-    "keras_3": lambda config: config,
-    "schedule_in_config": lambda config: (
-        config | {"learning_rate": on_tensorflow(config)._learning_rate}
-    ),
-}
+# All forms of an optimizer are one rule.
+FORMS = (
+    on_tensorflow,
+    lambda config: config,
+    lambda config: config | {"learning_rate": on_tensorflow(config)._learning_rate},
+)
 
 
 def rates_of(rule, steps):
@@ -58,21 +58,15 @@ def rates_of(rule, steps):
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)))
-@pytest.mark.parametrize("flavour", ["tf_keras", "keras_3"])
-def test_equals_the_recorded_rates(flavour, index):
-    config = json.loads(GOLD[f"{flavour}_configs"][index])
-    rule = from_keras_config(FORMS[flavour](config))
-    expected = GOLD[f"{flavour}_rates"][index]
-    # Keras rounds 1 - step / steps to float32 before it takes a power.
-    np.testing.assert_allclose(rates_of(rule, STEPS), expected, rtol=5e-6, atol=1e-7)
-
-
-def test_all_forms_of_an_optimizer_are_one_rule():
-    config = CONFIGS[0]
-    rules = {
-        from_keras_config(form(config), class_name="SGD") for form in FORMS.values()
-    }
-    assert len(rules) == 1
+def test_equals_the_recorded_rates(index):
+    for flavour in ("tf_keras", "keras_3"):
+        config = json.loads(GOLD[f"{flavour}_configs"][index])
+        (rule,) = {from_keras_config(form(config), class_name="SGD") for form in FORMS}
+        expected = GOLD[f"{flavour}_rates"][index]
+        # Keras rounds 1 - step / steps to float32 before it takes a power.
+        np.testing.assert_allclose(
+            rates_of(rule, STEPS), expected, rtol=5e-6, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("power", [0.1, 0.5, 1.5])
@@ -88,41 +82,25 @@ def test_a_polynomial_ends_at_its_end_value(power):
 
 
 EXPONENTIAL = {"initial_learning_rate": 0.1, "decay_steps": 3, "decay_rate": 0.7}
+PIECES = {"boundaries": [2, 1], "values": [0.1, 0.2, 0.3]}
 WRONG = {
-    "a missing field": (
-        serialized("CosineDecay"),
-        "CosineDecay: .*missing .*'initial_learning_rate'",
+    "a missing field": serialized("CosineDecay"),
+    "an unknown field": serialized(
+        "ExponentialDecay", config={**EXPONENTIAL, "decay": 1}
     ),
-    "an unknown field": (
-        serialized("ExponentialDecay", config={**EXPONENTIAL, "decay": 1}),
-        "unexpected keyword argument 'decay'",
+    "out of range": serialized(
+        "ExponentialDecay", config={**EXPONENTIAL, "decay_steps": 0}
     ),
-    "a field out of range": (
-        serialized("ExponentialDecay", config={**EXPONENTIAL, "decay_steps": 0}),
-        "decay_steps must be positive, got 0",
-    ),
-    "a field of another type": (
-        serialized("ExponentialDecay", config={**EXPONENTIAL, "staircase": "no"}),
-        "staircase must be True or False, got 'no'",
-    ),
-    "boundaries out of order": (
-        serialized(
-            "PiecewiseConstantDecay",
-            config={"boundaries": [2, 1], "values": [0.1, 0.2, 0.3]},
-        ),
-        r"boundaries must increase .* got \[2, 1\]",
-    ),
-    "a class of the user": (
-        serialized("ExponentialDecay", config=EXPONENTIAL, registered_name="my>Ex"),
-        "one of Keras' six schedules.*your own class",
+    "boundaries out of order": serialized("PiecewiseConstantDecay", config=PIECES),
+    "a class of the user": serialized(
+        "ExponentialDecay", config=EXPONENTIAL, registered_name="my>Ex"
     ),
 }
 
 
-@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG.keys())
-def test_wrong_schedules_raise(case):
-    config, match = case
-    with pytest.raises(ValueError, match=f"(?s)learning_rate=.*{match}"):
+@pytest.mark.parametrize("config", WRONG.values(), ids=WRONG)
+def test_wrong_schedules_raise(config):
+    with rejects(field="learning_rate"):
         from_keras_config(config)
 
 

@@ -9,11 +9,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
-from tests.optimizers.rule_cases import (
-    initial_state,
-    one_table_plan,
-    update,
-)
+from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tests.tiers import quick_cases
 from tpu_embedding.optimizers.row_optimizer import (
     EveryRow,
@@ -28,13 +24,13 @@ RUNS = sorted(
     for family in ("adafactor", "afsparse")
     for path in GOLDEN.glob(f"{family}*.npz")
 )
-ONE, EIGHT = (1, "cpu"), (8, "v5p")
+ONE, TWO = (1, "cpu"), (2, "v5p")
 
 
 def cases():
     """Where every row is looked up in each step, both modes are what Keras does."""
     for number, name in enumerate(RUNS):
-        mode, (num_devices, hardware) = [("exact", ONE), ("lazy", EIGHT)][number % 2]
+        mode, (num_devices, hardware) = [("exact", ONE), ("lazy", TWO)][number % 2]
         if "exact" in name or "some_rows" in name:
             mode = "exact"
         elif "lazy" in name:
@@ -58,11 +54,7 @@ def make_optimizer(meta, **options):
 
 @pytest.mark.parametrize(
     ("name", "mode", "num_devices", "hardware"),
-    quick_cases(
-        cases(),
-        "afsparse_lazy_options",
-        every_case=True,
-    ),
+    quick_cases(cases(), "afsparse_lazy_options", every_case=True),
 )
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:
@@ -84,89 +76,25 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
             rtol=2e-6,
             atol=1e-6,
         )
-
-
-@pytest.mark.full(every_case=True)
-def test_pass_over_blocks_equals_one_array():
-    """A table of two blocks and a rest, with blocks of rows that share lines."""
-    rows, dim = 2 * 8192 + 77, 3
-    optimizer = te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1)
-    plan = one_table_plan(
-        optimizer,
-        rows,
-        dim,
-        mesh_of(1),
-        hardware=te.hardware.hardware_by_name("v5p"),
-    )
-    start = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
-    tables, slots = initial_state(plan, start)
-    table, state = start, optimizer.init(start)
-    for ids, gradients in [
-        (np.int32([0, 8191, 8192, 20, rows - 1]), np.float32(np.eye(5, 3))),
-        (np.int32([5, 8192, 16384, 16384, rows - 1]), np.ones((5, 3), np.float32)),
-    ]:
-        tables, slots = update(tables, slots, ids, gradients, plan)
-        dense = np.zeros_like(start)
-        np.add.at(dense, ids, gradients)
-        updates, state = optimizer.update(dense, state, table)
-        table = table + np.asarray(updates)
-    np.testing.assert_allclose(
-        te.functional.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
-    )
-
-
-def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
-    rule = te.optimizers.adafactor(0.1, clipnorm=1.0, weight_decay=0.1)
-    plan = one_table_plan(rule, 30, 4, mesh_of(2))
-    start = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
-    tables, slots = initial_state(plan, start)
-    ids = np.int32([3, 3, 17])
-    tables, _ = update(tables, slots, ids, np.ones((3, 4), np.float32), plan)
-    after = te.functional.unstack_tables(tables, plan)["table"]
-    moved = np.flatnonzero((after != start).any(axis=1))
-    assert moved.tolist() == [3, 17]
-
-
-@pytest.mark.full
-def test_scaled_gradients_with_their_scale_move_rows_alike():
-    """The scale is a power of two, so that no number is rounded otherwise.
-
-    Without a large epsilon the rule would divide by any other scale as well.
-    """
-    options = dict(epsilon_1=1.0, clipnorm=0.5, clipnorm_of="occurrences")
-    gradients = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    results = []
-    for scale in (None, 8.0):
-        rule = te.optimizers.adafactor(0.1, loss_scale_factor=scale, **options)
-        plan = one_table_plan(rule, 6, 3, mesh_of(1))
-        tables, slots = initial_state(plan, np.ones((6, 3)))
-        scaled = gradients * (scale or 1)
-        tables, _ = update(tables, slots, np.int32([1, 4, 4, 2]), scaled, plan)
-        results.append(te.functional.unstack_tables(tables, plan)["table"])
-    np.testing.assert_array_equal(*results)
-
-
-def test_norm_of_occurrences_needs_touched_rows():
-    options = {"clipnorm": 1.0, "clipnorm_of": "occurrences", "weight_decay": 0.1}
-    with pytest.raises(ValueError, match="clipnorm_of='sum'"):
-        te.optimizers.adafactor(0.1, mode="exact", **options)
+        if "slot__ema" in run:
+            final, _ = te.functional.finalize_variable_values(tables, slots, plan)
+            np.testing.assert_allclose(
+                te.functional.unstack_tables(final, plan)["table"],
+                run["slot__ema"][step + 1],
+                rtol=2e-6,
+                atol=1e-6,
+            )
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, {}),
-        ({"mode": "exact"}, {}),
         ({"weight_decay": 0.1}, {}),
         ({"mode": "exact", "weight_decay": 0.1}, {"driver": EveryRow()}),
-        ({"use_ema": True}, {}),
         ({"use_ema": True, "ema_overwrite_frequency": 3}, {"driver": EveryRow()}),
         ({"ema_overwrite_frequency": 3}, {}),
-        (
-            {"gradient_accumulation_steps": 2},
-            {"driver": EveryRow(gradient_steps=2)},
-        ),
-        ({"clipnorm": 1.0}, {}),
+        ({"gradient_accumulation_steps": 2}, {"driver": EveryRow(gradient_steps=2)}),
         (
             {"clipnorm": 1.0, "clipnorm_of": "occurrences"},
             {"driver": Touched(occurrence_norm=True)},

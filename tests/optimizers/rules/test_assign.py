@@ -12,7 +12,10 @@ from tpu_embedding.optimizers.rules.sgd import assign
 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [(lambda rule: rule, "bfloat16"), (te.optimizers.in_sequence, "float32")],
+    [
+        (lambda rule: rule, "bfloat16"),
+        pytest.param(te.optimizers.in_sequence, "float32", marks=pytest.mark.full),
+    ],
 )
 def test_rows_that_hold_any_value_are_set(mode, dtype):
     table = te.TableConfig(

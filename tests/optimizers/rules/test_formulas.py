@@ -244,27 +244,27 @@ PROXIMAL = {"l1": 0.3, "l2": 0.4, "initial_accumulator_value": 0.3}
 
 CASES: dict[str, Any] = {
     "sgd": (opt.sgd(schedule), sgd, []),
-    "momentum": (opt.momentum(schedule, 0.8), momentum(False), [ZEROS]),
-    "nesterov": (
-        opt.momentum(schedule, 0.8, use_nesterov=True),
-        momentum(True),
-        [ZEROS],
-    ),
-    "adagrad": (opt.adagrad(schedule, 0.3, epsilon=0.05), adagrad, [ZEROS + 0.3]),
-    "rowwise_adagrad": (
-        opt.rowwise_adagrad(schedule, 0.3, epsilon=0.05),
-        rowwise_adagrad(0, "l2"),
-        [ROW_ZEROS + 0.3],
-    ),
     **{
-        f"rowwise_adagrad_{mode}": (
+        f"momentum_{nesterov}": (
+            opt.momentum(schedule, 0.8, use_nesterov=nesterov),
+            momentum(nesterov),
+            [ZEROS],
+        )
+        for nesterov in (False, True)
+    },
+    "adagrad": (opt.adagrad(schedule, 0.3, epsilon=0.05), adagrad, [ZEROS + 0.3]),
+    **{
+        f"rowwise_adagrad_{mode}_{decay}": (
             opt.rowwise_adagrad(
-                schedule, 0.3, epsilon=0.05, weight_decay=0.2, weight_decay_mode=mode
+                *(schedule, 0.3),
+                epsilon=0.05,
+                weight_decay=decay,
+                weight_decay_mode=mode,
             ),
-            rowwise_adagrad(0.2, mode),
+            rowwise_adagrad(decay, mode),
             [ROW_ZEROS + 0.3],
         )
-        for mode in ("l2", "decoupled")
+        for mode, decay in [("l2", 0), ("l2", 0.2), ("decoupled", 0.2)]
     },
     **{
         f"adagrad_momentum_{name}": (
@@ -293,31 +293,22 @@ CASES: dict[str, Any] = {
         bounded_adagrad(True, np.inf, np.inf),
         [ZEROS + 0.3],
     ),
-    "clippy": (
-        opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, 0.04, 0.05),
-        clippy(0.2, 0.03, 0.04),
-        [ZEROS + 0.3],
-    ),
-    "clippy_standard": (
-        opt.clippy_adagrad(
-            *(schedule, 0.3, 0.2, 0.03, 0.04, 0.05),
-            use_standard_accumulator_update=True,
-        ),
-        clippy(0.2, 0.03, 0.04, standard=True),
-        [ZEROS + 0.3],
-    ),
-    "clippy_clips_accumulator": (
-        opt.clippy_adagrad(
-            *(schedule, 0.3, 0.2, 0.03, 0.04, 0.05), clip_accumulator_update=True
-        ),
-        clippy(0.2, 0.03, 0.04, clips=True),
-        [ZEROS + 0.3],
-    ),
-    "clippy_without_effect": (
-        opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, 50.0, 0.05),
-        clippy(0.2, 0.03, 50.0),
-        [ZEROS + 0.3],
-    ),
+    **{
+        f"clippy_{name}": (
+            opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, bound, 0.05, **flags),
+            clippy(0.2, 0.03, bound, **options),
+            [ZEROS + 0.3],
+        )
+        for name, bound, flags, options in [
+            ("", 0.04, {}, {}),
+            (
+                *("standard", 0.04, {"use_standard_accumulator_update": True}),
+                {"standard": True},
+            ),
+            ("clips", 0.04, {"clip_accumulator_update": True}, {"clips": True}),
+            ("without_effect", 50.0, {}, {}),
+        ]
+    },
     **{
         f"ftrl_{power}_{multiplies}": (
             opt.ftrl(
@@ -347,34 +338,31 @@ CASES: dict[str, Any] = {
         online_yogi,
         [ZEROS, ZEROS],
     ),
-    "rmsprop": (
-        opt.rmsprop(schedule, rho=0.7, momentum=0.6, epsilon=0.05, initial_ms=0.3),
-        rmsprop(False),
-        [ZEROS + 0.3, ZEROS],
-    ),
-    "rmsprop_centered": (
-        opt.rmsprop(
-            schedule, rho=0.7, momentum=0.6, epsilon=0.05, initial_ms=0.3, centered=True
-        ),
-        rmsprop(True),
-        [ZEROS + 0.3, ZEROS, ZEROS],
-    ),
+    **{
+        f"rmsprop_{centered}": (
+            opt.rmsprop(
+                schedule,
+                **{"rho": 0.7, "momentum": 0.6, "epsilon": 0.05, "initial_ms": 0.3},
+                centered=centered,
+            ),
+            rmsprop(centered),
+            [ZEROS + 0.3, *[ZEROS] * (2 if centered else 1)],
+        )
+        for centered in (False, True)
+    },
     "adadelta": (opt.adadelta(schedule, 0.7, 0.05), adadelta, [ZEROS, ZEROS]),
-    "partial_rowwise_adam": (
-        opt.partial_rowwise_adam(schedule, **MOMENTS),
-        moments(row_mean, False),
-        [ZEROS, ROW_ZEROS],
-    ),
-    "lamb": (
-        opt.lamb(schedule, **MOMENTS),
-        moments(lambda squares: squares, True),
-        [ZEROS, ZEROS],
-    ),
-    "partial_rowwise_lamb": (
-        opt.partial_rowwise_lamb(schedule, **MOMENTS),
-        moments(row_mean, True),
-        [ZEROS, ROW_ZEROS],
-    ),
+    **{
+        make.__name__: (
+            make(schedule, **MOMENTS),
+            moments(mean, scales),
+            [ZEROS, mean(ZEROS)],
+        )
+        for make, mean, scales in [
+            (opt.partial_rowwise_adam, row_mean, False),
+            (opt.lamb, lambda squares: squares, True),
+            (opt.partial_rowwise_lamb, row_mean, True),
+        ]
+    },
     "rowwise_rmsprop": (
         opt.rowwise_rmsprop(schedule, 0.7, 0.05),
         rowwise_rmsprop,

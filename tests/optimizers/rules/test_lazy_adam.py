@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 
 NUM_STEPS, NUM_ROWS, DIM = 60, 8, 3
@@ -55,7 +56,7 @@ def run(rates, b1, b2, eps, rows, gradients, is_touched):
     return jax.lax.scan(step, carry, (gradients, is_touched))[1]
 
 
-@pytest.mark.parametrize("seed", quick_cases(range(200), *map(str, range(8))))
+@pytest.mark.parametrize("seed", quick_cases(range(50), *map(str, range(3))))
 def test_equals_dense_adam_where_rows_are_touched(seed):
     random = np.random.default_rng(seed)
     is_touched = random.random((NUM_STEPS, NUM_ROWS)) < random.permutation(TOUCHED)
@@ -97,35 +98,18 @@ def test_a_row_that_waits_for_long():
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
-def test_skipped_steps_are_ignored_by_default():
-    assert te.optimizers.lazy_adam(0.1) is te.optimizers.lazy_adam(
-        0.1, skipped_steps="ignore"
-    )
-    with pytest.raises(ValueError, match=r"skipped_steps must be one of \['ignore'"):
-        te.optimizers.lazy_adam(0.1, skipped_steps="decay")
-
-
-@pytest.mark.parametrize(
-    ("rule", "dense"),
-    [
-        (te.optimizers.lazy_adam(0.1, b1=0.5), optax.adam(0.1, b1=0.5)),
-        (
-            te.optimizers.adamw(0.1, eps=1e-3, weight_decay=0.2),
-            optax.adamw(0.1, eps=1e-3, weight_decay=0.2),
-        ),
-    ],
-    ids=["lazy_adam", "adamw"],
-)
-def test_numbers_are_those_of_optax(rule, dense):
+def test_numbers_are_those_of_optax():
     rows = jnp.asarray([[0.5, -1.0], [2.0, 0.25]])
-    for found, expected in zip(
-        *(
-            jax.tree.leaves(x.update(rows**2, x.init(rows), rows))
-            for x in (rule, dense)
-        ),
-        strict=True,
+    decay = {"eps": 1e-3, "weight_decay": 0.2}
+    for rule, dense in (
+        (te.optimizers.lazy_adam(0.1, b1=0.5), optax.adam(0.1, b1=0.5)),
+        (te.optimizers.adamw(0.1, **decay), optax.adamw(0.1, **decay)),
     ):
-        np.testing.assert_array_equal(found, expected)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.leaves(rule.update(rows**2, rule.init(rows), rows)),
+            jax.tree.leaves(dense.update(rows**2, dense.init(rows), rows)),
+        )
 
 
 ONES = jnp.ones((1, 2))
@@ -162,16 +146,8 @@ def test_columns_without_a_gradient_stay_at_any_epsilon():
     assert np.isfinite(updates).all() and updates[0, 1] == 0
 
 
-def test_moments_of_bfloat16_rows_are_float32():
-    updates, state = caught_up(gradient=ONES.astype(jnp.bfloat16))
-    np.testing.assert_allclose(updates, caught_up()[0], rtol=1e-5)
-    assert state.mu.dtype == jnp.float32
-
-
-def test_what_cannot_catch_up_is_refused():
-    with pytest.raises(
-        ValueError, match=r"beta_1 must be below .* 0\.9 and beta_2 0\.81"
-    ):
+def test_what_cannot_catch_up_is_rejected():
+    with rejects(field="beta_1", value=0.9):
         caught_up(b1=0.9, b2=0.81)
-    with pytest.raises(ValueError, match=r"shape \(3,\).*Use optax\.adam"):
+    with rejects(fix="optax.adam"):
         caught_up(gradient=jnp.ones(3))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
@@ -101,11 +102,9 @@ def adam(
       [-0.3162, -0.3162]
     """
     if sum_inside_sqrt and positive(epsilon**2).problem:
-        raise ValueError(
-            "adam: epsilon must be at least 1.1e-19 with sum_inside_sqrt=True, which "
-            f"squares it in float32, got {epsilon}. Raise it, or set "
-            "sum_inside_sqrt=False."
-        )
+        rule = "be at least 1.1e-19 with sum_inside_sqrt=True, which squares it"
+        fix = "Raise it, or set sum_inside_sqrt=False."
+        raise invalid("adam: epsilon", rule, epsilon, fix)
 
     def init(params):
         return AdamState(

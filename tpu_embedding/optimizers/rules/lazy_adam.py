@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
@@ -113,11 +114,11 @@ def lazy_adam(
         return optax.adam(learning_rate, beta_1, beta_2, epsilon)
     is_traced = any(isinstance(x, Tracer) for x in (beta_1, beta_2))
     if not is_traced and beta_1**2 >= beta_2:
-        raise ValueError(
-            "lazy_adam: beta_1 must be below the root of beta_2 with "
-            "skipped_steps='catch_up', so that skipped moves shrink, got beta_1 "
-            f"{beta_1} and beta_2 {beta_2}. Lower beta_1, or write "
-            "skipped_steps='ignore'."
+        raise invalid(
+            "lazy_adam: beta_1",
+            f"be below the root of beta_2, {beta_2}, so that skipped moves shrink",
+            beta_1,
+            "Lower beta_1, or write skipped_steps='ignore'.",
         )
 
     rule = _CatchUpAdam(learning_rate, beta_1, beta_2, epsilon)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
@@ -100,19 +101,18 @@ def user_defined(
         for i, x in enumerate(hyperparameters)
     ]
     if not callable(custom_computation):
-        raise TypeError(
-            "user_defined: custom_computation must be a function of one row, got "
-            f"{custom_computation!r}."
-        )
+        field, rule = "user_defined: custom_computation", "be a function of one row"
+        raise invalid(field, rule, custom_computation, kind=TypeError)
     names, initializers = tuple(slot_names), tuple(slot_initializers)
     dims = (2,) * len(names) if slot_dims is None else tuple(slot_dims)
     is_one_each = len(set(names)) == len(names) == len(initializers) == len(dims)
     if not is_one_each or not {1, 2}.issuperset(dims):
-        raise ValueError(
+        text = (
             "user_defined: slot_names must be distinct, with one slot_initializers "
             "entry and one slot_dims entry (1 per row, 2 per element) each, got "
             f"{names}, {initializers} and {dims}."
         )
+        raise about(ValueError(text), "user_defined: slot_names", names)
     checks = {
         f"slot_initializers[{i}]": finite(value)
         for i, value in enumerate(initializers)
@@ -142,10 +142,8 @@ def user_defined(
         shapes = [x.shape[1:] for x in results]
         expected = {name: x.shape[1:] for name, x in old.items()}
         if shapes != list(expected.values()):
-            raise ValueError(
-                "user_defined: custom_computation must return arrays with shapes "
-                f"{expected}, got {shapes}."
-            )
+            field = "user_defined: custom_computation"
+            raise invalid(field, f"return arrays with shapes {expected}", shapes)
         rows, *slots = (
             after.astype(before.dtype)
             for before, after in zip(old.values(), results, strict=True)

@@ -1,5 +1,7 @@
 """Slots of another type and other initial values; options as arguments of recipes."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.rejections import rejects
 
 
 @pytest.mark.parametrize(
@@ -41,12 +44,7 @@ def test_options_are_those_of_with_options(recipe):
 def test_bfloat16_slots():
     """Arithmetic in float32: one rounding of 2**-9 for each step."""
     plans = [
-        one_table_plan(
-            te.optimizers.adam(0.1, slot_dtype=dtype),
-            20,
-            8,
-            mesh_of(2),
-        )
+        one_table_plan(te.optimizers.adam(0.1, slot_dtype=dtype), 20, 8, mesh_of(1))
         for dtype in (None, jnp.bfloat16)
     ]
     exact, rounded = plans
@@ -74,20 +72,28 @@ def test_bfloat16_slots():
     np.testing.assert_allclose(results[1][0], results[0][0], atol=0.02)
 
 
-WRONG = {
-    "no_such_slot": (dict(slot_initializers={"velocity": 1.0}), "'velocity'"),
-    "integers": (dict(slot_dtype=jnp.int8), "floating"),
-    "no_type": (dict(slot_dtype="brain"), "floating"),
-    "creation_fn": (dict(slot_variable_creation_fn=print), "slot_initializers"),
-    "clips_in_sequence": (
-        dict(use_gradient_accumulation=False, clipvalue=1.0),
-        "use_gradient_accumulation",
-    ),
+MAKE = {
+    name: functools.partial(getattr(te.optimizers, name), learning_rate=0.1)
+    for name in ("lazy_adam", "adam", "lamb", "proximal_yogi")
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_options_are_refused(name):
-    options, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        te.optimizers.adagrad(0.1, **options).init(jnp.ones((2, 2)))
+@pytest.mark.parametrize("name", MAKE)
+def test_names_of_optax(name):
+    make = MAKE[name]
+    assert make(b1=0.5, b2=0.7, eps=0.1) is make(beta_1=0.5, beta_2=0.7, epsilon=0.1)
+    for short, full in (("b1", "beta_1"), ("b2", "beta_2"), ("eps", "epsilon")):
+        with rejects(TypeError, field=short, fix=full):
+            make(**{short: 0.5, full: 0.5})
+
+
+def test_wrong_arguments_name_the_right_ones():
+    with rejects(TypeError, field="b1"):
+        te.optimizers.adam(0.1, 0.9, b1=0.9)
+    with rejects(TypeError, fix="'b1'"):
+        te.optimizers.sgd(0.1, b1=0.9)
+    for make in (te.optimizers.adagrad, te.optimizers.adafactor):
+        with rejects(TypeError, fix="'learning_rate'"):
+            make()
+    with rejects(TypeError, fix="learning_rate"):
+        te.optimizers.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)
