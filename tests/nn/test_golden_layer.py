@@ -170,26 +170,24 @@ def results(request):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_activations(name, results):
-    actual = results["activations"][name]
-    expected = golden(name)["output"]
+def test_activations_gradients_and_counts(name, results):
+    run, actual = golden(name), results["activations"][name]
+    expected = run["output"]
     if name.startswith("plain"):
         # TensorFlow leaves out the empty samples behind the last one with an id.
-        assert len(actual) == golden(name)["dense_shape"][0]
+        assert len(actual) == run["dense_shape"][0]
         assert not actual[len(expected) :].any()
         actual = actual[: len(expected)]
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients(name, results):
-    run = golden(name)
     gradient = run["table"] - results["tables"][name]
     np.testing.assert_allclose(gradient, run["grad_table"], **TOLERANCE)
     # Rows without gradient keep every bit.
     untouched = ~run["grad_table"].any(axis=1)
     assert not gradient[untouched].any()
+    ids = run["dense"] if "dense" in run else run["values"]
+    outside = int(((ids < 0) | (ids >= len(run["table"]))).sum())
+    assert results["out_of_range"][name] == outside
 
 
 def test_row_updates_hold_the_gradients(results):
@@ -208,14 +206,6 @@ def test_row_updates_hold_the_gradients(results):
         expected = golden(table.name)["grad_table"]
         of_table = rows[table.row_offset : table.row_offset + len(expected)]
         np.testing.assert_allclose(of_table, expected, **TOLERANCE, err_msg=table.name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_ids_outside_the_table_are_counted(name, results):
-    run = golden(name)
-    ids = run["dense"] if "dense" in run else run["values"]
-    outside = int(((ids < 0) | (ids >= len(run["table"]))).sum())
-    assert results["out_of_range"][name] == outside
 
 
 def test_quantization(results):

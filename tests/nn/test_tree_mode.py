@@ -25,6 +25,7 @@ from tests.nn.test_pipelined_training import (
 from tests.nn.test_training import (
     test_training_equals_the_dense_model as test_training_equals_the_dense_model,
 )
+from tests.rejections import rejects
 
 pytestmark = pytest.mark.skipif(
     not hasattr(nnx, "set_graph_updates"), reason="This Flax has one mode."
@@ -78,9 +79,9 @@ def test_gradients_without_those_of_tables_are_refused():
     model = OneTable(1)
     params, loss_of = split(model)
     for grad in (jax.grad, nnx.grad):
-        with pytest.raises(ValueError, match=r"te.value_and_grad\(loss_fn\)"):
+        with rejects(fix="te.value_and_grad(loss_fn)"):
             grad(loss_of)(params)
-    with pytest.raises(ValueError, match="te.value_and_grad|no dense derivative"):
+    with rejects():
         nnx.grad(one_table_loss, allow_int=True)(model, SMALL_BATCH)
     # Flax gives all variables to JAX, which takes no integers.
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
