@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.argument_checks import describe_value
+from tests.rejections import rejects
 from tpu_embedding.initializers import row_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
@@ -30,10 +30,6 @@ def quantization(**options):
     return te.QuantizationConfig(
         **{"num_buckets": 16, "lower": -1.0, "upper": 1.0} | options
     )
-
-
-def row_ids(**options):
-    return te.initializers.RowIdInitializer(**options)
 
 
 def shape_initializer(shape, dtype=None):
@@ -96,16 +92,6 @@ WRONG = {
         ("upper", -1.0),
         ("upper", NAN),
     ],
-    row_ids: [
-        ("offset", 0.5),
-        ("offset", 2**31),
-    ],
-}
-CLASS_NAMES = {
-    table: "TableConfig",
-    feature: "FeatureConfig",
-    quantization: "QuantizationConfig",
-    row_ids: "RowIdInitializer",
 }
 CASES = [
     # The address of an object would differ between the processes of a test run.
@@ -121,23 +107,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "field", "value"), CASES)
-def test_wrong_value_is_refused_by_field(make, field, value):
-    with pytest.raises(ValueError) as error:
+def test_a_wrong_value_is_rejected_by_field(make, field, value):
+    expected = dict(field=field, value=value)
+    if field == "upper":  # The rule is one for both bounds.
+        expected = dict(field="lower", fix=f"upper={value}")
+    with rejects(**expected) as error:
         make(**{field: value})
-    message = str(error.value)
-    # The rule of two fields of a quantization names the class once.
-    assert CLASS_NAMES[make] in message
-    assert field in message
-    assert any(x(value) in message for x in (repr, str, describe_value))
-    assert message.endswith(".")
-    assert ";" not in message or message.count(" must ") == 1
-
-
-@pytest.mark.parametrize("make", [table, feature], ids=CLASS_NAMES.get)
-def test_errors_name_their_owner(make):
-    options = {table: dict(dim=0), feature: dict(max_sequence_length=-1)}[make]
-    with pytest.raises(ValueError, match="'the_owner'"):
-        make(name="the_owner", **options)
+    is_owned = make is not quantization and field != "name"
+    assert not is_owned or f"'{make.__name__[0]}'" in str(error.value)
 
 
 RIGHT = [
@@ -173,38 +150,16 @@ def test_right_values_are_kept(make, options):
 
 
 def defaults_of(cls):
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(cls)
-        if field.default is not dataclasses.MISSING
-    }
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def test_defaults_are_those_of_tensorflow():
-    assert defaults_of(te.TableConfig) == dict(
-        initializer=None,
-        optimizer=None,
-        combiner="mean",
-        name=None,
-        quantization_config=None,
-        dtype=jnp.float32,
-        placement=None,
-    )
-    in_tensorflow = dict(
-        max_sequence_length=0,
-        validate_weights_and_indices=True,
-        output_shape=None,
-        name=None,
-    )
-    ours = dict(
-        combiner=None,
-        out_of_range_ids="error",
-        expected_valence=None,
-        default_id=None,
-        find_only=False,
-    )
-    assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
-    assert defaults_of(te.QuantizationConfig) == {}
+def test_defaults_equal_those_of_tensorflow():
+    table = defaults_of(te.TableConfig)
+    assert (table["combiner"], table["dtype"]) == ("mean", jnp.float32)
+    feature = defaults_of(te.FeatureConfig)
+    assert feature["max_sequence_length"] == 0 and feature["output_shape"] is None
+    assert feature["validate_weights_and_indices"] is True
+    assert feature["combiner"] is None and feature["out_of_range_ids"] == "error"
 
 
 def test_default_initializer_is_the_truncated_normal_of_tensorflow():
@@ -220,29 +175,17 @@ def test_default_initializer_is_the_truncated_normal_of_tensorflow():
     assert np.mean(values) == pytest.approx(0, abs=0.02 * stddev)
 
 
-CONTRADICTIONS = {
-    "sequence and shape": (
-        lambda: feature(max_sequence_length=2, output_shape=(3,)),
-        ["max_sequence_length", "2", "output_shape", "(3,)", "'f'"],
-    ),
-    "combiner of a sequence": (
-        lambda: feature(max_sequence_length=2, combiner="sum"),
-        ["combiner", "'sum'", "max_sequence_length=2", "'f'"],
-    ),
-    "default of a sequence": (
-        lambda: feature(max_sequence_length=2, default_id=3),
-        ["default_id", "3", "max_sequence_length=2", "'f'"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_fields_that_contradict_each_other(case):
-    make, parts = CONTRADICTIONS[case]
-    with pytest.raises(ValueError) as error:
-        make()
-    for part in parts:
-        assert part in str(error.value)
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("max_sequence_length", dict(output_shape=(3,))),
+        ("combiner", dict(combiner="sum")),
+        ("default_id", dict(default_id=3)),
+    ],
+)
+def test_fields_that_contradict_each_other(field, options):
+    with rejects(field=field, fix="'f'"):
+        feature(max_sequence_length=2, **options)
 
 
 def test_row_id_initializer():
@@ -261,9 +204,8 @@ def test_row_id_initializer():
 
 
 def test_an_initializer_of_another_library_says_how_to_wrap_it():
-    with pytest.raises(ValueError, match="lambda key, shape, dtype:") as error:
+    with rejects(field="initializer", fix="lambda key, shape, dtype:"):
         table(initializer=KerasInitializer())
-    assert "(shape, dtype=None, **kwargs)" in str(error.value)
     wrapped = table(
         initializer=lambda key, shape, dtype: jnp.asarray(
             shape_initializer(shape), dtype

@@ -105,7 +105,6 @@ ON_GRADIENTS = {
     "sums": lambda x: sum(y.sum() for y in jax.tree.leaves(x)),
     "add leaves": lambda x: jax.tree.map(jnp.add, x, x),
     "divide leaves": lambda x: jax.tree.map(lambda y: y / 2, x),
-    "cast": lambda x: jax.tree.map(lambda y: y.astype(jnp.bfloat16), x),
     "ravel": jax.flatten_util.ravel_pytree,
     "add": lambda x: x + x,
     "scale": lambda x: np.float32(0.5) * x,
