@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
+from tests.rejections import rejects
 
 IDS = jnp.arange(8)
 
@@ -38,8 +39,7 @@ USES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_an_average_of_words_raises_at_its_use(dtype, use):
     layer, sources = averaged(dtype)
-    text = f"{dtype} rows packed in int32 words.*float32 .*'t'.*layer.embedding_tables"
-    with pytest.raises(ValueError, match=text):
+    with rejects(fix="layer.embedding_tables"):
         use(layer)
     # What the error says to write.
     new, old = (x.embedding_tables()["t"] for x in sources)
