@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
+from tests.rejections import rejects
 
 full = pytest.mark.full
 
@@ -59,7 +60,6 @@ CASES = {
     "every_row_once": lambda v: np.arange(BATCH) % v,
     "no_ids": lambda v: np.full((BATCH, 4), PADDING),
     "multi_hot": lambda v: padded(v),
-    "multi_hot_int64": lambda v: padded(v).astype(np.int64),
     "duplicates_in_bag": lambda v: np.repeat(rng().integers(0, v, (BATCH, 1)), 4, 1),
     "weighted": lambda v: te.DenseIds(
         ids=padded(v), weights=rng(5).normal(size=(BATCH, 4)).astype(np.float32)
@@ -182,7 +182,7 @@ FORMS = {
         "all_of_one_shard",
         "every_row_once",
     ],
-    "multi_hot": ["multi_hot", "multi_hot_int64", "no_ids", "duplicates_in_bag"],
+    "multi_hot": ["multi_hot", "no_ids", "duplicates_in_bag"],
     "weighted": ["weighted", "zero_weights", "weights_cancel"],
     "ragged": ["ragged", "ragged_all_in_one_sample", "ragged_no_values"],
     "ragged_weighted": ["ragged_weighted"],
@@ -283,10 +283,9 @@ def test_ids_out_of_range_under_jit(policy):
     result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
     assert result.stats.out_of_range == {"a": 5, "b": 2, "c": 0, "d": 0}
     expected = dense_lookup(te.functional.unstack_tables(tables, plan), batch, plan)
-    for name in expected:
-        np.testing.assert_allclose(
-            result.activations[name], expected[name], **TOLERANCE
-        )
+    for name, found in result.activations.items():
+        np.testing.assert_allclose(found, expected[name], **TOLERANCE)
+        assert found.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
 @pytest.mark.full
@@ -323,7 +322,7 @@ def test_ids_of_three_axes_are_combined_along_the_last():
     np.testing.assert_allclose(first, rows[ids].mean(axis=2), **TOLERANCE)
     np.testing.assert_array_equal(second, rows[ids])
     wrong = te.FeatureConfig(table=table, output_shape=(4,), name="wrong")
-    with pytest.raises(ValueError, match=r"'wrong'.*\(4,\).*\(2, 3, 4\)"):
+    with rejects(fix="'wrong'"):
         te.functional.lookup(tables, [ids], te.make_plan([wrong], mesh_of(1)))
 
 
@@ -338,45 +337,33 @@ def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
         np.testing.assert_array_equal(first, last)
 
 
-def test_cotangents_of_another_shape_are_refused():
+def test_cotangents_of_another_shape_are_rejected():
     plan = make_plan(mesh_of(1))
     tables = te.functional.init_tables(plan, jax.random.key(0))
     result = te.functional.lookup(
         tables, {name: np.arange(8) % 5 for name in "abcd"}, plan
     )
     cotangents = dict(result.activations, b=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"'b'.*\(8, 4\), got \(4,\)"):
+    with rejects(field="cotangent of feature 'b'"):
         te.functional.compute_gradients(result.routing, cotangents, plan)
 
 
 def test_two_stacks_and_unused_activations():
-    mesh = mesh_of(1)
-    tables = [
-        te.TableConfig(vocabulary_size=11, dim=dim, name=f"t{dim}", combiner="sum")
+    config = {
+        f"t{dim}": te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=11, dim=dim, name=f"t{dim}")
+        )
         for dim in (2, 3)
-    ]
-    config = [te.FeatureConfig(table=t, name=t.name) for t in tables]
-    plan = te.make_plan(config, mesh, optimizer=OPTIMIZER)
+    }
+    plan = te.make_plan(config, mesh_of(1), optimizer=OPTIMIZER)
     tables = te.functional.init_tables(plan, jax.random.key(0))
-    cotangents = [np.zeros((4, 2), np.float32), np.ones((4, 3), np.float32)]
+    cotangents = {"t2": np.zeros((4, 2), np.float32), "t3": np.ones((4, 3), np.float32)}
     slots = te.functional.init_slots(tables, plan)
-    ids = [np.arange(4), np.arange(4)]
+    ids = dict.fromkeys(config, np.arange(4))
     *_, new = look_up_and_update(tables, slots, ids, cotangents, plan)
-    before, after = (
-        te.functional.unstack_tables(tables, plan),
-        te.functional.unstack_tables(new, plan),
-    )
+    before, after = (te.functional.unstack_tables(x, plan) for x in (tables, new))
     np.testing.assert_array_equal(after["t2"], before["t2"])
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
-
-
-def test_outputs_are_sharded_like_the_batch():
-    plan = make_plan(mesh_of(2))
-    batch = {name: jnp.arange(16) % 5 for name in "abcd"}
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
-    for activation in result.activations.values():
-        assert activation.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
 @pytest.mark.exhaustive
