@@ -22,64 +22,32 @@ import step_check  # noqa: E402  # pyright: ignore[reportMissingImports]
 TINY = settings.SETTINGS["T0"]
 
 
-def run(script, *options, file):
-    """Runs a benchmark; returns its output and the results with its figures."""
-    command = [sys.executable, f"benchmarks/{script}", *options, "--json", str(file)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    results = results_file.load_results()
-    name = results_file.merge(results, json.loads(file.read_text()))
-    assert name == script.removesuffix(".py")
-    return result.stdout, results
-
-
-@pytest.mark.full
-def test_peers_run_in_turns_and_agree(tmp_path):
-    output, results = run(
-        *("peers.py", "--setting", "T0", "--peer", "jax_dense", "fbgemm"),
-        *("--python", f"fbgemm={sys.executable}", "--rounds", "1", "--steps", "2"),
-        file=tmp_path / "peers.json",
-    )
-    assert "left out: fbgemm: " in output and "not installed" in output
-    assert "round 1 of 1, train, ms: ours " in output
-    rows = {row["peer"]: row for row in results["peers"]["results"]}
-    tiny = [row for row in rows.values() if row["setting"] == "T0"]
-    assert [row["peer"] for row in tiny] == ["ours", "jax_dense"]
-    for row in tiny:
-        assert row["max_difference"] < 1e-6
-        assert row["train_steps"] == row["forward_steps"] == 2
-    peer = rows["jax_dense"]
-    assert peer["train_ratio"] == peer["train_ours_ms"] / peer["train_ms"]
-    assert "| peers | T0, jax_dense | train " in record.render(results)
-    assert "JAX, dense gradients" in record.draw(results)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
-        ("compile_time.py", ["--rounds", "1"]),
-        ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
-        ("host_rows.py", ["--tiny", "--devices", "1", "2"]),
-        ("host_rows_planner.py", ["--tiny", "--steps", "2"]),
-        ("input_speed.py", ["--gb", "0.03", "--windows", "1"]),
-        ("first_step.py", ["--rounds", "1"]),
-        ("step_time.py", ["--small", "--devices", "2", "--rounds", "1"]),
-        ("memory_tables.py", ["--steps", "1", "--rows", "100", "200"]),
-        ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
-        (
-            "serving_latency.py",
-            [
-                *("--setting", "tiny", "--batch", "1", "16", "--rows", "1000"),
-                *("--calls", "2"),
-            ],
-        ),
+        ("peers.py", "--setting T0 --peer jax_dense --rounds 1 --steps 2"),
+        ("checkpoint_speed.py", "--rounds 1 --gb 0.05"),
+        ("compile_time.py", "--rounds 1"),
+        ("device_count.py", "--setting T0 --devices 1 2"),
+        ("host_rows.py", "--tiny --devices 1 2"),
+        ("host_rows_planner.py", "--tiny --steps 2"),
+        ("input_speed.py", "--gb 0.03 --windows 1"),
+        ("first_step.py", "--rounds 1"),
+        ("step_time.py", "--small --devices 2 --rounds 1"),
+        ("memory_tables.py", "--steps 1 --rows 100 200"),
+        ("table_size.py", "--devices 1 --steps 2 --rows 100 200"),
+        ("serving_latency.py", "--setting tiny --batch 1 16 --rows 1000 --calls 2"),
     ],
 )
 def test_figures_fill_the_table(script, options, tmp_path):
-    _, results = run(script, *options, file=tmp_path / "figures.json")
-    name = script.removesuffix(".py")
+    file, name = tmp_path / "figures.json", script.removesuffix(".py")
+    command = [sys.executable, f"benchmarks/{script}", *options.split()]
+    command += ["--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = results_file.load_results()
+    assert results_file.merge(results, json.loads(file.read_text())) == name
     found = results[name]["results"]
     assert record.render(results).count(f"| {name} | ") == len(found)
 

@@ -1,6 +1,5 @@
 """Rules of the configuration classes, each with a value that breaks only it."""
 
-import dataclasses
 import math
 import re
 
@@ -147,19 +146,6 @@ def test_right_values_are_kept(make, options):
         # NumPy's narrow integers would wrap in arithmetic.
         for part in kept if isinstance(kept, tuple) else (kept,):
             assert not isinstance(part, np.integer)
-
-
-def defaults_of(cls):
-    return {field.name: field.default for field in dataclasses.fields(cls)}
-
-
-def test_defaults_equal_those_of_tensorflow():
-    table = defaults_of(te.TableConfig)
-    assert (table["combiner"], table["dtype"]) == ("mean", jnp.float32)
-    feature = defaults_of(te.FeatureConfig)
-    assert feature["max_sequence_length"] == 0 and feature["output_shape"] is None
-    assert feature["validate_weights_and_indices"] is True
-    assert feature["combiner"] is None and feature["out_of_range_ids"] == "error"
 
 
 def test_default_initializer_is_the_truncated_normal_of_tensorflow():
