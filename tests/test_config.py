@@ -201,12 +201,3 @@ def test_an_initializer_of_another_library_says_how_to_wrap_it():
     assert not te.functional.unstack_tables(
         te.functional.init_tables(plan, jax.random.key(0)), plan
     )["t"].any()
-
-
-def test_a_small_numpy_size_does_not_wrap():
-    tables = [
-        te.TableConfig(vocabulary_size=np.int8(100), dim=np.int8(2), name=name)
-        for name in "ab"
-    ]
-    plan = te.make_plan([te.FeatureConfig(table=t) for t in tables])
-    assert [table.num_rows for table in plan.stacks[0].tables] == [100, 100]

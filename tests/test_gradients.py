@@ -76,8 +76,18 @@ def facts_of(gradients):
     }
 
 
-def test_norm_of_tables_and_dense_arrays():
-    plan = make_plan(num_devices=2)
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [
+        pytest.param(2, {}, id="sums"),
+        # A rule that takes occurrences one by one, whose norm sums them.
+        pytest.param(
+            3, dict(capacity=1, optimizer=IN_SEQUENCE), id="sequence", marks=full
+        ),
+    ],
+)
+def test_norm_of_tables_and_dense_arrays(num_devices, options):
+    plan = make_plan(num_devices, **options)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     features, cotangents = batch_of(0), cotangents_of(0)
     gradients = gradients_of(plan, tables, features, cotangents)
@@ -95,25 +105,6 @@ def test_norm_of_tables_and_dense_arrays():
     cotangents["item"][3, 1] = np.inf
     broken = gradients_of(plan, tables, features, cotangents)
     assert not facts_of({**both, "tables": broken})["finite"]
-
-
-@full
-def test_norm_sums_the_occurrences_that_a_rule_takes_one_by_one():
-    plan = make_plan(capacity=1, optimizer=IN_SEQUENCE)
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    features, cotangents = batch_of(0), cotangents_of(0)
-    gradients = gradients_of(plan, tables, features, cotangents)
-    dense = dense_gradients(features, cotangents)
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in dense.values()))
-    # Shards add their samples in another order.
-    np.testing.assert_allclose(te.gradients.global_norm(gradients), norm, rtol=1e-6)
-    both = te.gradients.add(gradients, te.gradients.scale(gradients, 0.5))
-    np.testing.assert_allclose(te.gradients.global_norm(both), 1.5 * norm, rtol=1e-6)
-    clipped = te.gradients.clip_by_global_norm(gradients, 1.5)
-    np.testing.assert_allclose(te.gradients.global_norm(clipped), 1.5, rtol=1e-6)
-    assert te.gradients.all_finite(gradients)
-    cotangents["item"][3, 1] = np.nan
-    assert not te.gradients.all_finite(gradients_of(plan, tables, features, cotangents))
 
 
 @pytest.mark.parametrize("gradient", [0.0, 1.0])

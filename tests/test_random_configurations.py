@@ -104,23 +104,12 @@ def step_of(plan):
 
 def tables_with_values(plan):
     """Returns tables of multiples of 1/8, whose rows differ."""
-    shapes = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
-    shardings = {stack.name: plan.rows_sharding(stack) for stack in plan.stacks}
-    tables = {
-        name: jax.tree.map(
-            lambda s, name=name: jax.device_put(
-                np.zeros(s.shape, s.dtype), shardings[name]
-            ),
-            shapes[name],
-        )
-        for name in shardings
-    }
     values = {}
-    for stack in plan.stacks:
-        for table in stack.tables:
-            rows = np.arange(table.config.vocabulary_size)[:, None]
-            steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
-            values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
+    for table in (table for stack in plan.stacks for table in stack.tables):
+        rows = np.arange(table.config.vocabulary_size)[:, None]
+        steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
+        values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     return te.functional.with_table_values(tables, values, plan, {})[0]
 
 
@@ -150,9 +139,10 @@ def reference_step(tables, rows, cotangents, plan):
         result = np.zeros((len(bags), feature.table.dim))
         by_bag = cotangent.reshape(result.shape)
         for i, bag in enumerate(bags):
-            result[i], by_id = pool(seen, bag, combiner, feature, by_bag[i])
-            for row, gradient in by_id:
-                gradients[name][row] = np.nan_to_num(gradients[name][row]) + gradient
+            for row, gain in gains_of(bag, combiner, feature):
+                result[i] += gain * seen[row]
+                gradient = np.nan_to_num(gradients[name][row]) + gain * by_bag[i]
+                gradients[name][row] = gradient
         activations.append(result)
         counts[feature.name] = sum(
             row != PADDING and not 0 <= row < feature.table.vocabulary_size
@@ -160,13 +150,6 @@ def reference_step(tables, rows, cotangents, plan):
             for row, _ in bag
         )
     return activations, gradients, counts
-
-
-def pool(table, bag, combiner, feature, cotangent):
-    """Returns the activation of a sample, and a (row, gradient) pair for each id."""
-    pairs = gains_of(bag, combiner, feature)
-    pooled = sum((gain * table[row] for row, gain in pairs), np.zeros(len(cotangent)))
-    return pooled, [(row, gain * cotangent) for row, gain in pairs]
 
 
 def quantized(rows, table):

@@ -1,6 +1,5 @@
 """One step count for all trained tables, whichever share a stack, a layer or a step."""
 
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -143,19 +142,6 @@ def train_nnx(rule):
     return model.t2.embedding_tables()["t2"]
 
 
-def train_pipelined(rule):
-    model, optimizer = nnx_parts(rule)
-    for task, steps in itertools.groupby(T2_LAST):
-        step = te.PipelinedTrainStep(
-            lambda model, batch, task=task: model(task),
-            features_of=lambda batch, task=task: {task: IDS},
-        )
-        batches = [np.zeros(1) for _ in steps]
-        for pair in itertools.pairwise([*batches, None]):
-            step(model, optimizer, *pair)
-    return model.t2.embedding_tables()["t2"]
-
-
 def train_linen(rule):
     plans = {
         name: te.make_plan(feature(name, 8), mesh_of(1), optimizer=rule)
@@ -179,7 +165,7 @@ def train_linen(rule):
     return rows
 
 
-WAYS = [train_nnx, train_pipelined, train_linen]
+WAYS = [train_nnx, train_linen]
 
 
 @pytest.mark.parametrize("train", quick_cases(WAYS, "train_nnx"))

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -216,19 +214,6 @@ def test_capacity_changes_no_result(num_devices, capacity):
     assert stats.rounds["stack_0"] > 1
 
 
-@full
-@pytest.mark.parametrize(
-    ("dtype", "num_devices", "case", "options"),
-    [
-        (jnp.bfloat16, 3, "multi_hot", dict(hardware="v5p", capacity=1)),
-        (jnp.int8, 2, "ragged_weighted", dict(hardware="v5p", optimizer=None)),
-    ],
-)
-def test_tables_of_other_dtypes(dtype, num_devices, case, options):
-    plan = make_plan(mesh_of(num_devices), dtype=dtype, **options)
-    check_against_reference(plan, batch_of(case))
-
-
 @pytest.mark.parametrize("surplus", [-1, pytest.param(0, marks=full)])
 def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     # All 5 rows of one owner asked by one source: ids 0, 2, 4, ... live on shard 0.
@@ -364,20 +349,3 @@ def test_two_stacks_and_unused_activations():
     before, after = (te.functional.unstack_tables(x, plan) for x in (tables, new))
     np.testing.assert_array_equal(after["t2"], before["t2"])
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=8)
-@given(
-    num_devices=st.just(3),
-    capacity=st.sampled_from([None, 3]),
-    num_values=st.integers(33, 64),
-    seed=st.integers(0, 2**16),
-)
-def test_any_ragged_batch(num_devices, capacity, num_values, seed):
-    plan = make_plan(mesh_of(num_devices), capacity=capacity, expected_valence=8)
-    batch = {
-        name: random_ragged(size, num_values, seed + i)
-        for i, (name, size) in enumerate({"a": 37, "b": 5, "c": 11, "d": 37}.items())
-    }
-    check_against_reference(plan, batch)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -292,17 +292,6 @@ def test_a_pipelined_step_with_a_copy(is_first):
     np.testing.assert_allclose(moved[:8], expected, rtol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("features_of", [lambda ids: ids[:1], lambda ids: ids + 1])
-def test_a_pipelined_step_with_features_of_another_call_raises(features_of):
-    model = Model()
-    step = te.PipelinedTrainStep(
-        lambda model, ids: jnp.sum(nnx.clone(model.layer)(ids)), features_of=features_of
-    )
-    with rejects():
-        step(model, te.Optimizer(model, optax.sgd(1.0)), jnp.array([0, 1]), None)
-
-
 def test_models_with_equal_plans_share_a_compiled_step():
     plan = te.make_plan(FEATURE, mesh_of(1), optimizer=SGD)
     tx, traces = optax.sgd(0.1), []
@@ -336,7 +325,6 @@ def linen_loss(change):
 
 LINEN_COPIES = {
     "clone": lambda layer, variables: layer.clone().apply(variables, jnp.array([0, 1])),
-    "copy": lambda layer, v: copy.deepcopy(layer).apply(dict(v), jnp.array([0, 1])),
     "unbind": lambda layer, variables: (
         layer.bind(variables).unbind()[0].apply(variables, jnp.array([0, 1]))
     ),
@@ -345,9 +333,6 @@ LINEN_ERRORS = {
     "checkpoint": lambda layer, variables: jax.checkpoint(layer.apply)(
         variables, jnp.arange(2)
     ),
-    "remat": lambda layer, variables: linen.remat(te.linen.TPUEmbedding)(
-        layer.plan
-    ).apply(variables, jnp.arange(2)),
     "penalty": lambda layer, variables: sum(
         jnp.sum(leaf**2) for leaf in jax.tree.leaves(variables["embedding_tables"])
     ),

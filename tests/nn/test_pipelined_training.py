@@ -206,23 +206,6 @@ def call_inside_jit(step, model, optimizer, batch):
     nnx.jit(lambda m, o: step(m, o, batch, None))(model, optimizer)
 
 
-@pytest.mark.full
-def test_an_evaluation_between_calls_changes_nothing():
-    batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
-
-    def train(evaluate):
-        model = OneTable(2)
-        optimizer = te.Optimizer(model, optax.sgd(0.1))
-        step = one_table_step(mode="stale")
-        for batch, next_batch in itertools.pairwise([*batches, None]):
-            step(model, optimizer, batch, next_batch)
-            evaluate(model, batch)
-        return model.embedding.embedding_tables()["items"]
-
-    evaluate = nnx.jit(one_table_loss)
-    np.testing.assert_array_equal(train(evaluate), train(lambda *_: None))
-
-
 MISUSE = {
     "another batch": call_with_another_batch,
     "another update": train_otherwise,

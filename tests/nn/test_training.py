@@ -293,26 +293,3 @@ def test_two_calls_equal_one_call_over_both():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *results
     )
-
-
-CLOSURES = {
-    "nnx.vmap": lambda model, ids: nnx.vmap(
-        lambda model, i: model.embedding(i), in_axes=(None, 0)
-    )(model, ids),
-    "scan": lambda model, ids: jax.lax.scan(
-        lambda carry, i: (carry, model.embedding(i)), 0, ids
-    )[1],
-}
-
-
-@pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("closure", CLOSURES)
-def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
-    model = Towers(mesh_of(2), te.optimizers.sgd(0.1))
-    ids = np.arange(24).reshape(3, 4, 2)
-    call = CLOSURES[closure]
-    found = call(model, ids)
-    for activations, of_ids in zip(found, ids, strict=False):
-        np.testing.assert_allclose(activations, model.embedding(of_ids), rtol=1e-6)
-    with rejects():
-        te.value_and_grad(lambda m: jnp.sum(call(m, ids) ** 2))(model)

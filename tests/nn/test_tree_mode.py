@@ -4,14 +4,12 @@ The core tests of the NNX layer run once more, in that mode.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.nn import test_pipelined_training, test_training
 from tests.nn.test_pipelined_training import (
     SMALL_BATCH,
@@ -86,21 +84,3 @@ def test_gradients_without_those_of_tables_are_refused():
     # Flax gives all variables to JAX, which takes no integers.
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
         nnx.grad(one_table_loss)(model, SMALL_BATCH)
-
-
-def test_a_layer_under_jit_inside_a_loss_is_trained():
-    layer = te.TPUEmbedding(
-        te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=9, dim=2, name="t", combiner="sum")
-        ),
-        te.optimizers.sgd(0.1),
-        mesh=mesh_of(1),
-        rngs=nnx.Rngs(0),
-    )
-    ids = np.arange(8).reshape(2, 4)
-    found = nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
-    assert found.shape == (2, 2)
-    _, gradients = te.value_and_grad(
-        lambda layer: jnp.sum(nnx.jit(lambda x, ids: x(ids))(layer, ids))
-    )(layer)
-    assert float(te.gradients.global_norm(gradients)) > 0

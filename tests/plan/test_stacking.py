@@ -1,6 +1,5 @@
 """Names of tables and features, and which tables share an array."""
 
-import dataclasses
 
 import jax
 import numpy as np
@@ -13,8 +12,6 @@ from tests.rejections import rejects
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 from tpu_embedding.plan.make_plan import (
     NamedTable,
-    _row_offsets,
-    name_tables,
     stack_tables,
 )
 
@@ -59,29 +56,6 @@ def test_tables_of_a_stack_begin_at_different_owners(num_devices, hardware):
     assert counts.max() - counts.min() <= 1
     gaps = np.diff(offsets) - 2**10
     assert np.all((gaps >= 0) & (gaps < num_owners))
-
-
-@pytest.mark.parametrize("num_owners", [64, 128, 256, 512, 1024])
-@pytest.mark.parametrize("vocabulary_size", [2**20, 1_000_003])
-def test_no_owner_is_asked_for_the_hot_rows_of_many_tables(vocabulary_size, num_owners):
-    """The fullest owner has about as many ids as with rows at random owners."""
-    draw, exponent = np.random.default_rng(0), 1 - 1.05
-    config = table("t", vocabulary_size=vocabulary_size)
-    named = name_tables([config], None)[0]
-    named = dataclasses.replace(named, num_rows=vocabulary_size)
-    offsets = _row_offsets([named] * 26, num_owners)
-    zipf = vocabulary_size**exponent - 1
-    ids = [(zipf * draw.random(512) + 1) ** (1 / exponent) - 1 for _ in offsets]
-    rows = np.concatenate(
-        [x.astype(np.int64) + offset for x, offset in zip(ids, offsets, strict=True)]
-    )
-    unique, inverse = np.unique(rows, return_inverse=True)
-
-    def fullest(owners):
-        return np.bincount(owners[inverse]).max()
-
-    at_random = [fullest(draw.integers(0, num_owners, unique.size)) for _ in range(20)]
-    assert fullest(unique % num_owners) <= 1.2 * np.median(at_random)
 
 
 DIFFERENCES = {
