@@ -104,12 +104,23 @@ def step_of(plan):
 
 def tables_with_values(plan):
     """Returns tables of multiples of 1/8, whose rows differ."""
+    shapes = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
+    shardings = {stack.name: plan.rows_sharding(stack) for stack in plan.stacks}
+    tables = {
+        name: jax.tree.map(
+            lambda s, name=name: jax.device_put(
+                np.zeros(s.shape, s.dtype), shardings[name]
+            ),
+            shapes[name],
+        )
+        for name in shardings
+    }
     values = {}
-    for table in (table for stack in plan.stacks for table in stack.tables):
-        rows = np.arange(table.config.vocabulary_size)[:, None]
-        steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
-        values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
-    tables = te.functional.init_tables(plan, jax.random.key(0))
+    for stack in plan.stacks:
+        for table in stack.tables:
+            rows = np.arange(table.config.vocabulary_size)[:, None]
+            steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
+            values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
     return te.functional.with_table_values(tables, values, plan, {})[0]
 
 

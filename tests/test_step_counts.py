@@ -1,6 +1,5 @@
 """One step count for all trained tables, whichever share a stack, a layer or a step."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -166,20 +166,7 @@ class Shifted(OneTable):
         return self.linear(self.embedding(ids + 1))[:, 0]
 
 
-class Randomized(OneTable):
-    """Random ids are left out."""
-
-    def __init__(self, num_devices):
-        super().__init__(num_devices)
-        self.rngs = nnx.Rngs(0)
-
-    def __call__(self, ids):
-        is_kept = jax.random.bernoulli(self.rngs(), 0.5, ids.shape)
-        ids = jnp.where(is_kept, ids, te.inputs.PADDING_ROW_ID)
-        return self.linear(self.embedding(ids))[:, 0]
-
-
-@pytest.mark.parametrize("model_class", [Weighted, Shifted, Randomized])
+@pytest.mark.parametrize("model_class", [Weighted, Shifted])
 def test_features_that_cannot_be_known_ahead_are_rejected(model_class):
     model = model_class(1)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
@@ -188,29 +175,21 @@ def test_features_that_cannot_be_known_ahead_are_rejected(model_class):
 
 
 def train_otherwise(step, model, optimizer, batch):
-    _, gradients = te.value_and_grad(one_table_loss)(model, batch)
-    optimizer.update(model, gradients)
+    optimizer.update(model, te.grad(one_table_loss)(model, batch))
     step(model, optimizer, batch, None)
 
 
-def call_with_another_optimizer(step, model, optimizer, batch):
-    del optimizer
-    step(model, te.Optimizer(model, optax.sgd(0.1)), batch, None)
-
-
-def call_with_another_batch(step, model, optimizer, batch):
-    step(model, optimizer, (batch[0], batch[1]), None)
-
-
-def call_inside_jit(step, model, optimizer, batch):
-    nnx.jit(lambda m, o: step(m, o, batch, None))(model, optimizer)
-
-
 MISUSE = {
-    "another batch": call_with_another_batch,
+    "another batch": lambda step, model, optimizer, batch: step(
+        model, optimizer, (batch[0], batch[1]), None
+    ),
     "another update": train_otherwise,
-    "another optimizer": call_with_another_optimizer,
-    "inside jit": call_inside_jit,
+    "another optimizer": lambda step, model, optimizer, batch: step(
+        model, te.Optimizer(model, optax.sgd(0.1)), batch, None
+    ),
+    "inside jit": lambda step, model, optimizer, batch: nnx.jit(
+        lambda m, o: step(m, o, batch, None)
+    )(model, optimizer),
 }
 
 

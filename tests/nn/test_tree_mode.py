@@ -38,7 +38,6 @@ def tree_mode():
 
 OTHERS = (
     test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way,
-    test_training.test_steps_compile_once_and_donate,
     test_training.test_two_calls_equal_one_call_over_both,
     test_training.test_weights_of_ids_can_be_learned,
 )

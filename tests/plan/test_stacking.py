@@ -1,6 +1,5 @@
 """Names of tables and features, and which tables share an array."""
 
-
 import jax
 import numpy as np
 import optax
