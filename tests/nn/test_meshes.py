@@ -153,26 +153,6 @@ def test_two_axes_give_equal_numbers(is_explicit, on_one_device):
     check_equal(found, on_one_device)
 
 
-@pytest.mark.full
-def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
-    """JAX differentiates there only within the context, which the layer enters."""
-
-    def loss(layer, ids):
-        return jnp.sum(layer(ids) ** 2)
-
-    config = te.FeatureConfig(table=te.TableConfig(vocabulary_size=8, dim=4, name="a"))
-    found = []
-    for mesh in (jax.make_mesh((2,), ("data",)), mesh_of_shape("1")):
-        plan = te.make_plan(config, mesh, optimizer=te.optimizers.sgd(1.0))
-        layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
-        optimizer = te.Optimizer(layer, optax.sgd(0.1))
-        value, gradients = te.value_and_grad(loss)(layer, np.int32([1, 2, 7, 7]))
-        optimizer.update(layer, gradients)
-        found.append((value, layer.embedding_tables()["a"]))
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("size", quick_cases([2, 8], "2"))
 def test_a_batch_on_explicit_axes_is_taken_as_it_is(size):
     config = te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=4, name="a"))
