@@ -87,11 +87,6 @@ LAYERS = {
         lambda x: te.TPUEmbedding(TABLE, rngs=nnx.Rngs(0)),
         dict(field="feature_config", value=TABLE, fix="te.FeatureConfig(table=table)"),
     ),
-    "num_embeddings": (
-        lambda x: te.TPUEmbedding(num_embeddings=9, rngs=nnx.Rngs(0)),
-        dict(field="num_embeddings", value=9, fix="te.TableConfig(vocabulary_size"),
-    ),
-    "by place": (lambda x: te.TPUEmbedding(FEATURES, None, 1), dict(fix="mesh=...")),
     "item": (
         lambda x: x.model.embedding["movie"],
         dict(fix="layer.embedding_tables()['movie']"),
@@ -101,7 +96,6 @@ LAYERS = {
         lambda x: x.model({"watched": [[1, 2], [3]]}),
         dict(fix="layer.prepare(features)"),
     ),
-    "optimizer: number": (lambda x: layer(0.5), dict(field="optimizer", value=0.5)),
     "lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
         dict(fix="fast_optimizer"),
@@ -126,7 +120,6 @@ TRAINING = {
         dict(fix="te.gradients.add(first.dense, second.dense)"),
     ),
     "loss: nested": (in_loss(nested), dict(fix="first(model) + second(model)")),
-    "loss: nnx.cond": (in_loss(one_branch), dict(fix="Call the layer before it")),
     "loss: with aux": (
         in_loss(lambda model: (loss_fn(model, IDS), 1.0)),
         dict(field="loss_fn", fix="has_aux=True"),
@@ -134,16 +127,6 @@ TRAINING = {
     "wrt: DiffState": (
         lambda x: te.grad(loss_fn, wrt=STATE)(x.model, IDS),
         dict(field="wrt", value=STATE, fix="wrt=nnx.Param"),
-    ),
-    "wrt: layer": (
-        lambda x: te.value_and_grad(loss_fn, wrt=nnx.PathContains("embedding"))(
-            x.model, IDS
-        ),
-        dict(field="wrt", fix="wrt=False"),
-    ),
-    "argnums": (
-        lambda x: te.grad(loss_fn, argnums=0),
-        dict(field="argnums", value=0, fix="wrt=filter"),
     ),
 }
 

@@ -13,7 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
-import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
 import record  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -92,7 +91,7 @@ def test_the_judge_of_the_first_step(optimizer):
     np.testing.assert_allclose(after[:, 0], expected, rtol=0, atol=1e-7)  # float32
 
 
-def test_a_wrong_side_is_refused(tmp_path, monkeypatch):
+def test_a_wrong_side_is_rejected(tmp_path, monkeypatch):
     wrong = np.zeros((2, TINY.batch, TINY.tables, TINY.dim), np.float32)
     closed = []
 
@@ -107,14 +106,3 @@ def test_a_wrong_side_is_refused(tmp_path, monkeypatch):
     with pytest.raises(interleaved.SideFailedError, match="Zeros"):
         step_check.start_checked(info, TINY, batches)
     assert closed
-
-
-def test_a_peer_that_ends_is_left_out(monkeypatch):
-    def ask(command, **arguments):
-        raise interleaved.SideFailedError("torch ended with status -9\nlast words")
-
-    side = types.SimpleNamespace(ask=ask, close=lambda: None)
-    monkeypatch.setattr(peers.Comparison, "_start", lambda *_: side)
-    turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
-    (row,) = peers.Comparison(TINY, {}, turns).run(["torch"])
-    assert row["left_out"] == "torch ended with status -9"

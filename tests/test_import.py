@@ -61,7 +61,7 @@ def test_lazy_names_are_there(package):
     assert {*names} <= {*module.__all__}
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     with rejects(AttributeError, fix="embedding_bag"):
         te.embedding_bag  # noqa: B018
     assert {*te.__all__, "__version__"} <= set(dir(te))

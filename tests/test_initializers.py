@@ -1,4 +1,4 @@
-"""Initializers: distributions, parameters and refusals."""
+"""Initializers: distributions, and wrong parameters."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The values that place tables: what they refuse."""
+"""The values that place tables: what they reject."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""Each script explains itself with `--help`, and refuses options that it lacks."""
+"""Each script explains itself with `--help`, and rejects unknown options."""
 
 import importlib.util
 import pathlib

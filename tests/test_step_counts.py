@@ -148,7 +148,7 @@ def train_linen(rule):
     )
     for task in T2_LAST:
         _, gradients = te.linen.value_and_grad(model.apply)(state.variables, (task,))
-        # A layer that the caller leaves out takes the step, too.
+        # A layer that the caller leaves out also takes the step.
         own = {path: x for path, x in gradients.tables.items() if x.stacks}
         assert own.keys() != gradients.tables.keys()
         state = state.apply_gradients(

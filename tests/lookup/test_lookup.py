@@ -166,7 +166,7 @@ FORMS = {
     "ragged": ["ragged", "ragged_all_in_one_sample", "ragged_no_values"],
     "ragged_weighted": ["ragged_weighted"],
 }
-"""Cases by form; those of one form share a program."""
+"""Cases by form. Cases with one form share a program."""
 
 
 @pytest.mark.parametrize(

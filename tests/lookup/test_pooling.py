@@ -58,13 +58,13 @@ def places_of(poolings, num_rows, seed=0):
 
 
 def sort_by_row(places, num_rows):
-    """Sorts ids by row; those without a row lie between the others, too.
+    """Sorts ids by row. Ids without a row are between the others.
 
     Returns:
       The position of each sorted id before sorting, and its place.
     """
     is_used = places < num_rows
-    # Rows of other rounds come before, between and behind those of this round.
+    # Rows of other rounds come before, between and after this round's rows.
     keys = np.where(is_used, 2 * places + 1, np.arange(len(places)) % 8 * 8)
     order = np.argsort(keys, kind="stable").astype(np.int32)
     return jnp.array(order), jnp.array(places[order])
@@ -115,7 +115,7 @@ def check_combine(poolings, dim=3, gathers="whole"):
     num_rows = 9
     places = places_of(poolings, num_rows)
     rows = integers(num_rows, dim)
-    # The last place is no id's, so it may hold anything.
+    # No id reads the last place, so it may hold anything.
     rows[-1] = np.nan
     pooled = jitted_combine(rows.copy(), places, poolings, gathers)
     assert [x.shape for x in pooled] == [(p.num_samples, dim) for p in poolings]
@@ -132,7 +132,7 @@ def jitted_spread(cotangents, sorted_ids, poolings, buffer_size):
 
 
 def check_spread(poolings, places, dim=3):
-    """Compares the gradients of used rows; those of unused places are undefined."""
+    """Compares the gradients of used rows; other places are undefined."""
     num_rows = 9
     cotangents = [
         integers(pooling.num_samples, dim, seed=i) for i, pooling in enumerate(poolings)

@@ -1,4 +1,4 @@
-"""Tests the counts of a lookup against those of its ids."""
+"""Tests a lookup's counts against its ids."""
 
 import functools
 

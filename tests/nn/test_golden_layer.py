@@ -4,11 +4,11 @@ The lookup files of all kinds are features of one layer, each with a table of it
 so that one compiled step per number of devices computes them all.
 
 Where TensorFlow disagrees with itself, one rule holds here:
-* Its lookup without checks leaves out the empty samples behind the last one with an id.
+* Its lookup without checks leaves out the empty samples after the last one with an id.
   Here they are zero, as TensorFlow's other lookups have them.
 * Its checked lookup fills empty samples with id 0 and masks the result, so row 0 counts
   as touched. Here an empty sample touches no row. Both have a gradient of zero.
-* It raises for negative ids of ragged features and drops those of sparse ones. Here the
+* It raises for negative ids of ragged features and drops them in sparse ones. Here the
   feature's policy decides; these files have none in ragged features.
 """
 
@@ -93,7 +93,7 @@ def quantized_feature():
         name="quantization",
         quantization_config=quantization,
     )
-    # Its batch is not that of the other features.
+    # Its batch differs from the other features' batch.
     return te.FeatureConfig(table=table, output_shape=(len(QUANTIZED["x"]),))
 
 
@@ -172,7 +172,7 @@ def test_activations_gradients_and_counts(name, results):
     run, actual = golden(name), results["activations"][name]
     expected = run["output"]
     if name.startswith("plain"):
-        # TensorFlow leaves out the empty samples behind the last one with an id.
+        # TensorFlow leaves out the empty samples after the last one with an id.
         assert len(actual) == run["dense_shape"][0]
         assert not actual[len(expected) :].any()
         actual = actual[: len(expected)]

@@ -16,7 +16,7 @@ from tests.rejections import rejects
 
 BATCH, DIM = 12, 4
 VOCABULARY_SIZE = 50
-# Its state has counts of steps beside the slot variables.
+# Its state has counts of steps next to the slot variables.
 ADAGRAD = te.optimizers.adagrad(0.1)
 SCHEDULED = te.optimizers.adagrad(optax.linear_schedule(0.2, 0.1, 9))
 
@@ -261,7 +261,7 @@ def test_misuse_gives_one_clear_error(case, untrained):
         call(*untrained)
 
 
-def test_linen_layer_in_an_nnx_model_looks_up_and_refuses_to_train():
+def test_linen_layer_in_an_nnx_model_looks_up_and_raises_in_training():
     ids = np.arange(4)
     layer = te.linen.TPUEmbedding(towers_plan())
     model = nnx.bridge.ToNNX(layer, rngs=nnx.Rngs(0)).lazy_init(ids)

@@ -51,7 +51,7 @@ class Model(nnx.Module):
         ):
             values = generator.normal(size=shape).astype(np.float32) / 4
             if AxisType.Explicit in plan.mesh.axis_types:
-                # As types spell it; another name of the sharding would compile anew.
+                # As types spell it; another name of the sharding would recompile.
                 spec = PartitionSpec(*spec, *[None] * (2 - len(spec)))
             sharding = NamedSharding(plan.mesh, spec)
             setattr(self, name, nnx.Param(jax.device_put(values, sharding)))

@@ -1,6 +1,6 @@
 """Flax' coming defaults: `NNX_GRAPH_MODE=false` and `NNX_GRAPH_UPDATES=false`.
 
-The core tests of the NNX layer run once more, in that mode.
+The core tests of the NNX layer run again in that mode.
 """
 
 import jax
@@ -72,7 +72,7 @@ def split(model):
     )
 
 
-def test_gradients_without_those_of_tables_are_refused():
+def test_gradients_without_those_of_tables_are_rejected():
     model = OneTable(1)
     params, loss_of = split(model)
     for grad in (jax.grad, nnx.grad):

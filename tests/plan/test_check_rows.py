@@ -1,4 +1,4 @@
-"""Arrays of another plan are refused, not read."""
+"""Arrays of another plan are rejected, not read."""
 
 import jax
 import numpy as np
