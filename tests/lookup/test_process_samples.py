@@ -16,7 +16,7 @@ from tpu_embedding import distributed
 BATCH = 16
 TABLE = te.TableConfig(vocabulary_size=50, dim=4, name="table")
 PLAN = te.make_plan(
-    {name: te.FeatureConfig(table=TABLE) for name in ("one", "many", "bags", "sparse")},
+    {name: te.FeatureConfig(table=TABLE) for name in ("one", "bags", "sparse")},
     mesh_of(8),
 )
 
@@ -34,10 +34,6 @@ def features_of(seed, skew=1):
     places = np.argwhere(generator.random((BATCH, 3)) < 0.4)
     return {
         "one": generator.integers(0, 50, BATCH),
-        "many": te.DenseIds(
-            ids=generator.integers(0, 50, (BATCH, 2)),
-            weights=generator.random((BATCH, 2)),
-        ),
         "bags": te.RaggedIds.from_lists(bags, bags),
         "sparse": te.SparseIds(
             indices=places,
@@ -50,13 +46,12 @@ def features_of(seed, skew=1):
 def part_of(features, samples):
     """Returns the given samples of `features_of`."""
     kept = slice(samples.start, samples.stop)
-    many, bags, sparse = (features[name] for name in ("many", "bags", "sparse"))
+    bags, sparse = features["bags"], features["sparse"]
     splits = bags.row_splits[samples.start : samples.stop + 1]
     in_bags = slice(splits[0], splits[-1])
     is_kept = np.isin(sparse.indices[:, 0], samples)
     return {
         "one": features["one"][kept],
-        "many": te.DenseIds(ids=many.ids[kept], weights=many.weights[kept]),
         "bags": te.RaggedIds(
             values=bags.values[in_bags],
             row_splits=splits - splits[0],
