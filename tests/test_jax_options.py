@@ -62,9 +62,7 @@ TWIN = {"hardware": te.hardware.hardware_by_name("v5p"), "backend": "sparse_core
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    quick_cases(
-        matrix(OPTIMIZERS, with_ids({"xla": {}, "sparse_core": TWIN})), "lazy_adam-xla"
-    ),
+    quick_cases(matrix(OPTIMIZERS, with_ids({"xla": {}, "sparse_core": TWIN}))),
 )
 def test_debug_nans_finds_none(name, options):
     with jax.debug_nans(True):

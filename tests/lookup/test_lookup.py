@@ -172,8 +172,8 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "num_devices"),
     [
-        *((form, 2) for form in FORMS if form != "multi_hot"),
-        pytest.param("multi_hot", 2, marks=full),
+        *((form, 2) for form in ("one", "weighted", "ragged_weighted")),
+        *(pytest.param(form, 2, marks=full) for form in ("multi_hot", "ragged")),
         pytest.param("one", 8, marks=full),
         pytest.param("ragged_weighted", 8, marks=full),
         pytest.param("ragged_weighted", 1, marks=full),
@@ -264,7 +264,7 @@ def test_weights_that_are_not_positive_count_on_request():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(output_shape=(3, BATCH // 3)),
+        pytest.param(dict(output_shape=(3, BATCH // 3)), marks=full),
         pytest.param(dict(max_sequence_length=2), marks=full),
     ],
     ids=str,
@@ -314,6 +314,7 @@ def test_cotangents_of_another_shape_are_rejected():
         te.functional.compute_gradients(result.routing, cotangents, plan)
 
 
+@pytest.mark.full
 def test_two_stacks_and_unused_activations():
     config = {
         f"t{dim}": te.FeatureConfig(

@@ -166,6 +166,7 @@ def test_tables_never_take_gradients_that_are_not_finite():
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.full
 def test_linen_skips_such_steps_as_well():
     states = []
     for factors in ((1.0, jnp.nan, 2.0), (1.0, 2.0)):

@@ -16,13 +16,14 @@ from tpu_embedding.nn.embedding import warn_of_pooled_ids
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])
 TABLE = te.TableConfig(vocabulary_size=9, dim=2, name="t")
 TABLES = te.nn.EmbeddingTables
-two_meshes = pytest.mark.parametrize("num_devices", quick_cases([1, 8], "1"))
+two_meshes = pytest.mark.parametrize("num_devices", quick_cases([1, 8]))
 
 
 def loss_fn(model, ids):
     return jnp.sum(model(ids) ** 2)
 
 
+@pytest.mark.full
 def test_a_model_without_an_optimizer_is_traced_once():
     traces = []
     model = Small(None, 2)
@@ -109,6 +110,7 @@ def test_arithmetic_on_gradients_names_what_to_call(gradients, run, function):
         run(function)(gradients[1])
 
 
+@pytest.mark.full
 def test_what_else_is_done_with_gradients(gradients):
     model, gradients = gradients
     assert te.gradients.global_norm(gradients) > 0

@@ -13,6 +13,7 @@ from flax import nnx, serialization
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tests.tiers import full_cases
 
 BATCH, DIM = 12, 4
 VOCABULARY_SIZE = 50
@@ -70,6 +71,7 @@ def make_state(model, batch, tx=None):
     return te.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 
+@pytest.mark.full
 def test_a_step_compiles_once_and_donates():
     model, traces = LinenModel(trained_plan(2)), []
     state = make_state(model, make_batch())
@@ -254,7 +256,7 @@ def untrained():
     return model, jax.jit(model.init)(jax.random.key(0), batch), batch
 
 
-@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize("case", full_cases(MISUSE, "tables of another plan"))
 def test_misuse_gives_one_clear_error(case, untrained):
     call, fix = MISUSE[case]
     with rejects((TypeError, ValueError), fix=fix):

@@ -129,6 +129,7 @@ def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
     np.testing.assert_allclose(values, reference.tables[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_gradients_are_transformed_before_the_update():
     model = OneTable(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
@@ -203,6 +204,7 @@ def test_misuse_gives_one_clear_error(misuse):
         misuse(step, model, optimizer, SMALL_BATCH)
 
 
+@pytest.mark.full
 def test_mode_exact_goes_on_with_tables_that_were_set():
     """Only the ids of the next batch are in flight, and those depend on no table."""
     model = OneTable(1)

@@ -233,6 +233,7 @@ class Towers(nnx.Module):
         return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
+@pytest.mark.full
 def test_two_calls_equal_one_call_over_both():
     generator = np.random.default_rng(0)
     left, right = generator.integers(0, VOCABULARY_SIZE, (2, BATCH, 3))

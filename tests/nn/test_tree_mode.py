@@ -17,12 +17,6 @@ from tests.nn.test_pipelined_training import (
     one_table_loss,
     one_table_step,
 )
-from tests.nn.test_pipelined_training import (
-    test_mode_exact_equals_a_plain_loop_and_compiles_once as test_exact_pipeline,  # noqa: F401
-)
-from tests.nn.test_training import (
-    test_training_equals_the_dense_model as test_training_equals_the_dense_model,
-)
 from tests.rejections import rejects
 
 pytestmark = pytest.mark.skipif(
@@ -36,17 +30,23 @@ def tree_mode():
         yield
 
 
-OTHERS = (
-    test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way,
-    test_training.test_two_calls_equal_one_call_over_both,
-    test_training.test_weights_of_ids_can_be_learned,
+STALE = (
+    test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way
 )
+EXACT = test_pipelined_training.test_mode_exact_equals_a_plain_loop_and_compiles_once
+CALLS = {
+    "stale": STALE,
+    "exact": lambda: EXACT(test_pipelined_training.Chained),
+    "dense": lambda: test_training.test_training_equals_the_dense_model(2),
+    "two calls": test_training.test_two_calls_equal_one_call_over_both,
+    "weights": test_training.test_weights_of_ids_can_be_learned,
+}
 
 
 @pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("test", OTHERS, ids=lambda test: test.__name__)
-def test_others(test):
-    test()
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_tests_of_the_layer(call):
+    call()
 
 
 @pytest.mark.full
