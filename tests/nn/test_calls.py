@@ -74,7 +74,7 @@ SUBSETS = {
 }
 
 
-@pytest.mark.parametrize("case", quick_cases(SUBSETS, "one stack"))
+@pytest.mark.parametrize("case", quick_cases(SUBSETS))
 def test_a_subset_of_the_features(case):
     layer, batch = layer_on(2), SUBSETS[case]
     everything = layer(layer.prepare(BATCH))
