@@ -97,12 +97,8 @@ class RandomFeature:
                     i = PADDING
                 weight = float(of_ids.choice(WEIGHTS)) if self.is_weighted else 1.0
                 row.append((i, weight))
-            is_reshaped = self.config.output_shape is not None
-            if (
-                self.form in ("lists", "ragged")
-                or self.form == "sparse"
-                and is_reshaped
-            ):
+            is_sparse = self.form == "sparse" and self.config.output_shape is not None
+            if self.form in ("lists", "ragged") or is_sparse:
                 # Ragged ids have no places without an id.
                 row = [pair for pair in row if pair[0] != PADDING]
             rows.append(row)
@@ -177,16 +173,12 @@ class Example:
     def nested(self, leaves):
         """Returns the nest with one leaf per feature; `ABSENT` leaves its key out."""
         named = {f"f{i}": leaf for i, leaf in enumerate(leaves)}
-        match self.nest:
-            case "list":
-                return list(leaves)
-            case "tuple":
-                return tuple(leaves)
-            case "deep":
-                first = {"f0": named.pop("f0")}
-                nest = {"first": first, "others": named}
-                parts = {key: without_absent(part) for key, part in nest.items()}
-                return {key: part for key, part in parts.items() if part}
+        if self.nest in ("list", "tuple"):
+            return list(leaves) if self.nest == "list" else tuple(leaves)
+        if self.nest == "deep":
+            nest = {"first": {"f0": named.pop("f0")}, "others": named}
+            parts = {key: without_absent(part) for key, part in nest.items()}
+            return {key: part for key, part in parts.items() if part}
         return without_absent(named)
 
 
@@ -213,13 +205,8 @@ def examples(draw):
     nest = draw(st.sampled_from(["dict", "dict", "deep", "deep", "list", "tuple"]))
     if nest in ("list", "tuple") or not any(f.is_given for f in features):
         features = [dataclasses.replace(f, is_given=True) for f in features]
-    return Example(
-        mesh=mesh,
-        options=options,
-        nest=nest,
-        is_prepared=is_prepared,
-        features=features,
-    )
+    facts = dict(is_prepared=is_prepared, features=features)
+    return Example(mesh=mesh, options=options, nest=nest, **facts)
 
 
 @st.composite

@@ -13,7 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
-import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
 import record  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -22,64 +21,32 @@ import step_check  # noqa: E402  # pyright: ignore[reportMissingImports]
 TINY = settings.SETTINGS["T0"]
 
 
-def run(script, *options, file):
-    """Runs a benchmark; returns its output and the results with its figures."""
-    command = [sys.executable, f"benchmarks/{script}", *options, "--json", str(file)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    results = results_file.load_results()
-    name = results_file.merge(results, json.loads(file.read_text()))
-    assert name == script.removesuffix(".py")
-    return result.stdout, results
-
-
-@pytest.mark.full
-def test_peers_run_in_turns_and_agree(tmp_path):
-    output, results = run(
-        *("peers.py", "--setting", "T0", "--peer", "jax_dense", "fbgemm"),
-        *("--python", f"fbgemm={sys.executable}", "--rounds", "1", "--steps", "2"),
-        file=tmp_path / "peers.json",
-    )
-    assert "left out: fbgemm: " in output and "not installed" in output
-    assert "round 1 of 1, train, ms: ours " in output
-    rows = {row["peer"]: row for row in results["peers"]["results"]}
-    tiny = [row for row in rows.values() if row["setting"] == "T0"]
-    assert [row["peer"] for row in tiny] == ["ours", "jax_dense"]
-    for row in tiny:
-        assert row["max_difference"] < 1e-6
-        assert row["train_steps"] == row["forward_steps"] == 2
-    peer = rows["jax_dense"]
-    assert peer["train_ratio"] == peer["train_ours_ms"] / peer["train_ms"]
-    assert "| peers | T0, jax_dense | train " in record.render(results)
-    assert "JAX, dense gradients" in record.draw(results)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
-        ("compile_time.py", ["--rounds", "1"]),
-        ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
-        ("host_rows.py", ["--tiny", "--devices", "1", "2"]),
-        ("host_rows_planner.py", ["--tiny", "--steps", "2"]),
-        ("input_speed.py", ["--gb", "0.03", "--windows", "1"]),
-        ("first_step.py", ["--rounds", "1"]),
-        ("step_time.py", ["--small", "--devices", "2", "--rounds", "1"]),
-        ("memory_tables.py", ["--steps", "1", "--rows", "100", "200"]),
-        ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
-        (
-            "serving_latency.py",
-            [
-                *("--setting", "tiny", "--batch", "1", "16", "--rows", "1000"),
-                *("--calls", "2"),
-            ],
-        ),
+        ("peers.py", "--setting T0 --peer jax_dense --rounds 1 --steps 2"),
+        ("checkpoint_speed.py", "--rounds 1 --gb 0.05"),
+        ("compile_time.py", "--rounds 1"),
+        ("device_count.py", "--setting T0 --devices 1 2"),
+        ("host_rows.py", "--tiny --devices 1 2"),
+        ("host_rows_planner.py", "--tiny --steps 2"),
+        ("input_speed.py", "--gb 0.03 --windows 1"),
+        ("first_step.py", "--rounds 1"),
+        ("step_time.py", "--small --devices 2 --rounds 1"),
+        ("memory_tables.py", "--steps 1 --rows 100 200"),
+        ("table_size.py", "--devices 1 --steps 2 --rows 100 200"),
+        ("serving_latency.py", "--setting tiny --batch 1 16 --rows 1000 --calls 2"),
     ],
 )
 def test_figures_fill_the_table(script, options, tmp_path):
-    _, results = run(script, *options, file=tmp_path / "figures.json")
-    name = script.removesuffix(".py")
+    file, name = tmp_path / "figures.json", script.removesuffix(".py")
+    command = [sys.executable, f"benchmarks/{script}", *options.split()]
+    command += ["--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = results_file.load_results()
+    assert results_file.merge(results, json.loads(file.read_text())) == name
     found = results[name]["results"]
     assert record.render(results).count(f"| {name} | ") == len(found)
 
@@ -91,22 +58,16 @@ def test_the_table_is_not_stale():
     assert record.PAGE.with_name(record.PICTURE).read_text() == record.draw(results)
 
 
-CASE = {"devices": 8, "rows": 100_000}
-
-
-def test_a_new_figure_replaces_the_earlier_one(tmp_path):
+def test_a_new_figure_replaces_the_earlier_one():
     results = results_file.load_results()
     before = len(results["table_size"]["results"])
-    new = [CASE | {"ratio": 77.0}, {"devices": 3, "rows": 7, "ratio": 78.0}]
+    case = {"devices": 8, "rows": 100_000}
+    new = [case | {"ratio": 77.0}, {"devices": 3, "rows": 7, "ratio": 78.0}]
     document = {"benchmark": "table_size", "versions": {"jax": "1.2.3"}}
     assert results_file.merge(results, document | {"results": new}) == "table_size"
     assert len(results["table_size"]["results"]) == before + 1
     table = record.render(results)
     assert "| table_size | devices 8, rows 100,000 | ratio 77.00 |" in table
-
-    results_file.save_results(results, tmp_path / "results.json")
-    saved = results_file.load_results(tmp_path / "results.json")
-    assert saved == json.loads(json.dumps(results))
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
@@ -130,7 +91,7 @@ def test_the_judge_of_the_first_step(optimizer):
     np.testing.assert_allclose(after[:, 0], expected, rtol=0, atol=1e-7)  # float32
 
 
-def test_a_wrong_side_is_refused(tmp_path, monkeypatch):
+def test_a_wrong_side_is_rejected(tmp_path, monkeypatch):
     wrong = np.zeros((2, TINY.batch, TINY.tables, TINY.dim), np.float32)
     closed = []
 
@@ -142,26 +103,6 @@ def test_a_wrong_side_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(step_check, "SideProcess", lambda *_, **__: side)
     batches = step_check.write_batches(TINY, 1, tmp_path)
     info = types.SimpleNamespace(module="", title="Zeros", optimizer="adagrad")
-    with pytest.raises(interleaved.SideFailedError, match="Zeros differs from NumPy"):
+    with pytest.raises(interleaved.SideFailedError, match="Zeros"):
         step_check.start_checked(info, TINY, batches)
     assert closed
-
-
-def test_a_side_that_ends_is_named(tmp_path):
-    message = "(?s)no_such_side.*No module"
-    with pytest.raises(interleaved.SideFailedError, match=message):
-        interleaved.SideProcess("no_such_side", TINY, tmp_path / "no.npy")
-
-
-def test_a_peer_that_ends_is_left_out(monkeypatch):
-    def ask(command, **arguments):
-        if arguments["method"] == "train":
-            raise interleaved.SideFailedError("torch ended with status -9\nlast words")
-
-    side = types.SimpleNamespace(ask=ask, close=lambda: None)
-    monkeypatch.setattr(peers.Comparison, "_start", lambda *_: side)
-    turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
-    (row,) = peers.Comparison(TINY, {}, turns).run(["torch"])
-    assert row["left_out"] == "torch ended with status -9"
-    table = record.render({"peers": {"results": [row]}})
-    assert "| T0, torch | left out: torch ended with status -9 | " in table

@@ -1,6 +1,5 @@
 """Rules of the configuration classes, each with a value that breaks only it."""
 
-import dataclasses
 import math
 import re
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.argument_checks import describe_value
+from tests.rejections import rejects
 from tpu_embedding.initializers import row_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
@@ -32,10 +31,6 @@ def quantization(**options):
     )
 
 
-def row_ids(**options):
-    return te.initializers.RowIdInitializer(**options)
-
-
 def shape_initializer(shape, dtype=None):
     return jnp.zeros(shape, dtype)
 
@@ -51,37 +46,28 @@ WRONG = {
     table: [
         ("vocabulary_size", 0),
         ("vocabulary_size", 2**31 - 1),
-        ("vocabulary_size", 7.0),
         ("vocabulary_size", True),
         ("dim", 0),
-        ("dim", 3.0),
-        ("dim", True),
         ("initializer", 0.5),
         ("initializer", shape_initializer),
         ("initializer", KerasInitializer()),
         ("optimizer", "adamm"),
         ("combiner", "max"),
-        ("combiner", max),
         ("name", ""),
         ("name", 3),
         ("quantization_config", 16),
         ("dtype", np.float64),
-        ("dtype", np.float16),
-        ("dtype", "junk"),
     ],
     feature: [
         ("table", None),
         ("table", (TABLE, TABLE)),
         ("max_sequence_length", -1),
-        ("max_sequence_length", 2.0),
         ("validate_weights_and_indices", 1),
         ("output_shape", 4),
         ("output_shape", (2, 0)),
-        ("output_shape", (2.0,)),
         ("output_shape", (-1, 2)),
         ("default_id", -1),
         ("default_id", 7),
-        ("default_id", 2.0),
         ("name", ""),
         ("name", 3),
         ("out_of_range_ids", "ignore"),
@@ -90,22 +76,11 @@ WRONG = {
     ],
     quantization: [
         ("num_buckets", 1),
-        ("num_buckets", 16.0),
         ("lower", 1.0),
         ("lower", NAN),
         ("upper", -1.0),
         ("upper", NAN),
     ],
-    row_ids: [
-        ("offset", 0.5),
-        ("offset", 2**31),
-    ],
-}
-CLASS_NAMES = {
-    table: "TableConfig",
-    feature: "FeatureConfig",
-    quantization: "QuantizationConfig",
-    row_ids: "RowIdInitializer",
 }
 CASES = [
     # The address of an object would differ between the processes of a test run.
@@ -121,23 +96,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "field", "value"), CASES)
-def test_wrong_value_is_refused_by_field(make, field, value):
-    with pytest.raises(ValueError) as error:
+def test_a_wrong_value_is_rejected_by_field(make, field, value):
+    expected = dict(field=field, value=value)
+    if field == "upper":  # The rule is one for both bounds.
+        expected = dict(field="lower", fix=f"upper={value}")
+    with rejects(**expected) as error:
         make(**{field: value})
-    message = str(error.value)
-    # The rule of two fields of a quantization names the class once.
-    assert CLASS_NAMES[make] in message
-    assert field in message
-    assert any(x(value) in message for x in (repr, str, describe_value))
-    assert message.endswith(".")
-    assert ";" not in message or message.count(" must ") == 1
-
-
-@pytest.mark.parametrize("make", [table, feature], ids=CLASS_NAMES.get)
-def test_errors_name_their_owner(make):
-    options = {table: dict(dim=0), feature: dict(max_sequence_length=-1)}[make]
-    with pytest.raises(ValueError, match="'the_owner'"):
-        make(name="the_owner", **options)
+    is_owned = make is not quantization and field != "name"
+    assert not is_owned or f"'{make.__name__[0]}'" in str(error.value)
 
 
 RIGHT = [
@@ -145,18 +111,13 @@ RIGHT = [
     (table, dict(vocabulary_size=2**31 - 2)),
     (table, dict(initializer=jax.nn.initializers.zeros)),
     (table, dict(quantization_config=QUANTIZATION)),
-    (table, dict(dtype=np.float32)),
     (table, dict(dtype=jnp.bfloat16)),
-    (table, dict(dtype=np.int8)),
-    (feature, dict(expected_valence=3)),
     (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),
-    (table, dict(initializer=te.initializers.RowIdInitializer(2))),
     (feature, dict(output_shape=(np.int64(2), 3))),
     (feature, dict(output_shape=(-1,))),
     (feature, dict(default_id=np.int64(6))),
     (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
     (quantization, dict(num_buckets=np.int64(16))),
-    (quantization, dict(lower=0, upper=1)),
     (table, dict(optimizer="adagrad")),
 ]
 
@@ -172,41 +133,6 @@ def test_right_values_are_kept(make, options):
             assert not isinstance(part, np.integer)
 
 
-def defaults_of(cls):
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(cls)
-        if field.default is not dataclasses.MISSING
-    }
-
-
-def test_defaults_are_those_of_tensorflow():
-    assert defaults_of(te.TableConfig) == dict(
-        initializer=None,
-        optimizer=None,
-        combiner="mean",
-        name=None,
-        quantization_config=None,
-        dtype=jnp.float32,
-        placement=None,
-    )
-    in_tensorflow = dict(
-        max_sequence_length=0,
-        validate_weights_and_indices=True,
-        output_shape=None,
-        name=None,
-    )
-    ours = dict(
-        combiner=None,
-        out_of_range_ids="error",
-        expected_valence=None,
-        default_id=None,
-        find_only=False,
-    )
-    assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
-    assert defaults_of(te.QuantizationConfig) == {}
-
-
 def test_default_initializer_is_the_truncated_normal_of_tensorflow():
     dim = 16
     values = row_initializer(None, dim)(
@@ -220,29 +146,17 @@ def test_default_initializer_is_the_truncated_normal_of_tensorflow():
     assert np.mean(values) == pytest.approx(0, abs=0.02 * stddev)
 
 
-CONTRADICTIONS = {
-    "sequence and shape": (
-        lambda: feature(max_sequence_length=2, output_shape=(3,)),
-        ["max_sequence_length", "2", "output_shape", "(3,)", "'f'"],
-    ),
-    "combiner of a sequence": (
-        lambda: feature(max_sequence_length=2, combiner="sum"),
-        ["combiner", "'sum'", "max_sequence_length=2", "'f'"],
-    ),
-    "default of a sequence": (
-        lambda: feature(max_sequence_length=2, default_id=3),
-        ["default_id", "3", "max_sequence_length=2", "'f'"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_fields_that_contradict_each_other(case):
-    make, parts = CONTRADICTIONS[case]
-    with pytest.raises(ValueError) as error:
-        make()
-    for part in parts:
-        assert part in str(error.value)
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("max_sequence_length", dict(output_shape=(3,))),
+        ("combiner", dict(combiner="sum")),
+        ("default_id", dict(default_id=3)),
+    ],
+)
+def test_fields_that_contradict_each_other(field, options):
+    with rejects(field=field, fix="'f'"):
+        feature(max_sequence_length=2, **options)
 
 
 def test_row_id_initializer():
@@ -261,9 +175,8 @@ def test_row_id_initializer():
 
 
 def test_an_initializer_of_another_library_says_how_to_wrap_it():
-    with pytest.raises(ValueError, match="lambda key, shape, dtype:") as error:
+    with rejects(field="initializer", fix="lambda key, shape, dtype:"):
         table(initializer=KerasInitializer())
-    assert "(shape, dtype=None, **kwargs)" in str(error.value)
     wrapped = table(
         initializer=lambda key, shape, dtype: jnp.asarray(
             shape_initializer(shape), dtype
@@ -273,12 +186,3 @@ def test_an_initializer_of_another_library_says_how_to_wrap_it():
     assert not te.functional.unstack_tables(
         te.functional.init_tables(plan, jax.random.key(0)), plan
     )["t"].any()
-
-
-def test_a_small_numpy_size_does_not_wrap():
-    tables = [
-        te.TableConfig(vocabulary_size=np.int8(100), dim=np.int8(2), name=name)
-        for name in "ab"
-    ]
-    plan = te.make_plan([te.FeatureConfig(table=t) for t in tables])
-    assert [table.num_rows for table in plan.stacks[0].tables] == [100, 100]

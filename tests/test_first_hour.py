@@ -5,9 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import sysconfig
-
-import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PARTS = ["devices", "doctor"] + [
@@ -71,8 +68,6 @@ def run(folder, python, *options):
     assert (out / "table.json").is_file(), result.stdout + result.stderr
     table = json.loads((out / "table.json").read_text())
     assert set(PARTS) <= {row["item"] for row in table}
-    assert all((out / row["log"]).exists() for row in table)
-    assert len((out / "table.md").read_text().splitlines()) == 2 + len(table)
     return result, {row["item"]: row for row in table}
 
 
@@ -80,12 +75,9 @@ def test_failed_parts_are_named_and_the_rest_goes_on(tmp_path):
     fake = FAKE.format(python=sys.executable)
     result, rows = run(tmp_path, fake, "--seconds", "2")
     assert result.returncode == 1
-    assert rows["devices"]["result"].startswith("2 x TPU v5, 95.0 GiB each; ")
-    assert rows["doctor: versions"]["result"] == "python 3.12.1, jax 0.12.0"
     wrong = rows["doctor: SparseCores, dim 8, Adam"]
     assert wrong["status"] == "FAILED" and "1 of 9 rows" in wrong["result"]
     assert rows["step_xla"]["result"].startswith("5.000 ms per step (1.000 to 9.000)")
-    assert "2 x TPU v5, compiled in 30 s; " in rows["step_sparse_core"]["result"]
     assert "2.50 times" in rows["ratio of steps"]["result"]
     assert rows["training_xla"]["result"].startswith("auc 0.750000, step 5")
     assert {item: rows[item]["status"] for item in PARTS} == dict.fromkeys(
@@ -95,49 +87,3 @@ def test_failed_parts_are_named_and_the_rest_goes_on(tmp_path):
         "profile_sparse_core": "not finished in 2 s",
         "training_sparse_core": "exit status 3",
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--fast"], "unknown option --fast"),
-        (["--seconds"], "--seconds needs a value"),
-        (["--output-dir", "scripts"], "--output-dir must be new, got scripts"),
-    ],
-)
-def test_wrong_options_are_rejected(options, message, tmp_path):
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "false", "VENV": str(tmp_path)}
-    result = subprocess.run(
-        ["bash", "scripts/first_hour.sh", *options],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
-def test_shellcheck_accepts_the_script():
-    shellcheck = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
-    command = [shellcheck, "--external-sources", "scripts/first_hour.sh"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.exhaustive
-def test_emulated_devices(tmp_path):
-    # The doctor has tests of its own, which take as long as all the rest.
-    python = f"""#!/bin/sh
-case "$*" in *" doctor") exit ;; esac
-exec {sys.executable} "$@"
-"""
-    result, rows = run(tmp_path, python)
-    assert result.returncode == 0, result.stdout
-    assert {rows[item]["status"] for item in PARTS} == {"ok"}
-    assert "1 x cpu" in rows["devices"]["result"]
-    step = rows["step_sparse_core"]["result"]
-    assert ", 8 x cpu, compiled in " in step and "exchange" not in step
-    assert "log_loss 0." in rows["training_sparse_core"]["result"]
-    profiles = (tmp_path / "first hour").glob("profile_*/**/*.xplane.pb")
-    assert len(list(profiles)) == 2

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from tests.tiers import with_ids
 from tpu_embedding import host_without_tpus
 from tpu_embedding.host_without_tpus import describe_host_without_tpus
 
 NAMES = ("TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS")
-ONE_HOST = ["localhost", "1,1,1"]
+ONE_HOST, LEFT_ALONE = ["localhost", "1,1,1"], [None, None]
 GOOGLE, OTHER = "0x1ae0", "0x8086"
 NETWORK, STORAGE, CHIP = "0x020000", "0x010802", "0xff0000"
 
@@ -41,37 +42,26 @@ def described():
     return [os.environ.get(name) for name in NAMES]
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [[], [(GOOGLE, NETWORK), (GOOGLE, STORAGE), (OTHER, CHIP)]],
-    ids=["no devices", "devices of a machine of Google without chips"],
-)
-def test_a_host_without_chips_is_described(host, devices):
-    host(devices)
+HOSTS = {
+    "no devices": ({}, ONE_HOST),
+    "a machine of Google without chips": (
+        {"devices": [(GOOGLE, NETWORK), (GOOGLE, STORAGE), (OTHER, CHIP)]},
+        ONE_HOST,
+    ),
+    "chips on the bus": ({"devices": [(OTHER, NETWORK), (GOOGLE, CHIP)]}, LEFT_ALONE),
+    "files of chips": ({"device_files": ["/dev/accel0"]}, LEFT_ALONE),
+}
+
+
+@pytest.mark.parametrize(("devices", "expected"), with_ids(HOSTS))
+def test_only_a_host_without_chips_is_described(host, devices, expected, monkeypatch):
+    host(**devices)
     describe_host_without_tpus()
-    assert described() == ONE_HOST
-
-
-@pytest.mark.parametrize(
-    "chips",
-    [
-        {"devices": [(OTHER, NETWORK), (GOOGLE, CHIP)]},
-        {"devices": [(GOOGLE, "0x120000")], "device_files": ["/dev/vfio/0"]},
-        {"device_files": ["/dev/accel0"]},
-    ],
-    ids=["chips on the bus", "chips", "files of chips"],
-)
-def test_a_host_with_chips_is_left_alone(host, chips):
-    host(**chips)
-    describe_host_without_tpus()
-    assert described() == [None, None]
-
-
-def test_values_of_the_user_stay(host, monkeypatch):
-    host()
+    assert described() == expected
+    # Values of the user stay.
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
     describe_host_without_tpus()
-    assert described() == ["one,two", "1,1,1"]
+    assert described()[0] == "one,two"
 
 
 @pytest.mark.tpu_compiler

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import tpu_embedding as te
-from tests.tiers import with_ids
+from tests.rejections import rejects
 from tpu_embedding.lazy_names import lazy_names
 
 NOT_LOADED = (
@@ -24,26 +24,21 @@ NOT_LOADED = (
     "tpu_embedding.tools",
 )
 
-USES = {
-    "layer": "te.TPUEmbedding, te.Optimizer, te.value_and_grad, te.PipelinedTrainStep",
-    "linen": "te.linen",
-}
-
 PROGRAM = """
 import sys
 import flax, jax, optax
 from flax import linen, nnx
 before = set(sys.modules)
 import tpu_embedding as te
-{use}
+te.TPUEmbedding, te.Optimizer, te.value_and_grad, te.PipelinedTrainStep, te.linen
 print(*sorted(set(sys.modules) - before), sep="\\n")
 """
 
 
-@pytest.mark.parametrize("use", with_ids(USES))
-def test_modules_that_are_not_loaded(use):
-    command = [sys.executable, "-c", PROGRAM.format(use=use)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_modules_that_are_not_loaded():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     loaded = run.stdout.splitlines()
     assert "tpu_embedding" in loaded
     assert not [
@@ -66,8 +61,8 @@ def test_lazy_names_are_there(package):
     assert {*names} <= {*module.__all__}
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(AttributeError, match="no attribute 'embedding_bag'"):
+def test_unknown_names_are_rejected():
+    with rejects(AttributeError, fix="embedding_bag"):
         te.embedding_bag  # noqa: B018
     assert {*te.__all__, "__version__"} <= set(dir(te))
 

@@ -11,7 +11,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import OPTIMIZERS
-from tests.tiers import quick_cases
+from tests.tiers import matrix, quick_cases, with_ids
 
 FEATURES = {
     f"f{k}": te.FeatureConfig(
@@ -21,7 +21,7 @@ FEATURES = {
 }
 
 
-def run(rule, jit, steps=2, **options):
+def run(rule, steps=2, **options):
     """Trains a stack of two tables; returns the loss and the tables."""
     plan = te.make_plan(FEATURES, mesh_of(2), optimizer=rule, **options)
     assert len(plan.stacks) == 1
@@ -29,6 +29,7 @@ def run(rule, jit, steps=2, **options):
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     ids = model.prepare({name: np.array([1, 2, 2, 5]) for name in FEATURES})
 
+    @nnx.jit
     def step(model, optimizer, ids):
         loss, gradients = te.value_and_grad(
             lambda model: sum((x**2).sum() for x in jax.tree.leaves(model(ids)))
@@ -36,21 +37,17 @@ def run(rule, jit, steps=2, **options):
         optimizer.update(model, gradients)
         return loss
 
-    step = nnx.jit(step) if jit else step
     losses = [step(model, optimizer, ids) for _ in range(steps)]
     optimizer.finalize_variable_values(model)
     return losses[-1], model.embedding_tables()
 
 
-each_rule = pytest.mark.parametrize("name", quick_cases(OPTIMIZERS, "lazy_adam"))
-
-
-@each_rule
+@pytest.mark.parametrize("name", quick_cases(OPTIMIZERS, "lazy_adam"))
 def test_x64_changes_nothing(name):
     results = []
     for context in (contextlib.nullcontext(), jax.enable_x64(True)):
         with context:
-            loss, tables = run(OPTIMIZERS[name], jit=True)
+            loss, tables = run(OPTIMIZERS[name])
         assert loss.dtype == np.float32
         assert {x.dtype for x in tables.values()} == {np.dtype(np.float32)}
         results.append(tables)
@@ -60,33 +57,14 @@ def test_x64_changes_nothing(name):
         np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-4)
 
 
-@each_rule
-def test_debug_nans_finds_none(name):
-    with jax.debug_nans(True):
-        loss, _ = run(OPTIMIZERS[name], jit=True)
-    assert np.isfinite(loss)
-
-
 TWIN = {"hardware": te.hardware.hardware_by_name("v5p"), "backend": "sparse_core"}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("jit", [False, True])
-def test_debug_nans_with_the_twin_of_sparse_cores(jit):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    quick_cases(matrix(OPTIMIZERS, with_ids({"xla": {}, "sparse_core": TWIN}))),
+)
+def test_debug_nans_finds_none(name, options):
     with jax.debug_nans(True):
-        loss, _ = run(OPTIMIZERS["adagrad"], jit, **TWIN)
+        loss, _ = run(OPTIMIZERS[name], **options)
     assert np.isfinite(loss)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{}, TWIN], ids=["xla", "sparse_core"])
-def test_debug_nans_finds_a_nan(options):
-    plan = te.make_plan(
-        FEATURES, mesh_of(2), optimizer=OPTIMIZERS["adagrad"], **options
-    )
-    model = te.TPUEmbedding(FEATURES, plan=plan, rngs=nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="NaN or infinite .*'t0'"):
-        model.set_embedding_tables({"t0": np.full((16, 4), np.nan, np.float32)})
-    ids = model.prepare({name: np.array([1, 2, 2, 5]) for name in FEATURES})
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        nnx.jit(lambda model: sum(x.sum() for x in model(ids).values()))(model)

@@ -150,9 +150,10 @@ def reference_step(tables, rows, cotangents, plan):
         result = np.zeros((len(bags), feature.table.dim))
         by_bag = cotangent.reshape(result.shape)
         for i, bag in enumerate(bags):
-            result[i], by_id = pool(seen, bag, combiner, feature, by_bag[i])
-            for row, gradient in by_id:
-                gradients[name][row] = np.nan_to_num(gradients[name][row]) + gradient
+            for row, gain in gains_of(bag, combiner, feature):
+                result[i] += gain * seen[row]
+                gradient = np.nan_to_num(gradients[name][row]) + gain * by_bag[i]
+                gradients[name][row] = gradient
         activations.append(result)
         counts[feature.name] = sum(
             row != PADDING and not 0 <= row < feature.table.vocabulary_size
@@ -160,13 +161,6 @@ def reference_step(tables, rows, cotangents, plan):
             for row, _ in bag
         )
     return activations, gradients, counts
-
-
-def pool(table, bag, combiner, feature, cotangent):
-    """Returns the activation of a sample, and a (row, gradient) pair for each id."""
-    pairs = gains_of(bag, combiner, feature)
-    pooled = sum((gain * table[row] for row, gain in pairs), np.zeros(len(cotangent)))
-    return pooled, [(row, gain * cotangent) for row, gain in pairs]
 
 
 def quantized(rows, table):

@@ -1,4 +1,4 @@
-"""Each script explains itself with `--help`, and refuses options that it lacks."""
+"""Each script explains itself with `--help`, and rejects unknown options."""
 
 import importlib.util
 import pathlib
@@ -10,12 +10,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 SHELL = sorted(
     path.name for path in (ROOT / "scripts").glob("*.sh") if path.name != "setup.sh"
-)
-PYTHON = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in ("benchmarks", "docs/notebooks", "docs/pictures", "scripts")
-    for path in (ROOT / folder).glob("*.py")
-    if "__main__" in path.read_text()
 )
 
 
@@ -36,30 +30,20 @@ def no_python(tmp_path):
     return {"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv"), "PYTHON": "false"}
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("script", SHELL)
-def test_help_of_a_shell_script(script, option, no_python):
-    result = run(["bash", f"scripts/{script}", option], no_python)
+def test_help_of_a_shell_script(script, no_python):
+    result = run(["bash", f"scripts/{script}", "--help"], no_python)
     assert result.returncode == 0, result.stderr
     assert f"scripts/{script}" in result.stdout
     assert result.stderr == ""
     assert not pathlib.Path(no_python["VENV"]).exists()
 
 
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("test.sh", "--al"),
-        ("test.sh", "-x"),
-        ("test.sh", "tests"),
-        ("check_wheel.sh", "--all"),
-        ("docs.sh", "--fast"),
-    ],
-)
-def test_unknown_option_of_a_shell_script(script, option, no_python):
-    result = run(["bash", f"scripts/{script}", option], no_python)
+@pytest.mark.parametrize("script", ["test.sh", "check_wheel.sh", "docs.sh"])
+def test_unknown_option_of_a_shell_script(script, no_python):
+    result = run(["bash", f"scripts/{script}", "--al"], no_python)
     assert result.returncode == 2
-    assert option in result.stderr
+    assert "--al" in result.stderr
     assert "--help" in result.stderr
     assert not pathlib.Path(no_python["VENV"]).exists()
 

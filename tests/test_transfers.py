@@ -48,7 +48,6 @@ def dynamic_rows(*_):
 
 
 CALLS = {
-    "optimizer": lambda model, *_: te.Optimizer(model, optax.adam(0.1)),
     "initial tables": initial_tables,
     "import": lambda model, optimizer, _: te.checkpoint.import_tables(
         {"t": np.ones((40, 4))}, model, optimizer
@@ -91,10 +90,3 @@ def test_a_loop_that_brings_rows_from_the_host():
             train_step(model, optimizer, te.inputs.shard_batch(ids, model.plan))
         assert model.embedding_tables()["t"].shape == (40, 4)
     assert int(optimizer.step[...]) == 5
-
-
-def test_transfers_of_the_users_batches_are_checked():
-    model, optimizer = make(placement=te.HostRows(cache_rows=20))
-    batches = (np.asarray(jnp.arange(8) + i) for i in range(2))
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed"):
-        list(te.host_rows(batches, model, optimizer, features_of=lambda x: x))

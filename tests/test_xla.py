@@ -42,7 +42,7 @@ def test_equals_numpy(size, running, expected):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int8", "bfloat16"])
-@pytest.mark.parametrize("length", [1, 16, 23, 24, 31, 32, 40, 51, 52, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 16, 23, 24, 32, 51, 52, 65, 200])
 def test_copies_keep_every_bit(length, dtype):
     words = _rows_of_bits(length)
     rows = words.view(dtype) if dtype in ("float32", "int32") else words.astype(dtype)

@@ -173,7 +173,8 @@ def right_names(
             for name in kwargs:
                 if name not in known:
                     line = _right_name(name, known, right)
-                    raise TypeError(f"{owner} has no argument {name!r}: {line}")
+                    error = TypeError(f"{owner} has no argument {name!r}: {line}")
+                    raise about(error, f"{owner}: {name}", kwargs[name])
             return function(*args, **kwargs)
 
         if not is_class:

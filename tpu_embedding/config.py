@@ -24,6 +24,7 @@ from tpu_embedding.argument_checks import (
     convert_ints,
     describe_value,
     int_rule,
+    invalid,
     is_finite,
     is_int,
     optional,
@@ -197,10 +198,8 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """
     name = getattr(embedding_feature, "name", embedding_feature)
     if name not in ("UNSUPPORTED", "V1", "V2", None):
-        raise ValueError(
-            "embedding_feature must be 'UNSUPPORTED', 'V1', 'V2' or None, got "
-            f"{embedding_feature!r}; 'UNSUPPORTED' replicates all tables."
-        )
+        rule = "be 'UNSUPPORTED', which replicates all tables, 'V1', 'V2' or None"
+        raise invalid("embedding_feature", rule, embedding_feature)
     return Replicated() if name == "UNSUPPORTED" else None
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tpu_embedding.argument_checks import check_scalar, describe_value
+from tpu_embedding.argument_checks import check_scalar, describe_value, invalid
 from tpu_embedding.lookup._backward import (
     gradient_rounds,
     join_gradients,
@@ -190,10 +190,9 @@ class Gradients(WithoutOperators):
             return self.tables[name]
         dense = self.dense if isinstance(self.dense, Mapping) else {}
         if name not in dense:
-            raise KeyError(
-                f"Gradients have the dense parts {sorted(dense)} and the layers "
-                f"{sorted(self.tables)}, got {name!r}."
-            )
+            rule = f"have the dense parts {sorted(dense)} or the layers "
+            rule += f"{sorted(self.tables)}"
+            raise invalid("gradients", rule, name, kind=KeyError)
         return dense[name]
 
     def __repr__(self) -> str:
@@ -311,10 +310,8 @@ def scale(gradients: T, factor: Any) -> T:
     def scale_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, TableGradients):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise TypeError(
-                    f"gradients must be floats to be scaled, got dtype {leaf.dtype}; "
-                    "remove integers from the pytree."
-                )
+                rule, fix = "be floats to be scaled", "Remove integers from the pytree."
+                raise invalid("gradients", rule, leaf, fix, TypeError)
             return (leaf * factor).astype(leaf.dtype)
         stacks = {
             name: scale_gradient(sealed, factor) for name, sealed in leaf.stacks.items()

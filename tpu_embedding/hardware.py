@@ -12,6 +12,8 @@ from typing import Final
 
 import jax
 
+from tpu_embedding.argument_checks import invalid
+
 __all__ = ["HardwareInfo", "hardware_by_name"]
 
 KIBIBYTE: Final = 2**10
@@ -185,7 +187,7 @@ def hardware_by_name(name: str) -> HardwareInfo:
       128
     """
     if name not in _BY_NAME:
-        raise ValueError(f"hardware must be one of {sorted(_BY_NAME)}, got {name!r}.")
+        raise invalid("hardware", f"be one of {sorted(_BY_NAME)}", name)
     return _BY_NAME[name]
 
 
@@ -209,9 +211,7 @@ def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
     if platform in ("gpu", "cuda", "rocm"):
         return _GPU
     if device_kind not in _BY_DEVICE_KIND:
-        raise ValueError(
-            f"device kind must be one of {sorted(_BY_DEVICE_KIND)}, got "
-            f"{device_kind!r} on platform {platform!r}; pass `hardware=` "
-            "to use the settings of a known kind."
-        )
+        rule = f"be one of {sorted(_BY_DEVICE_KIND)} on platform {platform!r}"
+        fix = "Pass `hardware=` to use the settings of a known kind."
+        raise invalid("device kind", rule, device_kind, fix)
     return _BY_DEVICE_KIND[device_kind]

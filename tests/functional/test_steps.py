@@ -42,8 +42,8 @@ def batch_of(plan):
 
 @pytest.mark.parametrize(
     "missing",
-    [{"again": None}, {"one": None, "other": None, "again": None}],
-    ids=str,
+    [{"one": None, "other": None}, {"one": None, "other": None, "again": None}],
+    ids=len,
 )
 def test_a_missing_cotangent_is_zero(missing):
     plan = plan_of()
@@ -68,26 +68,14 @@ def test_a_missing_cotangent_is_zero(missing):
         np.testing.assert_array_equal(found[name], table)
 
 
-def test_one_table_of_a_feature_may_miss_its_cotangent():
-    plan = plan_of()
-    tables, _ = state_of(plan)
-    routing = te.functional.lookup(tables, batch_of(plan), plan).routing
-    ones = jnp.ones((BATCH, DIM))
-    cotangents = {"one": None, "other": None, "again": ones}
-    gradients = te.functional.compute_gradients(routing, cotangents, plan)
-    norm = te.gradients.global_norm(gradients)
-    np.testing.assert_allclose(norm, np.sqrt(BATCH * DIM), rtol=1e-6)
-
-
 def put(value, plan):
     return jax.device_put(value, NamedSharding(plan.mesh, PartitionSpec()))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_no_step_takes_a_value_from_the_host(num_devices):
+def test_no_step_takes_a_value_from_the_host():
     """Each call runs twice: constants may travel while it is compiled."""
-    plan = plan_of(num_devices, te.Dynamic(capacity=64))
+    plan = plan_of(2, te.Dynamic(capacity=64))
     tables, slots = state_of(plan)
     features = batch_of(plan)
     model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))

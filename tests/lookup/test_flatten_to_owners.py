@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.lookup.stages import PADDING, plan_of
-from tpu_embedding.lookup._forward import (
-    FeatureInput,
-    flatten,
-)
+from tpu_embedding.lookup._forward import FeatureInput, flatten
 from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
 from tpu_embedding.plan.features import FeaturePlan
 
@@ -44,13 +40,15 @@ def feature_input(form, weights=None):
 
 
 def feature_plan(
-    policy="error", validates=True, combiner="sum", row_offset=0, size=VOCABULARY_SIZE
+    policy="error", validates=True, combiner="sum", row_offset=0, default_id=None
 ):
+    size = VOCABULARY_SIZE
     table = te.TableConfig(vocabulary_size=size, dim=2, combiner=combiner, name="t")
     config = te.FeatureConfig(
         table=table,
         out_of_range_ids=policy,
         validate_weights_and_indices=validates,
+        default_id=default_id,
         name="f",
     )
     return FeaturePlan(
@@ -67,10 +65,16 @@ def stack_of(num_shards, keeps_duplicates=False):
     return dataclasses.replace(stack, optimizer=optimizer)
 
 
+def samples_of(given):
+    if given.sample_ids is None:
+        return [i % given.num_samples for i in range(len(given.ids))]
+    return np.asarray(given.sample_ids).tolist()
+
+
 def reference(given, feature):
     """Returns keys, gains, scales and the count of ids outside the table."""
-    config, combiner = feature.config, feature.config.table.combiner
-    keys, gains, totals, outside = [], [], [0.0] * given.num_samples, 0
+    config, combiner, samples = feature.config, feature.combiner, samples_of(given)
+    rows, gains, outside = [], [], 0
     for i, row in enumerate(np.asarray(given.ids).tolist()):
         is_used = 0 <= row < VOCABULARY_SIZE
         outside += row != PADDING and not is_used
@@ -79,50 +83,59 @@ def reference(given, feature):
         weight = 1.0 if given.weights is None else float(given.weights[i])
         if config.validate_weights_and_indices and combiner != "sum":
             is_used = is_used and weight > 0
-        gain = weight if is_used else 0.0
-        gains.append(gain)
-        stack_row = row + feature.row_offset
+        rows.append(row if is_used else None)
+        gains.append(weight if is_used else 0.0)
+    for sample in range(given.num_samples):
+        places = [i for i, of_id in enumerate(samples) if of_id == sample]
+        is_empty = places and all(rows[i] is None for i in places)
+        if is_empty and config.default_id is not None:
+            # The first place of an empty sample, and nothing else.
+            rows[places[0]], gains[places[0]] = config.default_id, 1.0
+    keys, totals = [], np.zeros(given.num_samples + 1)
+    for row, gain, sample in zip(rows, gains, samples, strict=True):
+        stack_row = 0 if row is None else row + feature.row_offset
         key = stack_row % NUM_SHARDS * 11 + stack_row // NUM_SHARDS
-        keys.append(key if is_used else PADDING)
-        sample = i % given.num_samples
-        if given.sample_ids is not None:
-            sample = int(given.sample_ids[i])
-        if sample < given.num_samples:
-            totals[sample] += gain if combiner == "mean" else gain**2
-    if combiner == "sqrtn":
-        totals = [math.sqrt(total) for total in totals]
-    scales = [1 / total if total else 0.0 for total in totals]
-    return keys, gains, scales, outside
+        keys.append(PADDING if row is None else key)
+        totals[sample] += gain if combiner == "mean" else gain**2
+    totals = np.sqrt(totals) if combiner == "sqrtn" else totals
+    scales = [1 / total if total else 0.0 for total in totals[:-1]]
+    return np.array(keys), np.array(gains), scales, outside
 
 
+@pytest.mark.parametrize("keeps_duplicates", [False, True], ids=["sums", "keeps"])
 @pytest.mark.parametrize("weights", [None, WEIGHTS, CANCEL], ids=["1", "any", "cancel"])
 @pytest.mark.parametrize("form", ["one", "many", "ragged"])
-def test_equals_reference(form, weights):
+def test_equals_reference(form, weights, keeps_duplicates):
     options = itertools.product(
-        ["error", "drop", "clip"], [True, False], ["sum", "mean", "sqrtn"], [0, 4]
+        *(["error", "drop", "clip"], [True, False], ["sum", "mean", "sqrtn"]),
+        *([0, 4], [None, 6]),
     )
     features = [feature_plan(*option) for option in options]
     given = feature_input(form, weights)
-    inputs = [given] * len(features)
-    keys, poolings, out_of_range = flatten(inputs, features, stack_of(NUM_SHARDS))
+    order = np.arange(len(IDS))
+    if form == "many" and keeps_duplicates:
+        order = np.argsort(samples_of(given), kind="stable")
+    stack = stack_of(NUM_SHARDS, keeps_duplicates)
+    keys, poolings, out_of_range = flatten([given] * len(features), features, stack)
     keys = np.asarray(keys).reshape(len(features), -1)
     for i, feature in enumerate(features):
         expected, gains, scales, outside = reference(given, feature)
-        np.testing.assert_array_equal(keys[i], expected)
+        np.testing.assert_array_equal(keys[i], expected[order])
         assert out_of_range[i] == outside
-        pooling, combiner = poolings[i], feature.config.table.combiner
+        pooling, combiner = poolings[i], feature.combiner
         if weights is None:
             assert pooling.gains is None
         else:
-            np.testing.assert_array_equal(pooling.gains, gains)
+            np.testing.assert_array_equal(pooling.gains, gains[order])
         if combiner == "sum" or (weights is None and form == "one"):
             assert pooling.scales is None
         else:
             # One rounding each of the sum, the root and the quotient.
             np.testing.assert_allclose(pooling.scales, scales, rtol=3e-7)
         assert pooling.num_samples == given.num_samples
-        assert pooling.valence == given.valence
-        assert (pooling.sample_ids is None) == (form != "ragged")
+        if not keeps_duplicates:
+            assert pooling.valence == given.valence
+            assert (pooling.sample_ids is None) == (form != "ragged")
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING
+from tests.lookup.test_pooling import integers
 from tpu_embedding.lookup._backward import gradient_blocks, sorted_blocks
 from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds
 

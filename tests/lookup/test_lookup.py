@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
+from tests.rejections import rejects
 
 full = pytest.mark.full
 
@@ -59,7 +58,6 @@ CASES = {
     "every_row_once": lambda v: np.arange(BATCH) % v,
     "no_ids": lambda v: np.full((BATCH, 4), PADDING),
     "multi_hot": lambda v: padded(v),
-    "multi_hot_int64": lambda v: padded(v).astype(np.int64),
     "duplicates_in_bag": lambda v: np.repeat(rng().integers(0, v, (BATCH, 1)), 4, 1),
     "weighted": lambda v: te.DenseIds(
         ids=padded(v), weights=rng(5).normal(size=(BATCH, 4)).astype(np.float32)
@@ -84,30 +82,18 @@ OPTIMIZER = optax.sgd(1.0)
 
 
 def make_plan(
-    mesh,
-    dim=4,
-    capacity=None,
-    hardware=None,
-    placement=None,
-    combiners=("sum", "mean", "sqrtn"),
-    dtype=jnp.float32,
-    optimizer=OPTIMIZER,
-    **feature_options,
+    mesh, dim=4, capacity=None, hardware=None, placement=None, **feature_options
 ):
     """Three tables in one stack, two of them smaller than 8 devices or nearly so.
 
     Features `a` and `d` share a table. Plans that are equal share compiled programs.
     """
-    sizes = {"a": 37, "b": 5, "c": 11}
+    sizes = {"a": (37, "sum"), "b": (5, "mean"), "c": (11, "sqrtn")}
     tables = {
         name: te.TableConfig(
-            vocabulary_size=size,
-            dim=dim,
-            combiner=combiner,
-            name=f"table_of_{name}",
-            dtype=dtype,
+            vocabulary_size=size, dim=dim, combiner=combiner, name=f"table_of_{name}"
         )
-        for (name, size), combiner in zip(sizes.items(), combiners, strict=True)
+        for name, (size, combiner) in sizes.items()
     }
     config = {
         name: te.FeatureConfig(table=table, name=name, **feature_options)
@@ -116,7 +102,7 @@ def make_plan(
     return te.make_plan(
         config,
         mesh,
-        optimizer=optimizer,
+        optimizer=OPTIMIZER,
         capacity=capacity,
         placement=placement,
         hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
@@ -157,16 +143,9 @@ def check_against_reference(plan, batch):
         )
     expected, touched = dense_gradients(before, batch, cotangents, plan)
     after = te.functional.unstack_tables(tables, plan)
-    tolerance = dict(TOLERANCE)
-    if plan.trained_stacks and plan.stacks[0].layout.narrow_dtype is not None:
-        # Rounded up or down: by less than one step.
-        tolerance["rtol"] += float(jnp.finfo(plan.stacks[0].layout.dtype_name).eps)
     for name in before:
-        if not plan.trained_stacks:
-            np.testing.assert_array_equal(after[name], before[name])
-            continue
         np.testing.assert_allclose(
-            after[name], before[name] - expected[name], **tolerance
+            after[name], before[name] - expected[name], **TOLERANCE
         )
         np.testing.assert_array_equal(
             after[name][~touched[name]], before[name][~touched[name]]
@@ -182,19 +161,19 @@ FORMS = {
         "all_of_one_shard",
         "every_row_once",
     ],
-    "multi_hot": ["multi_hot", "multi_hot_int64", "no_ids", "duplicates_in_bag"],
+    "multi_hot": ["multi_hot", "no_ids", "duplicates_in_bag"],
     "weighted": ["weighted", "zero_weights", "weights_cancel"],
     "ragged": ["ragged", "ragged_all_in_one_sample", "ragged_no_values"],
     "ragged_weighted": ["ragged_weighted"],
 }
-"""Cases by form; those of one form share a program."""
+"""Cases by form. Cases with one form share a program."""
 
 
 @pytest.mark.parametrize(
     ("form", "num_devices"),
     [
-        *((form, 2) for form in FORMS if form != "multi_hot"),
-        pytest.param("multi_hot", 2, marks=full),
+        *((form, 2) for form in ("one", "weighted", "ragged_weighted")),
+        *(pytest.param(form, 2, marks=full) for form in ("multi_hot", "ragged")),
         pytest.param("one", 8, marks=full),
         pytest.param("ragged_weighted", 8, marks=full),
         pytest.param("ragged_weighted", 1, marks=full),
@@ -214,19 +193,6 @@ def test_capacity_changes_no_result(num_devices, capacity):
     for case in ("no_ids", "multi_hot"):
         stats, _, _ = check_against_reference(plan, batch_of(case))
     assert stats.rounds["stack_0"] > 1
-
-
-@full
-@pytest.mark.parametrize(
-    ("dtype", "num_devices", "case", "options"),
-    [
-        (jnp.bfloat16, 3, "multi_hot", dict(hardware="v5p", capacity=1)),
-        (jnp.int8, 2, "ragged_weighted", dict(hardware="v5p", optimizer=None)),
-    ],
-)
-def test_tables_of_other_dtypes(dtype, num_devices, case, options):
-    plan = make_plan(mesh_of(num_devices), dtype=dtype, **options)
-    check_against_reference(plan, batch_of(case))
 
 
 @pytest.mark.parametrize("surplus", [-1, pytest.param(0, marks=full)])
@@ -283,10 +249,9 @@ def test_ids_out_of_range_under_jit(policy):
     result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
     assert result.stats.out_of_range == {"a": 5, "b": 2, "c": 0, "d": 0}
     expected = dense_lookup(te.functional.unstack_tables(tables, plan), batch, plan)
-    for name in expected:
-        np.testing.assert_allclose(
-            result.activations[name], expected[name], **TOLERANCE
-        )
+    for name, found in result.activations.items():
+        np.testing.assert_allclose(found, expected[name], **TOLERANCE)
+        assert found.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
 @pytest.mark.full
@@ -299,7 +264,7 @@ def test_weights_that_are_not_positive_count_on_request():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(output_shape=(3, BATCH // 3)),
+        pytest.param(dict(output_shape=(3, BATCH // 3)), marks=full),
         pytest.param(dict(max_sequence_length=2), marks=full),
     ],
     ids=str,
@@ -323,7 +288,7 @@ def test_ids_of_three_axes_are_combined_along_the_last():
     np.testing.assert_allclose(first, rows[ids].mean(axis=2), **TOLERANCE)
     np.testing.assert_array_equal(second, rows[ids])
     wrong = te.FeatureConfig(table=table, output_shape=(4,), name="wrong")
-    with pytest.raises(ValueError, match=r"'wrong'.*\(4,\).*\(2, 3, 4\)"):
+    with rejects(fix="'wrong'"):
         te.functional.lookup(tables, [ids], te.make_plan([wrong], mesh_of(1)))
 
 
@@ -338,59 +303,31 @@ def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
         np.testing.assert_array_equal(first, last)
 
 
-def test_cotangents_of_another_shape_are_refused():
+def test_cotangents_of_another_shape_are_rejected():
     plan = make_plan(mesh_of(1))
     tables = te.functional.init_tables(plan, jax.random.key(0))
     result = te.functional.lookup(
         tables, {name: np.arange(8) % 5 for name in "abcd"}, plan
     )
     cotangents = dict(result.activations, b=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"'b'.*\(8, 4\), got \(4,\)"):
+    with rejects(field="cotangent of feature 'b'"):
         te.functional.compute_gradients(result.routing, cotangents, plan)
 
 
+@pytest.mark.full
 def test_two_stacks_and_unused_activations():
-    mesh = mesh_of(1)
-    tables = [
-        te.TableConfig(vocabulary_size=11, dim=dim, name=f"t{dim}", combiner="sum")
+    config = {
+        f"t{dim}": te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=11, dim=dim, name=f"t{dim}")
+        )
         for dim in (2, 3)
-    ]
-    config = [te.FeatureConfig(table=t, name=t.name) for t in tables]
-    plan = te.make_plan(config, mesh, optimizer=OPTIMIZER)
+    }
+    plan = te.make_plan(config, mesh_of(1), optimizer=OPTIMIZER)
     tables = te.functional.init_tables(plan, jax.random.key(0))
-    cotangents = [np.zeros((4, 2), np.float32), np.ones((4, 3), np.float32)]
+    cotangents = {"t2": np.zeros((4, 2), np.float32), "t3": np.ones((4, 3), np.float32)}
     slots = te.functional.init_slots(tables, plan)
-    ids = [np.arange(4), np.arange(4)]
+    ids = dict.fromkeys(config, np.arange(4))
     *_, new = look_up_and_update(tables, slots, ids, cotangents, plan)
-    before, after = (
-        te.functional.unstack_tables(tables, plan),
-        te.functional.unstack_tables(new, plan),
-    )
+    before, after = (te.functional.unstack_tables(x, plan) for x in (tables, new))
     np.testing.assert_array_equal(after["t2"], before["t2"])
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
-
-
-def test_outputs_are_sharded_like_the_batch():
-    plan = make_plan(mesh_of(2))
-    batch = {name: jnp.arange(16) % 5 for name in "abcd"}
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
-    for activation in result.activations.values():
-        assert activation.sharding.is_equivalent_to(plan.batch_sharding, 2)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=8)
-@given(
-    num_devices=st.just(3),
-    capacity=st.sampled_from([None, 3]),
-    num_values=st.integers(33, 64),
-    seed=st.integers(0, 2**16),
-)
-def test_any_ragged_batch(num_devices, capacity, num_values, seed):
-    plan = make_plan(mesh_of(num_devices), capacity=capacity, expected_valence=8)
-    batch = {
-        name: random_ragged(size, num_values, seed + i)
-        for i, (name, size) in enumerate({"a": 37, "b": 5, "c": 11, "d": 37}.items())
-    }
-    check_against_reference(plan, batch)

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import quick_cases
 
 
-@pytest.mark.parametrize(("dim", "num_devices"), [(64, 1), (32, 2)])
+@pytest.mark.parametrize(
+    ("dim", "num_devices"), quick_cases([(64, 1), (32, 2)], "64-1")
+)
 def test_rows_are_read_with_the_arithmetic_that_makes_vectors(dim, num_devices):
     table = te.TableConfig(vocabulary_size=1000, dim=dim, name="t")
     mesh = te.device_mesh(jax.devices()[:num_devices])

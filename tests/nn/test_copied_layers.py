@@ -12,26 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 
 SIZE, DIM = 12, 2
-LOST = "loses the gradient of its tables"
-READ = "reads the tables of an embedding layer without a lookup"
+SGD = te.optimizers.sgd(1.0)
+TABLE = te.TableConfig(vocabulary_size=SIZE, dim=DIM, name="t")
+FEATURE = te.FeatureConfig(table=TABLE)
+READ_FIXES = ("weight_decay_factor", "te.nn.top_k", "nnx.Embed", "stop_gradient")
 
 
 class Model(nnx.Module):
     def __init__(self):
-        table = te.TableConfig(vocabulary_size=SIZE, dim=DIM, name="t")
-        self.layer = te.TPUEmbedding(
-            te.FeatureConfig(table=table),
-            te.optimizers.sgd(1.0),
-            mesh=mesh_of(1),
-            rngs=nnx.Rngs(0),
-        )
+        self.layer = te.TPUEmbedding(FEATURE, SGD, mesh=mesh_of(1), rngs=nnx.Rngs(0))
 
 
 def moved_by(loss_fn, model):
@@ -109,7 +106,7 @@ KEEP_GRADIENTS = ("nnx.jit", "a fresh nnx.jit", "nnx.remat", "nnx.jit of nnx.rem
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["copy first", "copy second"])
-@pytest.mark.parametrize("make", quick_cases(COPIES, "clone", "deepcopy"))
+@pytest.mark.parametrize("make", quick_cases(COPIES, "clone"))
 def test_each_call_of_a_copy_has_its_own_gradient(make, is_first):
     def loss_fn(model):
         layers = [model.layer, COPIES[make](model.layer)]
@@ -142,7 +139,7 @@ def test_a_copy_inside_a_transformation_raises(call):
         return jnp.sum(own) + jnp.sum(CALLS[call](clone, ids + 2))
 
     for _ in range(2):  # The second run finds the traces of the first.
-        with pytest.raises(ValueError, match=LOST):
+        with rejects():
             te.value_and_grad(loss_fn)(Model())
 
 
@@ -159,13 +156,8 @@ def random_program(seed):
         is_plain = generator.random() < (0.5 if layer == 0 else 0.8)
         call = "plain" if is_plain else str(generator.choice(list(CALLS)))
         keeps &= call == "plain" or (layer == 0 and call in KEEP_GRADIENTS)
-        ids = generator.integers(0, SIZE, 3)
-        steps.append((call, layer, ids))
-    return [*steps, ("plain", 0, ids_of_seed(seed))], keeps
-
-
-def ids_of_seed(seed):
-    return np.random.default_rng(seed + 1000).integers(0, SIZE, 3)
+        steps.append((call, layer, generator.integers(0, SIZE, 3)))
+    return [*steps, ("plain", 0, generator.integers(0, SIZE, 3))], keeps
 
 
 def random_loss(model, program):
@@ -188,32 +180,24 @@ def dense_loss(table, program):
     return loss
 
 
-def check_random_losses(seeds):
-    outcomes = []
+@pytest.mark.parametrize(
+    ("seeds", "num_errors"),
+    [((17, 3), 1), pytest.param(range(100), 50, marks=pytest.mark.full, id="more")],
+)
+def test_random_losses(seeds, num_errors):
+    errors = []
     for seed in seeds:
         program, keeps = random_program(seed)
         model = Model()
-        table = jnp.asarray(model.layer.embedding_tables()["t"])
+        expected = jax.grad(dense_loss)(model.layer.embedding_tables()["t"], program)
         try:
             moved = moved_by(lambda m, program=program: random_loss(m, program), model)
-        except ValueError as error:
-            assert LOST in str(error) and not keeps, program
-            outcomes.append("error")
+        except ValueError:
+            assert not keeps, program
+            errors.append(seed)
             continue
-        expected = jax.grad(dense_loss)(table, program)
         np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-5)
-        outcomes.append("right")
-    return outcomes
-
-
-def test_random_losses():
-    assert check_random_losses((17, 3)) == ["right", "error"]
-
-
-@pytest.mark.full
-def test_more_random_losses():
-    outcomes = check_random_losses(range(100))
-    assert min(outcomes.count("error"), outcomes.count("right")) > 20
+    assert abs(len(errors) - num_errors) <= 0.3 * len(seeds) - 0.6
 
 
 def table_of(model):
@@ -240,10 +224,9 @@ def test_a_table_read_in_the_loss_raises(read):
         rows = model.layer(jnp.array([0, 1]))
         return jnp.sum(rows) + READS[read](model, rows)
 
-    with pytest.raises(ValueError, match=READ) as raised:
+    with rejects() as raised:
         te.value_and_grad(loss_fn)(Model())
-    for fix in ("weight_decay_factor", "te.nn.top_k", "nnx.Embed", "stop_gradient"):
-        assert fix in str(raised.value)
+    assert [fix for fix in READ_FIXES if fix not in str(raised.value)] == []
 
 
 def test_reads_without_a_derivative_are_allowed():
@@ -270,7 +253,7 @@ def test_other_numbers_of_calls_in_the_second_run_raise():
                 jnp.sum(model.layer(jnp.array([i]))) for i in range(next(counts))
             )
 
-        with pytest.raises(ValueError, match="different number of calls"):
+        with rejects():
             te.value_and_grad(loss_fn)(Model())
 
 
@@ -296,34 +279,8 @@ def test_a_pipelined_step_with_a_copy(is_first):
     np.testing.assert_allclose(moved[:8], expected, rtol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("features_of", [lambda ids: ids[:1], lambda ids: ids + 1])
-def test_a_pipelined_step_with_features_of_another_call_raises(features_of):
-    model = Model()
-    step = te.PipelinedTrainStep(
-        lambda model, ids: jnp.sum(nnx.clone(model.layer)(ids)), features_of=features_of
-    )
-    with pytest.raises(ValueError, match="features_of must return the features"):
-        step(model, te.Optimizer(model, optax.sgd(1.0)), jnp.array([0, 1]), None)
-
-
-@pytest.mark.full
-def test_an_exported_method_may_copy_its_layer(tmp_path):
-    class Served(Model):
-        def __call__(self, ids):
-            return nnx.clone(self.layer)(ids)
-
-    model, ids = Served(), np.array([3, 5])
-    te.export.save(model, tmp_path / "export", ids)
-    served = te.export.load(tmp_path / "export")
-    np.testing.assert_array_equal(served(ids), model(ids))
-
-
 def test_models_with_equal_plans_share_a_compiled_step():
-    table = te.TableConfig(vocabulary_size=SIZE, dim=DIM, name="t")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table), mesh_of(1), optimizer=te.optimizers.sgd(0.1)
-    )
+    plan = te.make_plan(FEATURE, mesh_of(1), optimizer=SGD)
     tx, traces = optax.sgd(0.1), []
 
     @nnx.jit
@@ -342,10 +299,7 @@ def test_models_with_equal_plans_share_a_compiled_step():
 
 def linen_loss(change):
     """Returns a loss of a Linen layer and a copy of it, and what it is given."""
-    table = te.TableConfig(vocabulary_size=SIZE, dim=DIM, name="t")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table), mesh_of(1), optimizer=te.optimizers.sgd(1.0)
-    )
+    plan = te.make_plan(FEATURE, mesh_of(1), optimizer=SGD)
     layer = te.linen.TPUEmbedding(plan)
     variables = layer.init(jax.random.key(0), jnp.array([0, 1]))
 
@@ -358,28 +312,16 @@ def linen_loss(change):
 
 LINEN_COPIES = {
     "clone": lambda layer, variables: layer.clone().apply(variables, jnp.array([0, 1])),
-    "copy": lambda layer, v: copy.deepcopy(layer).apply(dict(v), jnp.array([0, 1])),
-    "bind": lambda layer, variables: layer.bind(variables)(jnp.array([0, 1])),
     "unbind": lambda layer, variables: (
         layer.bind(variables).unbind()[0].apply(variables, jnp.array([0, 1]))
     ),
 }
 LINEN_ERRORS = {
-    "checkpoint": (
-        lambda layer, variables: jax.checkpoint(layer.apply)(variables, jnp.arange(2)),
-        "gradient of its tables would be lost",
+    "checkpoint": lambda layer, variables: jax.checkpoint(layer.apply)(
+        variables, jnp.arange(2)
     ),
-    "remat": (
-        lambda layer, variables: linen.remat(te.linen.TPUEmbedding)(layer.plan).apply(
-            variables, jnp.arange(2)
-        ),
-        "gradient of its tables would be lost",
-    ),
-    "penalty": (
-        lambda layer, variables: sum(
-            jnp.sum(leaf**2) for leaf in jax.tree.leaves(variables["embedding_tables"])
-        ),
-        READ,
+    "penalty": lambda layer, variables: sum(
+        jnp.sum(leaf**2) for leaf in jax.tree.leaves(variables["embedding_tables"])
     ),
 }
 
@@ -401,7 +343,6 @@ def test_copies_of_a_linen_layer(make):
 
 @pytest.mark.parametrize("case", LINEN_ERRORS)
 def test_a_linen_loss_raises_if_a_gradient_would_be_lost(case):
-    call, match = LINEN_ERRORS[case]
-    loss_fn, variables = linen_loss(lambda *args: jnp.sum(call(*args)))
-    with pytest.raises(ValueError, match=match):
+    loss_fn, variables = linen_loss(lambda *args: jnp.sum(LINEN_ERRORS[case](*args)))
+    with rejects():
         te.linen.value_and_grad(loss_fn)(variables)

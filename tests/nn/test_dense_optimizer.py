@@ -12,6 +12,8 @@ from flax import linen, nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
+from tests.tiers import full_cases, quick_cases, with_ids
 
 ADAM = optax.adam(1e-3)
 MULTI_STEPS = optax.MultiSteps(ADAM, 4)
@@ -61,28 +63,27 @@ def make_linen(tx, rule=RULE):
 
 makers = pytest.mark.parametrize("make", [make_nnx, make_linen])
 
+
+def of_all_parameters(tx):
+    return optax.partition({"all": tx}, lambda p: jax.tree.map(lambda _: "all", p))
+
+
 COLLECTING = {
     "MultiSteps": MULTI_STEPS,
-    "in a chain": optax.chain(
-        optax.clip(1.0), MULTI_STEPS.gradient_transformation(), optax.scale(0.5)
-    ),
-    "of some parameters": optax.partition(
-        {"all": MULTI_STEPS.gradient_transformation()},
-        lambda params: jax.tree.map(lambda _: "all", params),
-    ),
+    "in a chain": optax.chain(optax.clip(1.0), MULTI_STEPS.gradient_transformation()),
+    "of some parameters": of_all_parameters(MULTI_STEPS.gradient_transformation()),
     "adafactor": te.optimizers.adafactor(0.1, gradient_accumulation_steps=4),
 }
 
 
-@pytest.mark.parametrize("tx", COLLECTING.values(), ids=COLLECTING.keys())
-def test_optimizers_that_collect_gradients_are_refused(tx):
-    with pytest.raises(ValueError, match="table 'movie', got one that") as e:
+@pytest.mark.parametrize("tx", COLLECTING.values(), ids=COLLECTING)
+def test_optimizers_that_collect_gradients_are_rejected(tx):
+    with rejects(fix="te.gradients.scale(total, 1 / len(parts))"):
         make_nnx(tx)
-    assert "gradients = te.gradients.scale(total, 1 / len(parts))\n" in str(e.value)
 
 
 @makers
-@pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING.keys())
+@pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING)
 def test_tables_that_wait_as_well_or_never_move_are_fine(make, rule):
     make(MULTI_STEPS, rule)
 
@@ -124,26 +125,25 @@ def assert_equal_state(first, second):
     )
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    ("bad", "num_devices"), quick_cases([("nan", 1), ("inf", 2), ("nan", 8)], "inf-2")
+)
 def test_a_step_that_is_not_finite_changes_nothing(bad, num_devices):
     tx = optax.apply_if_finite(optax.adam(0.1), 5)
-    skipped = trained(tx, (1.0, bad, 2.0), num_devices)
+    skipped = trained(tx, (1.0, float(bad), 2.0), num_devices)
     assert int(skipped[1].opt_state.total_notfinite[...]) == 1
     assert_equal_state(skipped, trained(tx, (1.0, 2.0), num_devices))
 
 
-@pytest.mark.parametrize("part", ["tables", "dense"])
+@pytest.mark.parametrize("part", quick_cases(["tables", "dense"], "tables"))
 def test_a_part_that_is_not_finite_skips_the_whole_step(part):
+    @nnx.jit
     def step(model, optimizer, factor):
-        compute = te.value_and_grad(
-            lambda model: (
-                jnp.sum(model(IDS) ** 2)
-                + factor * jnp.sum(model.embedding(IDS) if part == "tables" else 0.0)
-                + factor * jnp.sum(0.0 if part == "tables" else model.dense.bias)
-            )
-        )
-        optimizer.update(model, compute(model)[1])
+        def loss_fn(model):
+            bad = model.embedding(IDS) if part == "tables" else model.dense.bias[...]
+            return jnp.sum(model(IDS) ** 2) + factor * jnp.sum(bad)
+
+        optimizer.update(model, te.value_and_grad(loss_fn)(model)[1])
 
     runs = []
     for factors in ((0.0, jnp.nan, 0.0), (0.0, 0.0)):
@@ -166,6 +166,7 @@ def test_tables_never_take_gradients_that_are_not_finite():
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.full
 def test_linen_skips_such_steps_as_well():
     states = []
     for factors in ((1.0, jnp.nan, 2.0), (1.0, 2.0)):
@@ -186,12 +187,7 @@ SKIPS_MULTI_STEPS = optax.MultiSteps(
     ADAM, 4, should_skip_update_fn=optax.skip_not_finite
 )
 SKIPS_PART = {
-    "partition": (
-        optax.partition(
-            {"all": ADAM_IF_FINITE}, lambda p: jax.tree.map(lambda _: "all", p)
-        ),
-        RULE,
-    ),
+    "partition": (of_all_parameters(ADAM_IF_FINITE), RULE),
     "masked": (optax.chain(optax.clip(1.0), optax.masked(ADAM_IF_FINITE, True)), RULE),
     "MultiSteps": (SKIPS_MULTI_STEPS, WAITING["gradient_steps"]),
     "inside MultiSteps": (
@@ -202,58 +198,36 @@ SKIPS_PART = {
 
 
 @makers
-@pytest.mark.parametrize("tx, rule", SKIPS_PART.values(), ids=SKIPS_PART.keys())
+@pytest.mark.parametrize(("tx", "rule"), with_ids(SKIPS_PART))
 def test_skips_of_a_part_are_rejected(make, tx, rule):
-    with pytest.raises(ValueError, match=r"tx .*optax\.apply_if_finite"):
+    with rejects(fix="optax.apply_if_finite(tx"):
         make(tx, rule)
 
 
 CLIP = optax.clip_by_global_norm(1.0)
 OF_WHOLE_MODEL = {
-    "alone": ("clip_by_global_norm", CLIP),
     "chain": ("clip_by_global_norm", optax.chain(CLIP, ADAM)),
     "named chain": ("clip_by_global_norm", optax.named_chain(("clip", CLIP))),
     "masked": ("clip_by_global_norm", optax.masked(optax.chain(CLIP, ADAM), True)),
-    "partition": (
-        "clip_by_global_norm",
-        optax.partition({"all": CLIP}, lambda p: jax.tree.map(lambda _: "all", p)),
-    ),
+    "partition": ("clip_by_global_norm", of_all_parameters(CLIP)),
     "flatten": ("clip_by_global_norm", optax.flatten(CLIP)),
     "inject_hyperparams": (
         "clip_by_global_norm",
         optax.inject_hyperparams(optax.clip_by_global_norm)(1.0),
     ),
     "apply_if_finite": ("clip_by_global_norm", optax.apply_if_finite(CLIP, 3)),
-    "with_ema": (
-        "clip_by_global_norm",
-        te.optimizers.with_ema(optax.chain(CLIP, ADAM)),
-    ),
+    "with_ema": ("clip_by_global_norm", te.optimizers.with_ema(CLIP)),
     "update norm": ("normalize_by_update_norm", optax.normalize_by_update_norm()),
     "NaN": ("zero_nans", optax.chain(optax.zero_nans(), ADAM)),
 }
 
 
-@makers
-@pytest.mark.parametrize("name, tx", OF_WHOLE_MODEL.values(), ids=OF_WHOLE_MODEL.keys())
-def test_what_is_meant_for_the_whole_model_is_warned_of(make, name, tx):
-    with pytest.warns(UserWarning, match=rf"optax\.{name} in tx") as warned:
-        make(tx)
-    assert {warning.filename for warning in warned} == {__file__}
-
-
-OF_DENSE_PARAMETERS = {
-    "clip": optax.clip(1.0),
-    "block rms": optax.clip_by_block_rms(1.0),
-    "adaptive": optax.adaptive_grad_clip(0.1),
-    "adamw": optax.adamw(0.1),
-    "schedule-free": optax.contrib.schedule_free_adamw(0.1),
-    "prodigy": optax.contrib.prodigy(),
-}
-
-
-@pytest.mark.parametrize("tx", OF_DENSE_PARAMETERS.values(), ids=OF_DENSE_PARAMETERS)
-def test_other_optimizers_need_no_warning(tx):
-    trained(tx, (1.0,), 1)
+@pytest.mark.parametrize(("name", "tx"), with_ids(OF_WHOLE_MODEL))
+def test_what_is_meant_for_the_whole_model_is_warned_of(name, tx):
+    for make in (make_nnx, make_linen):
+        with pytest.warns(UserWarning, match=rf"optax\.{name} in tx") as warned:
+            make(tx)
+        assert {warning.filename for warning in warned} == {__file__}
 
 
 NEED_VALUE = {
@@ -262,28 +236,20 @@ NEED_VALUE = {
 }
 
 
-@pytest.mark.parametrize("tx", NEED_VALUE.values(), ids=NEED_VALUE)
-def test_optimizers_that_need_the_loss(tx):
+@pytest.mark.parametrize("name", full_cases(NEED_VALUE, "plateau"))
+def test_optimizers_that_need_the_loss(name):
+    tx = NEED_VALUE[name]
     model, reference = Model(), Model()
     optimizer = te.Optimizer(model, tx)
     expected = nnx.Optimizer(reference, tx, wrt=nnx.Param)
-    _, gradients = te.value_and_grad(lambda m: loss_of(m(IDS), 1.0))(model)
+    gradients = te.grad(lambda m: loss_of(m(IDS), 1.0))(model)
     value = jnp.float32(3.0)
     optimizer.update(model, gradients, value=value)
     expected.update(reference, gradients.dense, value=value)
     found = (nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, reference))
     jax.tree.map(np.testing.assert_array_equal, *found)
-    with pytest.raises(TypeError, match=r"value.*update\(model, gradients, value=loss"):
+    with rejects(TypeError, fix="update(model, gradients, value=loss"):
         optimizer.update(model, gradients)
-
-
-def test_multi_steps_pass_the_loss_on():
-    model = Model(WAITING["fixed"])
-    optimizer = te.Optimizer(model, optax.MultiSteps(NEED_VALUE["plateau"], 2))
-    before = np.array(model.dense.kernel[...])
-    for _ in range(2):
-        train_step(model, optimizer, 1.0, value=jnp.float32(3.0))
-    assert np.any(model.dense.kernel[...] != before)
 
 
 def test_linen_passes_the_loss():
@@ -299,35 +265,15 @@ def test_linen_passes_the_loss():
     )
     expected = optax.apply_updates(state.variables["params"], changes)
     jax.tree.map(np.testing.assert_array_equal, new.variables["params"], expected)
-    with pytest.raises(TypeError, match=r"extra_args=\{'value': loss\}"):
+    with rejects(TypeError, fix="extra_args={'value': loss}"):
         state.apply_gradients(grads=grads)
 
 
-def test_an_optimizer_that_needs_no_loss_ignores_it():
-    model = Model()
-    optimizer = te.Optimizer(model, te.optimizers.adafactor(0.1))
-    train_step(model, optimizer, 1.0, value=jnp.float32(3.0))
-
-
-@makers
-def test_a_table_without_an_optimizer_is_warned_of(make):
-    with pytest.warns(UserWarning, match=r"'movie'.*optax\.set_to_zero") as warned:
-        make(ADAM, None)
-    assert {warning.filename for warning in warned} == {__file__}
-
-
-def test_set_to_zero_keeps_one_table_of_a_layer_fixed():
-    fixed = te.TableConfig(
-        vocabulary_size=6, dim=4, name="fixed", optimizer=optax.set_to_zero()
-    )
-    int8 = te.TableConfig(
-        vocabulary_size=6, dim=4, name="int8", dtype="int8", optimizer=fixed.optimizer
-    )
-    tables = (TABLE, fixed, int8)
-    features = {table.name: te.FeatureConfig(table=table) for table in tables}
-    plan = te.make_plan(features, mesh_of(1), optimizer=RULE)
-    trained_tables = [t.name for stack in plan.trained_stacks for t in stack.tables]
-    assert trained_tables == ["movie"]
+def test_a_table_without_an_optimizer_is_warned_of():
+    for make in (make_nnx, make_linen):
+        with pytest.warns(UserWarning, match=r"optax\.set_to_zero") as warned:
+            make(ADAM, None)
+        assert {warning.filename for warning in warned} == {__file__}
 
 
 def test_gradients_of_tables_that_nobody_uses_are_warned_of():
@@ -336,46 +282,6 @@ def test_gradients_of_tables_that_nobody_uses_are_warned_of():
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     _, gradients = te.value_and_grad(lambda m: loss_of(m(IDS), 1.0))(model)
     optimizer.update(model, gradients.dense)
-    with pytest.warns(UserWarning, match=r"gradients\.dense.*te\.Optimizer"):
+    with pytest.warns(UserWarning, match=r"te\.Optimizer"):
         del gradients
         gc.collect()
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        te.optimizers.with_ema(ADAM),
-        te.optimizers.adafactor(0.1),
-        te.optimizers.ftrl(0.1),
-    ],
-    ids=["with_ema", "adafactor", "ftrl"],
-)
-def test_annotated_parameters(tx):
-    """Only state shaped like a parameter is sharded like it."""
-
-    def make(annotate, num_devices):
-        model = Model(num_devices=num_devices)
-        initializers = {"kernel_init": nnx.initializers.ones_init()}
-        if annotate:
-            initializers = {
-                "kernel_init": nnx.with_partitioning(
-                    nnx.initializers.ones_init(), (None, "shard")
-                ),
-                "bias_init": nnx.with_partitioning(
-                    nnx.initializers.zeros_init(), ("shard",)
-                ),
-            }
-        model.dense = nnx.Linear(4, 8, rngs=nnx.Rngs(0), **initializers)
-        return model
-
-    found = []
-    for annotate in (True, False):
-        with jax.set_mesh(mesh_of(2)):
-            model = make(annotate, 2)
-            optimizer = te.Optimizer(model, tx)
-            for factor in (1.0, 0.5):
-                train_step(model, optimizer, factor)
-            optimizer.finalize_variable_values(model)
-        found.append(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    # XLA may fuse, and so round, sharded arithmetic differently.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), *found)

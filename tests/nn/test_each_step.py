@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
+from tests.rejections import rejects
 
 TABLE = te.TableConfig(vocabulary_size=6, dim=2, name="movie")
 FEATURE = te.FeatureConfig(table=TABLE)
@@ -82,29 +83,16 @@ def test_the_state_of_linen():
         np.testing.assert_allclose(change, rate, rtol=0, atol=1e-6)
 
 
-def test_refuses_to_be_compiled():
+def test_a_step_is_not_compiled_and_has_an_optimizer():
     """A function would be called once, and its value would stay."""
     step = te.nn.set_each_step(jitted([]), learning_rate=lambda: 0.1)
-    model, optimizer = make()
-    with pytest.raises(
-        TypeError, match="outside of jit, which would call learning_rate"
-    ):
-        nnx.jit(step)(model, optimizer, jnp.asarray(IDS))
-
-
-def test_refuses_a_step_without_an_optimizer():
-    step = te.nn.set_each_step(lambda x: x, learning_rate=lambda: 0.1)
-    with pytest.raises(TypeError, match=r"with a te.Optimizer or .*got \['int'\]"):
+    with rejects(TypeError, fix="te.nn.set_each_step(jitted_step"):
+        nnx.jit(step)(*make(), jnp.asarray(IDS))
+    with rejects(TypeError):
         step(3)
 
 
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        (0.1, "must be a function without arguments, got 0.1; set a number"),
-        (lambda count: 0.1, "pass a schedule, a function of the step"),
-    ],
-)
-def test_refuses_what_is_no_function_without_arguments(value, match):
-    with pytest.raises(TypeError, match=match):
+@pytest.mark.parametrize("value", [0.1, lambda count: 0.1])
+def test_rejects_what_is_not_a_function_without_arguments(value):
+    with rejects(TypeError, field="learning_rate", value=value):
         te.nn.set_each_step(print, learning_rate=value)

@@ -1,17 +1,15 @@
 """Flax' coming defaults: `NNX_GRAPH_MODE=false` and `NNX_GRAPH_UPDATES=false`.
 
-The core tests of the NNX layer run once more, in that mode.
+The core tests of the NNX layer run again in that mode.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.nn import test_pipelined_training, test_training
 from tests.nn.test_pipelined_training import (
     SMALL_BATCH,
@@ -19,12 +17,7 @@ from tests.nn.test_pipelined_training import (
     one_table_loss,
     one_table_step,
 )
-from tests.nn.test_pipelined_training import (
-    test_mode_exact_equals_a_plain_loop_and_compiles_once as test_exact_pipeline,  # noqa: F401
-)
-from tests.nn.test_training import (
-    test_training_equals_the_dense_model as test_training_equals_the_dense_model,
-)
+from tests.rejections import rejects
 
 pytestmark = pytest.mark.skipif(
     not hasattr(nnx, "set_graph_updates"), reason="This Flax has one mode."
@@ -37,18 +30,23 @@ def tree_mode():
         yield
 
 
-OTHERS = (
-    test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way,
-    test_training.test_steps_compile_once_and_donate,
-    test_training.test_two_calls_equal_one_call_over_both,
-    test_training.test_weights_of_ids_can_be_learned,
+STALE = (
+    test_pipelined_training.test_stale_equals_a_reference_that_is_stale_in_the_same_way
 )
+EXACT = test_pipelined_training.test_mode_exact_equals_a_plain_loop_and_compiles_once
+CALLS = {
+    "stale": STALE,
+    "exact": lambda: EXACT(test_pipelined_training.Chained),
+    "dense": lambda: test_training.test_training_equals_the_dense_model(2),
+    "two calls": test_training.test_two_calls_equal_one_call_over_both,
+    "weights": test_training.test_weights_of_ids_can_be_learned,
+}
 
 
 @pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("test", OTHERS, ids=lambda test: test.__name__)
-def test_others(test):
-    test()
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_tests_of_the_layer(call):
+    call()
 
 
 @pytest.mark.full
@@ -74,32 +72,14 @@ def split(model):
     )
 
 
-def test_gradients_without_those_of_tables_are_refused():
+def test_gradients_without_those_of_tables_are_rejected():
     model = OneTable(1)
     params, loss_of = split(model)
     for grad in (jax.grad, nnx.grad):
-        with pytest.raises(ValueError, match=r"te.value_and_grad\(loss_fn\)"):
+        with rejects(fix="te.value_and_grad(loss_fn)"):
             grad(loss_of)(params)
-    with pytest.raises(ValueError, match="te.value_and_grad|no dense derivative"):
+    with rejects():
         nnx.grad(one_table_loss, allow_int=True)(model, SMALL_BATCH)
     # Flax gives all variables to JAX, which takes no integers.
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
         nnx.grad(one_table_loss)(model, SMALL_BATCH)
-
-
-def test_a_layer_under_jit_inside_a_loss_is_trained():
-    layer = te.TPUEmbedding(
-        te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=9, dim=2, name="t", combiner="sum")
-        ),
-        te.optimizers.sgd(0.1),
-        mesh=mesh_of(1),
-        rngs=nnx.Rngs(0),
-    )
-    ids = np.arange(8).reshape(2, 4)
-    found = nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
-    assert found.shape == (2, 2)
-    _, gradients = te.value_and_grad(
-        lambda layer: jnp.sum(nnx.jit(lambda x, ids: x(ids))(layer, ids))
-    )(layer)
-    assert float(te.gradients.global_norm(gradients)) > 0

@@ -8,6 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 
 USER = te.TableConfig(vocabulary_size=7, dim=3, name="user")
 ITEM = te.TableConfig(vocabulary_size=5, dim=3, name="item")
@@ -30,18 +31,6 @@ def plan_of(config=None, **options):
     return te.make_plan(CONFIG if config is None else config, mesh_of(2), **options)
 
 
-def places(plan):
-    """The table that each lookup reads, found by its place in a stack."""
-    return [
-        next(
-            table.name
-            for table in plan.stacks[f.stack_index].tables
-            if table.row_offset == f.row_offset
-        )
-        for f in plan.features
-    ]
-
-
 def names(plan):
     return [f.name for f in plan.features]
 
@@ -51,7 +40,7 @@ def test_with_features_keeps_all_but_the_features():
     other = plan.with_features(
         [feature(ITEM, max_sequence_length=3), feature(NAMELESS, name="n")]
     )
-    assert places(other) == ["item", "table_0"]
+    assert [f.table for f in other.features] == [ITEM, NAMELESS]
     assert names(other) == ["0", "n"]
     assert (
         dataclasses.replace(
@@ -60,8 +49,6 @@ def test_with_features_keeps_all_but_the_features():
         == plan
     )
     assert other.stacks is plan.stacks
-    again = plan.with_features([f.config for f in other.features])
-    assert again == other and hash(again) == hash(other)
 
 
 def test_with_features_lists_every_table_that_is_missing():
@@ -70,14 +57,10 @@ def test_with_features_lists_every_table_that_is_missing():
         "unknown": feature(te.TableConfig(vocabulary_size=9, dim=3, name="shop")),
         "changed": feature(dataclasses.replace(ITEM, combiner="sum")),
     }
-    with pytest.raises(ValueError, match="must be tables of the plan") as error:
+    with rejects(field="feature_config", value=others) as error:
         plan_of().with_features(others)
-    message = str(error.value)
-    problems, known = message.split("The plan has")
-    assert "'unknown'" in problems and "'changed'" in problems
-    assert "'right'" not in problems
-    assert "combiner='sum'" in problems and "vocabulary_size=9" in problems
-    assert all(f"'{name}'" in known for name in ("user", "item", "wide", "table_0"))
+    text = str(error.value)
+    assert "'unknown'" in text and "'changed'" in text and "'right'" not in text
 
 
 SUBSETS = {
@@ -86,7 +69,6 @@ SUBSETS = {
         ["item/0", "item/1", "other", "user/history/0", "user/history/1", "user/id"],
     ),
     "one key": ({"item": [4, 6]}, ["item/0", "item/1"]),
-    "nested": ({"user": {"id": 1}, "other": 5}, ["other", "user/id"]),
     "list": ({"user": {"history": [2, 3]}}, ["user/history/0", "user/history/1"]),
     "empty part": ({"user": {}, "other": 5}, ["other"]),
 }
@@ -109,22 +91,21 @@ def test_plan_for_a_subset(batch, expected):
 
 
 WRONG = {
-    "unknown key": ({"item": 1, "shop": 2}, "keys \\['shop'\\].*'item'"),
-    "unknown nested key": ({"user": {"age": 2}}, "keys \\['age'\\].*'id'"),
-    "shorter list": ({"user": {"history": [1]}}, "structure of feature_config"),
-    "longer list": ({"user": {"history": [1, 2, 3]}}, "structure of feature_config"),
-    "tuple for list": ({"user": {"history": (1, 2)}}, "structure of feature_config"),
-    "leaf for dict": ({"user": 1}, "structure of feature_config"),
-    "list": ([1, 2, 3], "structure of feature_config"),
-    "nothing": ({}, "at least one feature"),
-    "nothing nested": ({"user": {}}, "at least one feature"),
-    "none": (None, "structure of feature_config"),
-    "array": (np.arange(3), "structure of feature_config"),
+    "unknown key": {"item": 1, "shop": 2},
+    "unknown nested key": {"user": {"age": 2}},
+    "shorter list": {"user": {"history": [1]}},
+    "longer list": {"user": {"history": [1, 2, 3]}},
+    "tuple for list": {"user": {"history": (1, 2)}},
+    "leaf for dict": {"user": 1},
+    "list": [1, 2, 3],
+    "nothing": {},
+    "nothing nested": {"user": {}},
+    "none": None,
+    "array": np.arange(3),
 }
 
 
-@pytest.mark.parametrize(("batch", "match"), WRONG.values(), ids=WRONG)
-def test_other_nests_are_refused(batch, match):
-    with pytest.raises(ValueError, match=match) as error:
-        plan_of().for_batch(batch, "weights")
-    assert str(error.value).startswith("weights must have the structure of")
+@pytest.mark.parametrize("case", WRONG)
+def test_other_nests_are_rejected(case):
+    with rejects(field="weights", value=WRONG[case]):
+        plan_of().for_batch(WRONG[case], "weights")

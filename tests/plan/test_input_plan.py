@@ -29,22 +29,13 @@ def make_plan():
         initializer=lambda key, shape, dtype: jnp.zeros(shape, dtype),
         optimizer=te.optimizers.adagrad(0.1),
     )
-    other = te.TableConfig(vocabulary_size=9, dim=2, name="other", combiner="sum")
-    config = Columns(
-        past=te.FeatureConfig(table=table, expected_valence=3),
-        rest=[
-            te.FeatureConfig(table=table, name="again"),
-            {"other": te.FeatureConfig(table=other)},
-        ],
-    )
-    return te.make_plan(config, mesh_of(3))
+    past, other = (te.FeatureConfig(table=table, name=name) for name in "ab")
+    return te.make_plan(Columns(past=past, rest=[{"other": other}]), mesh_of(3))
 
 
 def make_batch():
-    return Columns(
-        past=[[1, 2], [], [3, 49, 5]],
-        rest=[np.array([7, 8, 9]), {"other": np.array([[1, 2], [3, 3], [0, 8]])}],
-    )
+    other = np.array([[1, 2], [3, 3], [0, 8]])
+    return Columns(past=[[1, 2], [], [3, 49, 5]], rest=[{"other": other}])
 
 
 def assert_equal(found, expected):

@@ -1,7 +1,6 @@
 """Bytes per device, for sizes that can be reckoned by hand and against real arrays."""
 
 import jax
-import optax
 import pytest
 
 import tpu_embedding as te
@@ -10,15 +9,8 @@ from tests.conftest import mesh_of
 CPU, V5P = te.hardware.hardware_by_name("cpu"), te.hardware.hardware_by_name("v5p")
 
 
-def plan_of(
-    vocabulary_size,
-    dim,
-    num_devices=1,
-    hardware=CPU,
-    optimizer=None,
-    dtype="float32",
-):
-    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=dim, dtype=dtype)
+def plan_of(vocabulary_size, dim, num_devices, hardware, optimizer):
+    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=dim)
     return te.make_plan(
         te.FeatureConfig(table=table),
         mesh_of(num_devices),
@@ -30,21 +22,17 @@ def plan_of(
 OPTIMIZERS = {
     "sgd": (te.optimizers.sgd(0.1), 0),
     "rowwise_adagrad": (te.optimizers.rowwise_adagrad(0.1), 1 / 16),
-    "adagrad": (te.optimizers.adagrad(0.1), 1),
     "adam": (te.optimizers.adam(0.1), 2),
-    "optax.adam": (optax.adam(0.1), 2),
 }
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "per_table"), OPTIMIZERS.values(), ids=OPTIMIZERS
-)
 @pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
-def test_slots_in_units_of_the_table(optimizer, per_table, hardware):
+def test_slots_in_units_of_the_table(hardware):
     # 16,384 rows of 16 fill lines of 8 and of 128 rows exactly.
-    plan = plan_of(16_384, 16, 2, hardware, optimizer)
-    assert plan.table_bytes_per_device == 8192 * 16 * 4
-    assert plan.slot_bytes_per_device == per_table * plan.table_bytes_per_device
+    for optimizer, per_table in OPTIMIZERS.values():
+        plan = plan_of(16_384, 16, 2, hardware, optimizer)
+        assert plan.table_bytes_per_device == 8192 * 16 * 4
+        assert plan.slot_bytes_per_device == per_table * plan.table_bytes_per_device
 
 
 @pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.argument_checks import describe_value
+from tests.rejections import rejects
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 
 SGD = optax.sgd(0.1)
@@ -23,42 +23,23 @@ def make_plan(**options):
     return te.make_plan(**arguments | options)
 
 
-@pytest.mark.parametrize("config", [{}, [], (), {"a": {}}, None], ids=repr)
-def test_empty_config_is_refused(config):
-    with pytest.raises(ValueError, match="at least one FeatureConfig") as error:
+@pytest.mark.parametrize("config", [{}, [], {"a": {}}, None], ids=repr)
+def test_an_empty_config_is_rejected(config):
+    with rejects(field="feature_config", value=config):
         make_plan(feature_config=config)
-    assert repr(config) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "shown"),
-    [(TABLE, "TableConfig"), ("watched", "'watched'"), (3, "3"), (dict, "dict")],
-    ids=["table", "string", "number", "class"],
-)
-def test_leaf_that_is_no_feature_config_is_refused_by_place(leaf, shown):
-    with pytest.raises(ValueError, match="nest of FeatureConfig") as error:
+@pytest.mark.parametrize("leaf", [TABLE, "watched", 3, dict], ids=str)
+def test_a_leaf_that_is_not_a_feature_config_is_rejected_by_place(leaf):
+    with rejects(field="feature_config", value=leaf, fix="'b/1'"):
         make_plan(feature_config={"a": FEATURE, "b": [FEATURE, leaf]})
-    assert "'b/1'" in str(error.value)
-    assert shown in str(error.value)
 
 
-def features_of_dims(*dims, num_rows=1000):
-    return [
-        te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=num_rows, dim=dim, name=f"dim{dim}")
-        )
-        for dim in dims
-    ]
-
-
-@pytest.mark.parametrize("owner", ["layer", "table"])
-def test_optimizer_that_is_none_of_optax_is_refused(owner):
-    with pytest.raises(ValueError, match="optimizer"):
-        if owner == "layer":
-            make_plan(optimizer=0.1)
-        else:
-            table = dataclasses.replace(TABLE, optimizer=0.1)
-            make_plan(feature_config=te.FeatureConfig(table=table))
+def test_an_optimizer_that_is_not_of_optax_is_rejected():
+    with rejects(field="optimizer", value=0.1):
+        make_plan(optimizer=0.1)
+    with rejects(field="TableConfig.optimizer", value=0.1):
+        dataclasses.replace(TABLE, optimizer=0.1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +58,7 @@ def test_vocabulary_near_the_largest_row_id(num_devices, vocabulary_size, fits):
     config = te.FeatureConfig(table=table)
     mesh = mesh_of(num_devices)
     if not fits:
-        with pytest.raises(ValueError, match="vocabulary_size of table 'huge'"):
+        with rejects(fix="'huge'"):
             te.make_plan(config, mesh)
         return
     (stack,) = te.make_plan(config, mesh).stacks
@@ -116,11 +97,6 @@ def test_every_change_makes_another_plan(change):
     assert make_plan() != make_plan(**change())
 
 
-def test_print_shows_the_memory_of_one_device_of_two_on_a_chip():
-    hardware = te.hardware.hardware_by_name("tpu7x")
-    assert "of 96 GiB HBM" in str(make_plan(hardware=hardware))
-
-
 def test_equal_plans_share_a_compiled_program():
     traces = []
 
@@ -135,14 +111,9 @@ def test_equal_plans_share_a_compiled_program():
 
 
 @pytest.mark.parametrize("nest", [{"watched": 1, "seen": 1}, [1], None], ids=repr)
-def test_flatten_refuses_another_nest_and_shows_both(nest):
-    plan = make_plan()
-    with pytest.raises(ValueError, match="structure of feature_config") as error:
-        plan.flatten(nest, "cotangents")
-    message = str(error.value)
-    assert message.startswith("cotangents must")
-    assert "dict with the keys ['watched'], got" in message
-    assert describe_value(nest) in message
+def test_flatten_rejects_another_nest(nest):
+    with rejects(field="cotangents", value=nest, fix="['watched']"):
+        make_plan().flatten(nest, "cotangents")
 
 
 @pytest.mark.parametrize(

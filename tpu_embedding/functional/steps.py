@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.gradients import (
     TableGradients,
     global_norm,
@@ -502,12 +502,10 @@ def _cotangent_of_samples(
     if cotangent is None:
         cotangent = jnp.zeros(shape.output_shape)
     if getattr(cotangent, "shape", None) != shape.output_shape:
-        raise ValueError(
-            f"The cotangent of feature {feature.name!r} must have the shape of its "
-            f"activations, {shape.output_shape}, got "
-            f"{getattr(cotangent, 'shape', cotangent)}; use zeros for an activation "
-            "that the loss does not use."
-        )
+        owner = f"cotangent of feature {feature.name!r}"
+        rule = f"have the shape of its activations, {shape.output_shape}"
+        fix = "Use zeros for an activation that the loss does not use."
+        raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
     per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
@@ -746,10 +744,8 @@ def takes_model_norm(plan: EmbeddingPlan) -> bool:
 def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
     """Rejects gradients of another type, or of another plan."""
     if not isinstance(gradients, TableGradients):
-        raise TypeError(
-            "gradients must be the TableGradients of te.functional.compute_gradients, "
-            f"got {describe_value(gradients)}."
-        )
+        rule = "be the TableGradients of te.functional.compute_gradients"
+        raise invalid("gradients", rule, gradients, kind=TypeError)
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
             "gradients must be for the plan's tables, got gradients computed with "

@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
+from tpu_embedding.argument_checks import ArgumentType, check_type, invalid, right_names
 from tpu_embedding.config import placement_of_embedding_feature
 from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
@@ -317,10 +317,9 @@ class TPUEmbedding(ShortRepr):
             inside a Linen module.
         """
         if isinstance(feature_config, int):  # as nnx.Embed(1_000, 16)
-            raise TypeError(
-                "te.TPUEmbedding: feature_config must be a nest of te.FeatureConfig, "
-                f"got {feature_config}: write {_MAKE_FEATURES}."
-            )
+            owner, line = "te.TPUEmbedding: feature_config", f"Write {_MAKE_FEATURES}."
+            rule = "be a nest of te.FeatureConfig"
+            raise invalid(owner, rule, feature_config, line, TypeError)
         _check_arguments(pipeline_execution_with_tensor_core, rngs, plan)
         if plan is None:
             placement = placement_of_embedding_feature(embedding_feature)
@@ -626,12 +625,12 @@ def _check_arguments(
             "te.linen.TPUEmbedding(plan) there."
         )
     if pipeline_execution_with_tensor_core:
-        raise ValueError(
-            "pipeline_execution_with_tensor_core must be False, got "
-            f"{pipeline_execution_with_tensor_core!r}: a layer alone cannot look "
-            "ahead. Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
-            "mode='stale'), which computes what TensorFlow does, or with "
-            "mode='exact'."
+        raise invalid(
+            "pipeline_execution_with_tensor_core",
+            "be False, because a layer alone cannot look ahead",
+            pipeline_execution_with_tensor_core,
+            "Train with te.PipelinedTrainStep(loss_fn, features_of=..., mode='stale'), "
+            "which computes what TensorFlow does, or with mode='exact'.",
         )
     line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
     check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, put_on_mesh, value_and_grad
@@ -119,7 +120,7 @@ def _has_optimizers(argument: Any) -> bool:
 
 def _check_takes_nothing(name: str, function: Any) -> None:
     """Raises TypeError for a value that cannot be called without arguments."""
-    fix = "set a number with optimizer.set_hyperparameters"
+    fix = "Set a number with optimizer.set_hyperparameters"
     if callable(function):
         try:
             inspect.signature(function).bind()
@@ -127,11 +128,9 @@ def _check_takes_nothing(name: str, function: Any) -> None:
         except ValueError:  # A builtin may have no signature.
             return
         except TypeError:
-            fix = "pass a schedule, a function of the step, to the optimizer"
-    raise TypeError(
-        f"te.nn.set_each_step: {name} must be a function without arguments, got "
-        f"{function!r}; {fix}."
-    )
+            fix = "Pass a schedule, a function of the step, to the optimizer"
+    owner, rule = f"te.nn.set_each_step: {name}", "be a function without arguments"
+    raise invalid(owner, rule, function, f"{fix}.", TypeError)
 
 
 PipelineMode = Literal["exact", "stale"]
@@ -200,10 +199,8 @@ class PipelinedTrainStep:
           ValueError: if the mode is unknown.
         """
         if mode not in get_args(PipelineMode):
-            raise ValueError(
-                f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
-                f"got {mode!r}."
-            )
+            rule = f"be one of {get_args(PipelineMode)}"
+            raise invalid("te.PipelinedTrainStep: mode", rule, mode)
         self._features_of = features_of
         self._mode = mode
         self._compute = value_and_grad(loss_fn, wrt=wrt, has_aux=has_aux)

@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 
-from tpu_embedding.argument_checks import describe_value, type_name
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.functional import steps
 from tpu_embedding.functional.steps import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
@@ -246,23 +246,18 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     Raises:
       TypeError: if the number of values is wrong, or the loss is not a scalar.
     """
-    owner = "value_and_grad: loss_fn must return"
+    owner = "value_and_grad: loss_fn"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-        raise TypeError(
-            f"{owner} a pair (loss, aux) with has_aux=True, got "
-            f"{describe_value(result)}. Write return loss, aux."
-        )
+        rule = "return a pair (loss, aux) with has_aux=True"
+        raise invalid(owner, rule, result, "Write return loss, aux.", TypeError)
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple | list):
-        raise TypeError(
-            f"{owner} one scalar, got {type_name(loss)} of {len(loss)} values. "
-            "Write te.value_and_grad(loss_fn, has_aux=True) for a pair (loss, aux)."
-        )
+        line = "te.value_and_grad(loss_fn, has_aux=True) for a pair (loss, aux)"
+        rule = f"return one scalar and not {len(loss)} values"
+        raise invalid(owner, rule, loss, f"Write {line}.", TypeError)
     if getattr(loss, "shape", None) != () and not isinstance(loss, float):
-        raise TypeError(
-            f"{owner} a scalar loss, got {describe_value(loss)}. Write return "
-            "jnp.mean(losses)."
-        )
+        line = "Write return jnp.mean(losses)."
+        raise invalid(owner, "return a scalar loss", loss, line, TypeError)
     return loss, aux
 
 

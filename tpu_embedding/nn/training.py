@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_embedding.argument_checks import ArgumentType, check_type, right_names
+from tpu_embedding.argument_checks import ArgumentType, about, check_type, right_names
 from tpu_embedding.gradients import Gradients, is_whole, may_be_partial
 from tpu_embedding.nn.embedding import (
     LAYER_VARIABLES,
@@ -201,11 +201,10 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
         )
     ]
     if names:
-        raise ValueError(
-            f"{owner}: wrt must select only dense float parameters, got {wrt}, which "
-            f"selects {reprlib.repr(names)}. Tables always get sparse gradients, so "
-            "leave wrt out. To train only tables, write wrt=False."
-        )
+        text = f"{owner}: wrt must select only dense float parameters, got {wrt}, which"
+        text += f" selects {reprlib.repr(names)}. Tables always get sparse gradients, "
+        text += "so leave wrt out. To train only tables, write wrt=False."
+        raise about(ValueError(text), f"{owner}: wrt", wrt)
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:

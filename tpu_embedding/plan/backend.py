@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
@@ -181,9 +181,7 @@ def backend_options(value: Any) -> BackendOptions:
         return value
     names = get_args(BackendName)
     if value not in names:
-        raise ValueError(
-            f"backend must be one of {names} or a te.SparseCore, got "
-            f"{describe_value(value)}. Leave it out for 'xla'."
-        )
+        rule = f"be one of {names} or a te.SparseCore"
+        raise invalid("backend", rule, value, "Leave it out for 'xla'.")
     module, name = _OPTIONS[value]
     return getattr(importlib.import_module(module), name)()

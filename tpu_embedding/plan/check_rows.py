@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
@@ -27,10 +28,9 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
     for stack in stacks:
         rows = _entry("tables", tables, stack, "init_tables")
         if not isinstance(rows, PackedRows):
-            raise TypeError(
-                f"tables[{stack.name!r}] must be PackedRows from init_tables, got "
-                f"{type(rows).__name__}. Use with_table_values for single tables."
-            )
+            owner, rule = f"tables[{stack.name!r}]", "be PackedRows from init_tables"
+            fix = "Use with_table_values for single tables."
+            raise invalid(owner, rule, rows, fix, TypeError)
         _check_layout(f"tables[{stack.name!r}]", rows.layout, stack.layout)
         _check_words(f"tables[{stack.name!r}]", rows, stack)
 
@@ -47,10 +47,9 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
         layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
         if len(layouts) != len(stack.slots):
-            raise ValueError(
-                f"slots[{stack.name!r}] must hold {len(stack.slots)} slot variables, "
-                f"got {len(layouts)}; use the slots that init_slots made for this plan."
-            )
+            owner, rule = f"slots[{stack.name!r}]", f"hold {len(stack.slots)} variables"
+            fix = "Use the slots that init_slots made for this plan."
+            raise invalid(owner, rule, len(layouts), fix)
         for layout in layouts:
             _check_rows_of(f"slots[{stack.name!r}]", layout, stack)
 
@@ -79,13 +78,14 @@ def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
     if layout.narrow_dtype is None or rows.lines.dtype == layout.stored_dtype:
         return
     names = [table.name for table in stack.tables]
-    raise ValueError(
-        f"{owner} must hold {layout.narrow_dtype} rows packed in int32 words, got "
-        f"{rows.lines.dtype} for the tables {names}. Arithmetic, such as jax.tree.map "
-        "or optax.incremental_update, doesn't work on packed words, even if the result "
-        "is cast back to int32. Average the float32 values: read them with "
-        "layer.embedding_tables() or unstack_tables, and set them with "
-        "layer.set_embedding_tables or with_table_values."
+    raise invalid(
+        owner,
+        f"hold {layout.narrow_dtype} rows of the tables {names} packed in int32 words",
+        rows.lines,
+        "Arithmetic, such as jax.tree.map or optax.incremental_update, doesn't work on "
+        "packed words, even if the result is cast back to int32. Average the float32 "
+        "values: read them with layer.embedding_tables() or unstack_tables, and set "
+        "them with layer.set_embedding_tables or with_table_values.",
     )
 
 
@@ -102,16 +102,13 @@ def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
 
 def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
     if not isinstance(arrays, Mapping):
-        raise TypeError(
-            f"{what} must map stack names to the arrays of {maker}, got "
-            f"{type(arrays).__name__}."
-        )
+        rule = f"map stack names to the arrays of {maker}"
+        raise invalid(what, rule, arrays, kind=TypeError)
     if stack.name not in arrays:
         names = [table.name for table in stack.tables]
-        raise ValueError(
-            f"{what} must hold stack {stack.name!r} with the tables {names}, got the "
-            f"stacks {sorted(arrays)}; use the {what} that {maker} made for this plan."
-        )
+        rule = f"hold stack {stack.name!r} with the tables {names}"
+        fix = f"Use the {what} that {maker} made for this plan."
+        raise invalid(what, rule, sorted(arrays), fix)
     return arrays[stack.name]
 
 
@@ -127,7 +124,6 @@ def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
         for name, facts in (("array", only_array), ("plan", only_plan))
         if facts
     )
-    raise ValueError(
-        f"{owner} was made for another plan: {listed}. Use the same plan, or move "
-        "tables with unstack_tables and with_table_values."
-    )
+    text = f"{owner} was made for another plan: {listed}. Use the same plan, or move "
+    text += "tables with unstack_tables and with_table_values."
+    raise about(ValueError(text), owner, layout.facts)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import about, describe_value, invalid
 from tpu_embedding.config import Combiner, FeatureConfig, TableConfig
 from tpu_embedding.vocabularies import VocabularyInputs
 
@@ -135,10 +135,8 @@ class FeatureNest:
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
         config = self.unflatten([feature.config for feature in self.features])
-        return ValueError(
-            f"{what} must have the structure of feature_config, "
-            f"{describe_value(config)}, got {describe_value(nest)}. {reason}".rstrip()
-        )
+        rule = f"have the structure of feature_config, {describe_value(config)}"
+        return invalid(what, rule, nest, reason)
 
 
 def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
@@ -154,29 +152,23 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
         feature_config, is_leaf=lambda x: isinstance(x, FeatureNest)
     )
     if not with_paths:
-        raise ValueError(
-            "feature_config must hold at least one FeatureConfig, got "
-            f"{feature_config!r}."
-        )
+        rule = "hold at least one FeatureConfig"
+        raise invalid("feature_config", rule, feature_config)
     leaves = [
         (jax.tree_util.keystr(path, simple=True, separator="/") or "feature", leaf)
         for path, leaf in with_paths
     ]
     for path, leaf in leaves:
         if not isinstance(leaf, FeatureConfig):
-            raise ValueError(
-                "feature_config must be a nest of FeatureConfig, got "
-                f"{describe_value(leaf)} at {path!r}. {_line_to_write(leaf)}"
-            )
+            rule = f"be a nest of FeatureConfig, also at {path!r}"
+            raise invalid("feature_config", rule, leaf, _line_to_write(leaf))
     features: dict[str, FeatureConfig] = {}
     paths: dict[str, str] = {}
     for path, config in leaves:
         name = config.name or path
         if name in features:
-            raise ValueError(
-                f"FeatureConfig.name must be unique, got {name!r} twice, for the "
-                f"features at {paths[name]!r} and {path!r} of feature_config."
-            )
+            rule = f"be unique, also at {paths[name]!r} and {path!r} of feature_config"
+            raise invalid("FeatureConfig.name", rule, name)
         features[name], paths[name] = config, path
     return features, tree
 
@@ -241,12 +233,10 @@ def find_tables(
         names += same[:1]
     if problems:
         known = "".join(f"\n  {name!r}: {config}" for name, config in tables)
-        raise ValueError(
-            "The tables of these features must be tables of the plan:\n"
-            + "\n".join(problems)
-            + f"\nThe plan has{known}\nUse the TableConfig objects that the plan was "
-            "made from."
-        )
+        text = "The tables of these features must be tables of the plan:\n"
+        text += "\n".join(problems) + f"\nThe plan has{known}\n"
+        text += "Use the TableConfig objects that the plan was made from."
+        raise about(ValueError(text), "feature_config", features)
     return names
 
 

@@ -178,11 +178,9 @@ def name_tables(
             fields = [field.name for field in dataclasses.fields(config)]
             pairs = [(x, getattr(other, x), getattr(config, x)) for x in fields]
             unequal = "; ".join(f"{x} {a!r} and {b!r}" for x, a, b in pairs if a != b)
-            raise ValueError(
-                f"TableConfig.name must be unique, got two tables named {name!r} with "
-                f"different settings: {unequal}. Rename one of them, or use one "
-                "TableConfig to share a table."
-            )
+            rule = f"be unique, unlike two tables with different settings: {unequal}"
+            fix = "Rename one of them, or use one TableConfig to share a table."
+            raise invalid("TableConfig.name", rule, name, fix)
         resolved = _resolved_optimizer(name, config, optimizer)
         if resolved is None and config.optimizer is None:
             # The layer's `optax.set_to_zero()` keeps it fixed, unlike no optimizer.
@@ -199,11 +197,12 @@ def _resolved_optimizer(
     resolved = resolve_optimizer(own_or_shared, name, config.dim)
     if config.dtype_name == "int8" and resolved is not None:
         source = "its own" if config.optimizer else "the layer's"
-        raise ValueError(
-            "TableConfig.dtype must not be int8 for a trained table, got it for "
-            f"{name!r}, which {source} optimizer trains. int8 rows are for lookup "
-            "only. Use bfloat16 to train this table. To keep this table fixed, set its "
-            "TableConfig.optimizer to optax.set_to_zero()."
+        raise invalid(
+            "TableConfig.dtype",
+            f"not be int8 for table {name!r}, which {source} optimizer trains",
+            config.dtype_name,
+            "int8 rows are for lookup only. Use bfloat16 to train this table. To keep "
+            "it fixed, set its TableConfig.optimizer to optax.set_to_zero().",
         )
     return resolved
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 
 SLICE_AXIS: Final = "slice"
@@ -39,25 +40,20 @@ def device_mesh(
       ('slice', 'shard')
     """
     if isinstance(devices, int):
-        raise TypeError(
-            f"te.device_mesh: devices must be a list of JAX devices, got {devices}. "
-            f"Write te.device_mesh(jax.devices()[:{devices}])."
-        )
+        line = f"Write te.device_mesh(jax.devices()[:{devices}])."
+        rule = "be a list of JAX devices"
+        raise invalid("te.device_mesh: devices", rule, devices, line, TypeError)
     chosen = sorted(jax.devices() if devices is None else devices, key=_order_of)
     found = len({_slice_of(device) for device in chosen})
     if num_slices is not None and found not in (1, num_slices):
-        raise ValueError(
-            f"num_slices must be {found}, the number of slices of the devices, got "
-            f"{num_slices}."
-        )
+        rule = f"be {found}, the number of slices of the devices"
+        raise invalid("te.device_mesh: num_slices", rule, num_slices)
     num_slices = num_slices or found
     if num_slices == 1:
         return Mesh(np.asarray(chosen), (SHARD_AXIS,))
     if len(chosen) % num_slices:
-        raise ValueError(
-            f"num_slices must divide the number of devices, {len(chosen)}, got "
-            f"{num_slices}."
-        )
+        rule = f"divide the number of devices, {len(chosen)}"
+        raise invalid("te.device_mesh: num_slices", rule, num_slices)
     return Mesh(np.asarray(chosen).reshape(num_slices, -1), (SLICE_AXIS, SHARD_AXIS))
 
 
@@ -85,20 +81,16 @@ def choose_mesh(mesh: Any) -> Mesh:
     if mesh is None:
         return _mesh_of_context()
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}; "
-            "jax.make_mesh((jax.device_count(),), ('shard',)) makes one."
-        )
+        line = "Write jax.make_mesh((jax.device_count(),), ('shard',))."
+        rule = "be a jax.sharding.Mesh or None"
+        raise invalid("mesh", rule, mesh, line, TypeError)
     if mesh.size == 0:
-        raise ValueError(
-            f"mesh must have devices, got {mesh!r}; leave it out for all devices."
-        )
+        raise invalid("mesh", "have devices", mesh, "Leave it out for all devices.")
     if set(mesh.axis_types) not in ({AxisType.Auto}, {AxisType.Explicit}):
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        raise ValueError(
-            f"mesh axes must all be of type Auto or all of type Explicit, got {kinds}; "
-            "pass jax.make_mesh the same axis type for each axis."
-        )
+        text = "mesh axes must all be of type Auto or all of type Explicit, got "
+        text += f"{kinds}; pass jax.make_mesh the same axis type for each axis."
+        raise about(ValueError(text), "mesh", mesh)
     return mesh
 
 
@@ -111,10 +103,9 @@ def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
     if hardware is None:
         return hardware_of_device(mesh.devices.flat[0])
     if not isinstance(hardware, HardwareInfo):
-        raise TypeError(
-            f"hardware must be a HardwareInfo or None, got {hardware!r}; "
-            "te.hardware.hardware_by_name(name) makes one."
-        )
+        line = "Write te.hardware.hardware_by_name(name)."
+        rule = "be a HardwareInfo or None"
+        raise invalid("hardware", rule, hardware, line, TypeError)
     return hardware
 
 

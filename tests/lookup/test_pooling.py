@@ -1,9 +1,14 @@
-"""Features in all forms, and the dense matrix that pools rows into their samples."""
+"""Rows pooled into samples, and cotangents summed into rows, against a dense matrix."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tpu_embedding.lookup._forward import PoolingSpec
+from tpu_embedding.lookup._backward import cotangent_reader, spread
+from tpu_embedding.lookup._forward import PoolingSpec, pool_buffer, samples_of
 
 # Multiples of 1/2, so that all sums are exact in float32.
 GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)
@@ -53,13 +58,13 @@ def places_of(poolings, num_rows, seed=0):
 
 
 def sort_by_row(places, num_rows):
-    """Sorts ids by row; those without a row lie between the others, too.
+    """Sorts ids by row. Ids without a row are between the others.
 
     Returns:
       The position of each sorted id before sorting, and its place.
     """
     is_used = places < num_rows
-    # Rows of other rounds come before, between and behind those of this round.
+    # Rows of other rounds come before, between and after this round's rows.
     keys = np.where(is_used, 2 * places + 1, np.arange(len(places)) % 8 * 8)
     order = np.argsort(keys, kind="stable").astype(np.int32)
     return jnp.array(order), jnp.array(places[order])
@@ -99,3 +104,75 @@ NATURAL = {
         "ragged+gains+scales", "long+gains", "one",
     ],
 }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="gathers")
+def jitted_combine(rows, places, poolings, gathers):
+    return samples_of(pool_buffer(rows, places, poolings, gathers), poolings)
+
+
+def check_combine(poolings, dim=3, gathers="whole"):
+    num_rows = 9
+    places = places_of(poolings, num_rows)
+    rows = integers(num_rows, dim)
+    # No id reads the last place, so it may hold anything.
+    rows[-1] = np.nan
+    pooled = jitted_combine(rows.copy(), places, poolings, gathers)
+    assert [x.shape for x in pooled] == [(p.num_samples, dim) for p in poolings]
+    assert all(x.dtype == jnp.float32 for x in pooled)
+    rows[-1] = 0
+    expected = matrix_of(poolings, places, num_rows) @ rows
+    np.testing.assert_array_equal(np.concatenate(pooled), expected)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def jitted_spread(cotangents, sorted_ids, poolings, buffer_size):
+    reader = cotangent_reader(cotangents, poolings)
+    return spread(reader, *sorted_ids, buffer_size)
+
+
+def check_spread(poolings, places, dim=3):
+    """Compares the gradients of used rows; other places are undefined."""
+    num_rows = 9
+    cotangents = [
+        integers(pooling.num_samples, dim, seed=i) for i, pooling in enumerate(poolings)
+    ]
+    sorted_ids = sort_by_row(places, num_rows)
+    gradients = jitted_spread(cotangents, sorted_ids, poolings, num_rows)
+    assert gradients.shape == (num_rows, dim)
+    expected = matrix_of(poolings, places, num_rows).T @ np.concatenate(cotangents)
+    is_used = np.isin(np.arange(num_rows), places)
+    assert is_used.any()
+    np.testing.assert_array_equal(gradients[is_used], expected[is_used])
+
+
+@pytest.mark.parametrize("gathers", ["whole", "fused", "by_feature"])
+@pytest.mark.parametrize("case", NATURAL)
+def test_combine_of_features(case, gathers):
+    check_combine([pooling_of(form) for form in NATURAL[case]], gathers=gathers)
+
+
+@pytest.mark.parametrize("case", NATURAL)
+def test_spread_of_features(case):
+    poolings = [pooling_of(form) for form in NATURAL[case]]
+    for seed in (0, 5):
+        check_spread(poolings, places_of(poolings, 9, seed))
+    # Almost all ids are repeats.
+    check_spread(poolings, np.where(places_of(poolings, 9) == 9, 9, 0))
+
+
+@pytest.mark.parametrize("dim", [1, 32, 200])
+def test_dims(dim):
+    poolings = [pooling_of("many+gains+scales"), pooling_of("ragged")]
+    check_combine(poolings, dim)
+    check_spread(poolings, places_of(poolings, 9), dim)
+
+
+def test_ids_without_rows_give_zeros():
+    poolings = [pooling_of("many"), pooling_of("ragged+gains")]
+    num_ids = sum(pooling.num_ids for pooling in poolings)
+    for place in (7, 8, 2**31 - 1):
+        places = np.full(num_ids, place, np.int32)
+        rows = np.full((8, 3), np.nan, np.float32)
+        for pooled in jitted_combine(rows, places, poolings, "whole"):
+            np.testing.assert_array_equal(pooled, np.zeros((8, 3)))
