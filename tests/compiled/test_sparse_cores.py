@@ -102,16 +102,6 @@ def test_the_next_ids_are_sorted_while_sparse_cores_update_rows(generation):
     assert max(num_beside) > 0.8 * num_all > 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("name", ["rowwise_adagrad", "adafactor"])
-def test_other_rules_update_by_scatters(name):
-    plan = plan_of("v5p", 128, REPRESENTATIVE[name])
-    assert plan.stacks[0].backend.updates == "xla"
-    report = check(plan, compile_step(plan, 128))
-    assert report.sparse_core_operations == 1
-
-
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_without_compiler_options_a_step_is_in_place():

@@ -13,6 +13,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tpu_embedding import functional
 from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs
 
@@ -43,9 +44,10 @@ def test_the_core_does_not_name_dynamic_tables():
     assert {path for path in paths if not path.startswith(MAY_KNOW)} == OFFER
 
 
-WITHOUT_FOLDER = """
+WITHOUT_FOLDERS = """
 import sys
-sys.modules["tpu_embedding.dynamic"] = None  # An import of it raises.
+for name in ("dynamic", "host_rows"):
+    sys.modules["tpu_embedding." + name] = None  # An import of it raises.
 import jax
 import tpu_embedding as te
 table = te.TableConfig(vocabulary_size=10, dim=4)
@@ -58,13 +60,13 @@ gradients = te.functional.compute_gradients(
     found.routing, found.activations, layer_plan
 )
 te.functional.apply_gradients(tables, slots, gradients, layer_plan)
-te.TPUEmbedding, te.Optimizer, te.linen, te.PipelinedTrainStep
+te.TPUEmbedding, te.Optimizer, te.linen, te.PipelinedTrainStep, te.save, te.restore
 """
 
 
 @pytest.mark.full
-def test_the_core_works_without_the_folder():
-    subprocess.run([sys.executable, "-c", WITHOUT_FOLDER], check=True)
+def test_the_core_works_without_the_folders():
+    subprocess.run([sys.executable, "-c", WITHOUT_FOLDERS], check=True)
 
 
 class YearInputs(VocabularyInputs):
@@ -97,7 +99,7 @@ class Years(Vocabulary):
         return self.number
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_another_vocabulary_implements_the_seam(num_devices):
     table = te.TableConfig(vocabulary_size=Years(120), dim=4, name="t")
     plan = te.make_plan({"year": te.FeatureConfig(table=table)}, mesh_of(num_devices))
@@ -107,7 +109,7 @@ def test_another_vocabulary_implements_the_seam(num_devices):
     found = functional.lookup(tables, batch, plan)
     rows = functional.unstack_tables(tables, plan)["t"]
     np.testing.assert_array_equal(found.activations["year"], rows[[0, 119]])
-    with pytest.raises(TypeError, match="'year'"):
+    with rejects(TypeError):
         functional.compute_gradients(found.routing, found.activations, plan)
-    with pytest.raises(ValueError, match="'year'"):
+    with rejects(ValueError):
         te.inputs.prepare_features({"year": np.array([2020])}, plan)

@@ -87,42 +87,6 @@ def test_rules(rule, num_devices, dtype):
     assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
 
 
-@pytest.mark.full
-def test_two_stacks():
-    """Their caches and exchanges differ; rows of one are in a batch more rarely."""
-
-    def config_of(placement):
-        config = {}
-        for dim, table in ((4, "a"), (7, "b")):
-            tables = tables_of(placement, dim=dim)
-            config[table] = te.FeatureConfig(table=tables[table])
-        return config
-
-    def some_batches(plan, number):
-        return [
-            {name: batch[name] for name in ("a", "b") if name == "a" or i % 3}
-            for i, batch in enumerate(batches_of(plan, number))
-        ]
-
-    host = twins(config_of, some_batches, CACHE, 3, optimizer=RULES["adam"])
-    assert len(host.hosts) == 2
-
-
-@pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "1devices"))
-@pytest.mark.full
-def test_a_table_on_the_host_and_one_on_the_devices(num_devices):
-    """They never share a stack, so here both runs have two."""
-
-    def config_of(placement):
-        on_host, on_devices = tables_of(placement), tables_of(te.Sharded(), dim=7)
-        tables = {"a": on_host["a"], "b": on_devices["b"], "c": on_host["a"]}
-        return {name: te.FeatureConfig(table=table) for name, table in tables.items()}
-
-    options = dict(optimizer=RULES["rowwise"])
-    host = twins(config_of, batches_of, CACHE, num_devices, **options)
-    assert len(host.hosts) == 1 and len(host.tables) == 2
-
-
 def ragged_config_of(placement):
     """Ragged and weighted features, of each policy."""
     tables = tables_of(placement)
@@ -180,14 +144,6 @@ def test_ragged_and_weighted_ids(num_devices):
         num_devices,
         optimizer=RULES["adagrad"],
     )
-
-
-@pytest.mark.parametrize("num_devices", full_cases(DEVICES[1:], "2devices", "8devices"))
-@pytest.mark.full
-def test_several_rounds(num_devices):
-    options = dict(optimizer=RULES["ftrl"], capacity=2)
-    host = twins(config_of, batches_of, CACHE, num_devices, **options)
-    assert any(stack.capacity for stack in host.plan.stacks)
 
 
 @pytest.mark.full

@@ -64,13 +64,10 @@ def measured():
 UNWRITTEN = np.uint32(0xDEADBEEF)
 
 RULES = {
-    "sgd": te.optimizers.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adagrad": te.optimizers.adagrad(0.1),
     "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
-    "adam": te.optimizers.adam(0.1),
     "lazy_adam": te.optimizers.lazy_adam(optax.linear_schedule(0.1, 0.0, 10)),
-    "ftrl": te.optimizers.ftrl(0.1),
     "adafactor": te.optimizers.adafactor(0.1),
     "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
     "measured": measured(),
@@ -179,11 +176,9 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype", "num_devices"),
     quick_cases(
-        matrix(RULES, ["float32", "bfloat16"], [1, 3, 8, 2]),
-        "momentum-bfloat16-3",
-        "adagrad-float32-8",
-        "measured-bfloat16-3",
-        "adafactor_ema-float32-8",
+        matrix(RULES, ["float32", "bfloat16"], [1, 2, 3, 8]),
+        "momentum-bfloat16-1",
+        "measured-bfloat16-2",
     ),
 )
 def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
@@ -200,7 +195,6 @@ def test_equals_all_rows_on_the_devices(name, dtype, num_devices, small_blocks):
     ("name", "dtype", "dim", "hardware"),
     quick_cases(
         [
-            ("measured", "float32", 20, "v5p"),
             ("adafactor_ema", "bfloat16", 3, "v5p"),
             ("adafactor_ema", "float32", 200, "v6e"),
             ("rowwise_adagrad", "float32", 1, "cpu"),
@@ -270,29 +264,6 @@ def test_initializers_of_rows_and_of_whole_tables(dtype, small_blocks):
         store = Store(stack)
         fill_tables(store, stack, plan, KEY)
         assert_same_rows(store, [stacks[stack.name]], stack, plan)
-
-
-@pytest.mark.full
-def test_mesh_of_explicit_axes(small_blocks):
-    rule = RULES["adafactor_ema"]
-    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
-    plan = te.make_plan(
-        [
-            te.FeatureConfig(
-                table=te.TableConfig(
-                    vocabulary_size=70, dim=3, name=f"axes_{i}", initializer=initializer
-                )
-            )
-            for i, initializer in enumerate([None, row_number])
-        ],
-        mesh,
-        optimizer=rule,
-    )
-    (stack,) = plan.trained_stacks
-    store, state = filled(plan, stack)
-    table, expected = on_devices(plan, stack)
-    assert_same_rows(store, [table, *slots_of(expected)], stack, plan)
-    assert_same_values(state, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, jnp.bfloat16, np.float32, np.int32])

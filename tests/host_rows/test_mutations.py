@@ -10,9 +10,9 @@ import tpu_embedding as te
 from tests.host_rows import models
 from tests.host_rows.models import feed, make, train
 from tests.host_rows.twins import check_equal
+from tests.rejections import rejects
 from tests.tiers import full_cases
 from tpu_embedding.host_rows import planner
-from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.host_rows.store import RowStore
 
 CACHE = te.HostRows(cache_rows=80, window=1)
@@ -54,33 +54,12 @@ def slow_writer(monkeypatch):
     return released
 
 
-def without_wait(monkeypatch):
+def test_reads_before_the_write(monkeypatch, slow_writer):
+    """Rows that left and come back have their values of before."""
     plan = planner.Planner.plan
     monkeypatch.setattr(
         planner.Planner, "plan", lambda *args: plan(*args)._replace(wait_for=-1)
     )
-
-
-def landed_before_the_write(monkeypatch):
-    exchange = HostStack.exchange
-
-    def exchange_and_land(self, *args):
-        result = exchange(self, *args)
-        with self._changed:
-            self._landed = self._executed
-            self._changed.notify_all()
-        return result
-
-    monkeypatch.setattr(HostStack, "exchange", exchange_and_land)
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    full_cases([without_wait, landed_before_the_write], "landed_before_the_write"),
-)
-def test_reads_before_the_write(monkeypatch, slow_writer, mutate):
-    """Rows that left and come back have their values of before."""
-    mutate(monkeypatch)
     data = disjoint_batches(12)
     found = trained(data, until_last=slow_writer.set)
     expected = trained(data, te.Sharded())
@@ -118,7 +97,7 @@ def test_the_reader_waits_for_the_write(monkeypatch):
 def test_victims_among_unfinished_batches(monkeypatch):
     monkeypatch.setattr(planner, "UNFINISHED_BATCHES", 1)
     small = dataclasses.replace(CACHE, cache_rows=40)
-    with pytest.raises(ValueError, match="were not on their device"):
+    with rejects(ValueError, fix="features_of"):
         trained(disjoint_batches(12), small)
 
 
@@ -142,5 +121,5 @@ def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
         models.fit(*twin, disjoint_batches(2))
         check_equal(models.state_of(model, optimizer), models.state_of(*twin))
     else:
-        with pytest.raises(ValueError, match="were not on their device"):
+        with rejects(ValueError, fix="features_of"):
             train_after_evaluation()
