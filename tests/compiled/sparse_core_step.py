@@ -54,7 +54,6 @@ def compile_step(
     num_samples=4096,
     mebibytes=32,
     limits=None,
-    num_slices=1,
 ):
     """Compiles lookup, gradient and update under `cond`, over lines `[n, 128]`.
 
@@ -66,12 +65,8 @@ def compile_step(
       num_samples: samples of a device.
       mebibytes: size of the table of a device.
       limits: in place of those that fit.
-      num_slices: slices of this topology, all of whose devices share the table.
     """
-    options = {"num_slices": num_slices} if num_slices > 1 else {}
-    description = topologies.get_topology_desc(
-        topology_name=topology, platform="tpu", **options
-    )
+    description = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     devices = np.asarray(description.devices)
     mesh, count = Mesh(devices, ("shard",)), devices.size
     hardware = hardware_of_device(description.devices[0])

@@ -72,9 +72,7 @@ def compile_advance(step, make, batch, plan):
     ("mode", "num_devices", "capacity", "loss_fn"),
     [
         ("stale", 8, 4, linear_loss),
-        pytest.param("exact", 1, None, squared_loss, marks=pytest.mark.full),
-        pytest.param("stale", 1, None, linear_loss, marks=pytest.mark.full),
-        pytest.param("exact", 8, 4, linear_loss, marks=pytest.mark.full),
+        ("exact", 1, None, squared_loss),
     ],
 )
 def test_cpu_step_is_in_place(mode, num_devices, capacity, loss_fn):
@@ -117,17 +115,7 @@ def overlaps(module, mode):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("mode", "generation"),
-    [
-        ("exact", "v5p"),
-        *(
-            pytest.param(mode, generation, marks=pytest.mark.full)
-            for mode, generation in [
-                ("stale", "v5p"),
-                ("exact", "v6e"),
-                ("stale", "v6e"),
-            ]
-        ),
-    ],
+    [("exact", "v5p"), ("stale", "v5p"), ("exact", "v6e"), ("stale", "v6e")],
 )
 def test_tpu_step_is_in_place_and_overlaps(mode, generation):
     """XLA runs a part of the next lookup beside SparseCore work of this step."""

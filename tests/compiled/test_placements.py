@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 import tpu_embedding as te
+from tests.compiled.functional_step import compile_functional_step
 from tests.compiled.test_train_step import ADAGRAD, BATCH, LINES_PER_DEVICE, check
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools import compile_report
@@ -47,30 +48,9 @@ def plan_of(tables, mesh, **options):
 
 
 def compile_step(plan, batch_size=BATCH):
-    ids = {
-        feature.name: jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-        for feature in plan.features
-    }
-    tables = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
-    slots = jax.eval_shape(
-        lambda tables: te.functional.init_slots(tables, plan), tables
-    )
-
-    def step(tables, slots, ids):
-        result = te.functional.lookup(tables, ids, plan)
-        # Of half their squared sum: the update follows the lookup.
-        cotangents = result.activations
-        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
-        return te.functional.apply_gradients(tables, slots, gradients, plan)
-
-    jitted = jax.jit(
-        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
-    )
-    return jitted.lower(
-        compile_report.abstract_arrays(tables, plan),
-        compile_report.abstract_arrays(slots, plan),
-        compile_report.abstract_batch(ids, plan),
-    ).compile()
+    ids = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    names = [feature.name for feature in plan.features]
+    return compile_functional_step(plan, dict.fromkeys(names, ids))
 
 
 def collectives_of(compiled):
@@ -127,9 +107,7 @@ def test_large_tables_of_all_dtypes_and_placements(generation):
 
 @pytest.mark.full
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    "placement", ["replicated", pytest.param("grouped", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("placement", ["replicated", "grouped"])
 def test_copies_of_small_tables_gather_their_gradients(placement):
     mesh = mesh_for("v5p")
     table = te.TableConfig(

@@ -62,17 +62,9 @@ CASES = {
 }
 
 
-def cases():
-    """Returns one case of a generation; in the full tier, all rules of one."""
-    for name, case in CASES.items():
-        if not name.startswith("v5p") and "adam-dim64" not in name:
-            case = pytest.param(*case, marks=pytest.mark.exhaustive)
-        yield name, case
-
-
 @pytest.mark.parametrize(
     "topology, rule, dim, valence",
-    quick_cases(with_ids(dict(cases())), every_case=True),
+    quick_cases(with_ids(CASES)),
 )
 def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
     mebibytes = 64 if dim >= 64 else 32
@@ -91,14 +83,14 @@ def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
 GENERATIONS = quick_cases(SMALL, every_case=True)
 
 
-def _compiles(topology, dim, limits=None, num_slices=1):
+def _compiles(topology, dim, limits):
     """Compiles in a child; returns True, or the message of the compiler."""
     program = (
         "import sys; import optax; "
         "from tests.compiled.sparse_core_step import compile_step; "
         "from tpu_embedding.sparse_core.limits import Limits; "
         f"compile_step({topology!r}, optax.sgd(0.1), dim={dim}, "
-        f"num_samples=512, limits={limits!r}, num_slices={num_slices})"
+        f"num_samples=512, limits={limits!r})"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -137,13 +129,8 @@ def _all_operations(gradient, state, rows=None):
     floats = [lax.abs(g), lax.cbrt(g), lax.ceil(g), lax.clamp(-1.0, g, 1.0), lax.cos(g)]
     floats += [half / g, lax.exp(g), lax.exp2(g), lax.expm1(g), lax.floor(g)]
     floats += [lax.integer_pow(g, 3), lax.log(g), lax.log1p(g), lax.logistic(g)]
-    floats += [
-        lax.max(g, half),
-        lax.min(g, half),
-        -g,
-        lax.pow(g, half),
-        lax.rem(g, half),
-    ]
+    floats += [lax.max(g, half), lax.min(g, half), -g, lax.pow(g, half)]
+    floats += [lax.rem(g, half)]
     floats += [lax.round(g), lax.rsqrt(g), lax.sign(g), lax.sin(g), lax.sqrt(g)]
     floats += [lax.square(g), g - half, lax.tan(g), lax.tanh(g), g * half]
     floats += [add_jaxvals_p.bind(g, half)]

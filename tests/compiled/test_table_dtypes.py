@@ -25,8 +25,6 @@ from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools import compile_report
 
-full = pytest.mark.full
-
 
 def make_plan(mesh, dim, dtype, optimizer, **options):
     layout = RowLayout(num_rows=1, row_shape=(dim,), tile_lanes=128, narrow_dtype=dtype)
@@ -51,7 +49,7 @@ STEPS = [
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 
 
-@full
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dtype", "dim", "generation"), quick_cases(STEPS, "int8-64-v6e")
@@ -78,7 +76,7 @@ def test_tpu_step_is_in_place(dtype, dim, generation):
 
 
 @pytest.mark.tpu_compiler
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adam", "every_row", "adafactor"])
 def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
     devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
@@ -87,15 +85,14 @@ def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
     check(plan, compile_step(plan, 128, batch_size=256))
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "num_devices", "capacity", "loss_fn"),
     [
-        pytest.param("adagrad", 1, None, linear_loss, marks=full),
         ("adagrad", 8, 4, squared_loss),
-        pytest.param("every_row", 8, 4, squared_loss, marks=full),
-        pytest.param("adafactor", 8, 4, squared_loss, marks=full),
-        pytest.param("sequence", 1, None, linear_loss, marks=full),
+        ("every_row", 8, 4, squared_loss),
+        ("adafactor", 8, 4, squared_loss),
+        ("sequence", 1, None, linear_loss),
     ],
 )
 def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):

@@ -399,7 +399,7 @@ def test_ids_in_a_loss_say_what_to_do():
 @pytest.mark.parametrize(
     "options, fix",
     [
-        (dict(optimizer=te.optimizers.every_row("adam")), "every_row"),
+        (dict(optimizer=te.optimizers.every_row(te.optimizers.adam(0.1))), "every_row"),
         (dict(default_id=0), "default_id"),
         (dict(dtype=jnp.int8), "int8"),
         (dict(initializer=jax.nn.initializers.lecun_normal()), "rowwise"),

@@ -87,65 +87,6 @@ def test_rules(rule, num_devices, dtype):
     assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
 
 
-def ragged_config_of(placement):
-    """Ragged and weighted features, of each policy."""
-    tables = tables_of(placement)
-    first = te.FeatureConfig(table=tables["a"], out_of_range_ids="clip", default_id=7)
-    return {
-        "clipped": first,
-        "dropped": te.FeatureConfig(
-            table=tables["a"], out_of_range_ids="drop", default_id=300
-        ),
-        "sequence": te.FeatureConfig(table=tables["b"], max_sequence_length=3),
-        "weighted": te.FeatureConfig(table=tables["b"], combiner="sqrtn", default_id=0),
-    }
-
-
-def ragged_batches_of(plan, number):
-    draw = np.random.default_rng(1)
-
-    def lists(num_rows, low=0, high=0):
-        return [
-            list(
-                zipf_ids(draw, draw.integers(0, 4), num_rows)
-                + draw.integers(low, high + 1)
-            )
-            for _ in range(BATCH)
-        ]
-
-    raw = []
-    for _ in range(number):
-        weighted = lists(ROWS["b"])
-        weights = [[float(draw.integers(-1, 3)) for _ in ids] for ids in weighted]
-        features = {
-            "clipped": lists(ROWS["a"], -30, 30),
-            "dropped": lists(ROWS["a"], -30, 30),
-            "sequence": lists(ROWS["b"]),
-            "weighted": weighted,
-        }
-        features = {
-            name: te.RaggedIds.from_lists(ids, weights if name == "weighted" else None)
-            for name, ids in features.items()
-        }
-        raw.append(features)
-    sizes = te.inputs.BufferSizes()
-    for features in raw:  # So that all have the size of the largest.
-        te.inputs.prepare_features(features, plan, sizes=sizes)
-    return [te.inputs.prepare_features(x, plan, sizes=sizes) for x in raw]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_devices", DEVICES)
-def test_ragged_and_weighted_ids(num_devices):
-    twins(
-        ragged_config_of,
-        ragged_batches_of,
-        CACHE,
-        num_devices,
-        optimizer=RULES["adagrad"],
-    )
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "3devices"))
 def test_more_misses_than_an_exchange_holds(num_devices):

@@ -11,7 +11,6 @@ from tests.host_rows import models
 from tests.host_rows.models import feed, make, train
 from tests.host_rows.twins import check_equal
 from tests.rejections import rejects
-from tests.tiers import full_cases
 from tpu_embedding.host_rows import planner
 from tpu_embedding.host_rows.store import RowStore
 
@@ -101,25 +100,15 @@ def test_victims_among_unfinished_batches(monkeypatch):
         trained(disjoint_batches(12), small)
 
 
-@pytest.mark.parametrize("is_pinned", full_cases([True, False], "True"))
 @pytest.mark.full
-def test_victims_among_the_rows_of_a_waiting_loop(monkeypatch, is_pinned):
+def test_rows_of_a_waiting_loop_are_pinned():
     """A batch that was drawn trains after an evaluation of many batches."""
-    if not is_pinned:
-        monkeypatch.setattr(planner.Planner, "pin", lambda *args: None)
     model, optimizer = make(te.HostRows(cache_rows=120))
 
-    def train_after_evaluation():
-        for batch in feed(disjoint_batches(2), model, optimizer):
-            for other in feed(disjoint_batches(6, start=120), model, optimizer):
-                models.evaluate(model, other)
-            train(model, optimizer, batch)
-
-    if is_pinned:
-        train_after_evaluation()
-        twin = make(te.Sharded())
-        models.fit(*twin, disjoint_batches(2))
-        check_equal(models.state_of(model, optimizer), models.state_of(*twin))
-    else:
-        with rejects(ValueError, fix="features_of"):
-            train_after_evaluation()
+    for batch in feed(disjoint_batches(2), model, optimizer):
+        for other in feed(disjoint_batches(6, start=120), model, optimizer):
+            models.evaluate(model, other)
+        train(model, optimizer, batch)
+    twin = make(te.Sharded())
+    models.fit(*twin, disjoint_batches(2))
+    check_equal(models.state_of(model, optimizer), models.state_of(*twin))

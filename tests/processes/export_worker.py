@@ -9,21 +9,17 @@ one process, it needs no coordinator.
 import sys
 
 import numpy as np
-import optax
-from flax import nnx
 
 import tpu_embedding as te
+from tests.processes.checkpoint_worker import SIZES, make
 from tests.processes.joining import start_devices
 from tpu_embedding.tables import line_exchange
-
-SIZES = {"sharded": 101, "replicated": 13}
 
 
 def main(coordinator, num_processes, process, num_devices, directory):
     start_devices(coordinator, num_processes, process, num_devices)
     line_exchange._MIN_BLOCK_BYTES = 512  # several blocks per process
-    model = make()
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make(SIZES | {"dynamic": te.Dynamic(capacity=300)}, seed=0)
     ids = np.arange(4, dtype=np.int64) << 40
     batch = model.prepare({"dynamic": ids})
     optimizer.insert_ids(model, te.inputs.shard_batch(batch, model.plan))
@@ -35,25 +31,6 @@ def main(coordinator, num_processes, process, num_devices, directory):
             assert "te.save" in str(error)
         else:
             raise AssertionError
-
-
-def make():
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=size,
-                dim=8,
-                name=name,
-                placement=te.Replicated() if name == "replicated" else None,
-            )
-        )
-        for name, size in SIZES.items()
-    }
-    users = te.TableConfig(
-        vocabulary_size=te.Dynamic(capacity=300), dim=8, name="dynamic"
-    )
-    features["dynamic"] = te.FeatureConfig(table=users)
-    return te.TPUEmbedding(features, te.optimizers.sgd(0.5), rngs=nnx.Rngs(0))
 
 
 if __name__ == "__main__":
