@@ -5,7 +5,6 @@ The contract is that of float32 tables (`test_train_step.py`). int8 rows are onl
 
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -73,16 +72,6 @@ def test_tpu_step_is_in_place(dtype, dim, generation):
     if 128 % dim == 0:
         rows = plan.stacks[0].num_rows / plan.num_shards
         assert report.argument_bytes < 1.02 * (2 + 4) * dim * rows
-
-
-@pytest.mark.tpu_compiler
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["adam", "every_row", "adafactor"])
-def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
-    devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
-    plan = make_plan(mesh, 128, "bfloat16", REPRESENTATIVE[name])
-    check(plan, compile_step(plan, 128, batch_size=256))
 
 
 @pytest.mark.full

@@ -256,16 +256,6 @@ def test_a_step_that_may_be_skipped_is_in_place(name, skips):
     check(plan, compile_step(plan, 16, skips=skips))
 
 
-@pytest.mark.tpu_compiler
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("skips", SKIPPED_STEPS)
-def test_a_step_that_may_be_skipped_is_in_place_on_tpu(skips):
-    mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    plan = make_plan(mesh, 128, ADAGRAD, 1)
-    report = check(plan, compile_step(plan, 128, skips=skips))
-    assert report.sparse_core_scatters > 0
-
-
 WITHOUT_A_GRADIENT = {
     "adam": te.optimizers.adam(optax.cosine_decay_schedule(0.1, 9)),
     "adafactor_exact": OTHERS["adafactor_exact"],

@@ -100,19 +100,6 @@ def test_the_last_batch_of_a_loop_is_checked():
                 evaluate(model, batches(1, seed=7)[0])
 
 
-@pytest.mark.full
-def test_features_of_that_leaves_out_ids():
-    model, optimizer = make()
-    with rejects(ValueError, fix=LOST):
-        for batch in feed(
-            batches(6),
-            model,
-            optimizer,
-            features_of=lambda batch: {"user": batch["user"][:, :2]},
-        ):
-            train(model, optimizer, batch)
-
-
 def host_of(model):
     return model.embedding.tables.get_value()["stack_0"].host
 

@@ -79,19 +79,6 @@ def test_loops_left_early_continue(way):
 
 
 @pytest.mark.full
-def test_a_drawn_batch_is_trained_after_the_loop():
-    model, optimizer = make()
-    data = batches(12)
-    generator = feed(data, model, optimizer)
-    losses = [float(train(model, optimizer, next(generator))) for _ in range(4)]
-    batch = next(generator)
-    generator.close()
-    losses.append(float(train(model, optimizer, batch)))
-    losses += fit(model, optimizer, data[5:])
-    check_trained(model, optimizer, losses, 12)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["stale", "exact"])
 def test_pipelined_steps(mode):
     results = []

@@ -10,9 +10,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.host_rows import models
 from tests.host_rows.models import (
-    ROWS,
     batches,
     evaluate,
     expected,
@@ -52,56 +50,6 @@ def test_a_save_restores_on_other_devices_and_back(tmp_path):
         check_equal(state_of(*host), expected(8)[1])
         losses = expected(8)[0] + fit(*host, data[8:])
         check_equal((losses, state_of(*host)), expected(12))
-
-
-@pytest.mark.full
-def test_a_restore_in_the_middle_of_a_loop(tmp_path):
-    """Batches that were read ahead are read again."""
-    model, optimizer = make()
-    data = batches(12)
-    fit(model, optimizer, data[:4])
-    te.save(tmp_path / "a", (model, optimizer))
-    losses = expected(4)[0]
-    others = batches(9, seed=3)
-    for number, batch in enumerate(feed([*others[:5], *data[4:]], model, optimizer)):
-        if number == 5:
-            te.restore(tmp_path / "a", (model, optimizer))
-        loss = float(train(model, optimizer, batch))
-        losses = [*losses, loss] if number >= 5 else losses
-    check_equal((losses, state_of(model, optimizer)), expected(12))
-
-
-@pytest.mark.parametrize("is_drawn", [True, False], ids=["drawn", "not_drawn"])
-@pytest.mark.full
-def test_values_are_set_in_the_middle_of_a_loop(is_drawn):
-    """Before the step of a batch that was drawn, or after it."""
-    draw = np.random.default_rng(0)
-    rows = {"user": draw.normal(size=(ROWS, models.DIM)).astype(np.float32)}
-    accumulators = {"user": {"accumulators": np.abs(rows["user"]) + 0.1}}
-    results = []
-    for placement in (models.CACHE, te.Sharded()):
-        model, optimizer = make(placement)
-        losses, reads = [], []
-
-        def set_values(number, model=model, optimizer=optimizer, reads=reads):
-            if number == 3:
-                model.embedding.set_embedding_tables(rows)
-            if number == 5:
-                optimizer.set_slot_values(accumulators)
-            if number == 7:
-                optimizer.set_embedding_tables(model, rows)
-            if number == 8:
-                reads.append(model.embedding.embedding_tables())
-                reads.append(optimizer.slot_values("all"))
-
-        for number, batch in enumerate(feed(batches(12), model, optimizer)):
-            if is_drawn:
-                set_values(number)
-            losses.append(float(train(model, optimizer, batch)))
-            if not is_drawn:
-                set_values(number)
-        results.append((losses, reads, state_of(model, optimizer)))
-    check_equal(*results)
 
 
 @pytest.mark.full

@@ -131,25 +131,6 @@ def test_lookup_equals_dense_sums(cores, devices):
     np.testing.assert_allclose(sums, expected_sums(cases, table), atol=1e-5)
 
 
-@pytest.mark.parametrize("cores, devices", SHAPES)
-def test_update_equals_dense_adagrad(cores, devices):
-    cases = cases_of(cores, devices)
-    case = cases[0]
-    table, slot = table_of(case), np.abs(table_of(case, 1)) + 0.5
-    shape = (devices, case.num_samples, WIDTH)
-    cotangents = np.random.default_rng(2).normal(size=shape).astype(np.float32)
-    rule = _rule(te.optimizers.adagrad(0.1))
-    hyperparameters, _ = rule.values([])
-    results = run_update(cases, rule, [table, slot], cotangents, hyperparameters)
-    gradient, is_touched = expected_gradients(cases, cotangents)
-    new_slot = slot + gradient**2
-    new_table = table - 0.1 * gradient / np.sqrt(new_slot)
-    np.testing.assert_allclose(results[0], new_table, atol=1e-5)
-    np.testing.assert_allclose(results[1], new_slot, rtol=1e-4)
-    assert np.array_equal(results[0][~is_touched], table[~is_touched])
-    assert np.array_equal(results[1][~is_touched], slot[~is_touched])
-
-
 @functools.cache
 def _rule(optimizer, dim=WIDTH, width=WIDTH) -> RowRule:
     rule = row_rule(row_optimizer_of(optimizer), dim, width)

@@ -129,16 +129,6 @@ def test_padding_ids_vanish():
     assert np.all(ids.rows == PAD) and np.all(np.isnan(ids.gains))
 
 
-def test_equal_ids_of_a_sample_are_merged():
-    case = random_case(0, 2, 1)
-    zeros = np.zeros_like(case.ids)
-    ids = np.where(np.arange(zeros.size) < 7, 0, -1)
-    case = dataclasses.replace(case, ids=ids, samples=zeros, gains=zeros + 0.5)
-    (ids,), _ = buffers([case], limits_for(case))
-    assert ids.pointers[:2].tolist() == [1, 8]
-    assert float(ids.gains[0]) == 0.5 * 7
-
-
 def test_many_rows_need_two_sorts():
     case, many = random_case(3, 2, 1), 2**30
     ids = np.where(case.ids < 0, -1, case.ids * (many // case.rows_per_partition))

@@ -176,9 +176,7 @@ def test_elementwise_rules_run_on_sparse_cores(name, promoting):
     assert rounds == [{"stack_0": 0}] * STEPS
 
 
-@pytest.mark.parametrize(
-    "name", quick_cases(["rowwise_adagrad", "lamb", "adafactor", "every_row"])
-)
+@pytest.mark.parametrize("name", quick_cases(["lamb", "adafactor", "every_row"]))
 def test_other_rules_run_on_the_exchange(name, promoting):
     optimizer = (OPTIMIZERS | EVERY_ROW)[name]
     features = few_features(dim=20)
@@ -218,16 +216,6 @@ def test_a_row_beyond_the_limit_takes_the_exchange(one_device, num_devices):
     backend = te.SparseCore(cores=2, max_ids=8)
     _, rounds = check(WIDE, batches, backend, num_devices=num_devices)
     assert [n["stack_0"] > 0 for n in rounds] == [False, True, False]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
-def test_a_skewed_batch_runs_in_minibatches(num_devices):
-    """One core asks another for 60 ids, and a minibatch holds 16."""
-    batch = hot_batch(num_devices, SIX_ROWS)
-    backend = te.SparseCore(cores=2, max_ids=16)
-    _, rounds = check(WIDE, [batch] * 2, backend, num_devices=num_devices)
-    assert rounds == [{"stack_0": 0}] * 2
 
 
 @pytest.mark.full
@@ -355,7 +343,7 @@ def trained_on(batches, num_devices, tx):
     return (model, optimizer), results
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "1"))
 @pytest.mark.parametrize("skips", quick_cases([False, True], "True"))
 def test_without_the_exchange_a_step_beyond_the_limit_is_skipped(num_devices, skips):
     """No table, slot, count, dense parameter, moment or running average changes."""
@@ -458,17 +446,6 @@ def test_without_the_exchange_steps_of_infinite_rates_are_counted():
     assert_close(*(tables for tables, _ in results))
     counts = [jax.tree.leaves(slots) for _, slots in results]
     assert [[int(x) for x in leaves] for leaves in counts] == [[2], [2]]
-
-
-@pytest.mark.full
-def test_without_the_exchange_programs_are_small():
-    sizes = []
-    for exchange in (False, True):
-        plan = plan_of(WIDE, te.SparseCore(exchange=exchange))
-        batch = te.inputs.prepare_features(hot_batch(2, SIX_ROWS), plan)
-        program = step_of(plan).lower(*start(plan), batch)
-        sizes.append(program.as_text().count("all_to_all"))
-    assert sizes[0] == 0 < sizes[1]
 
 
 @pytest.mark.parametrize(
