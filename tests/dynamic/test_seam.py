@@ -19,7 +19,7 @@ from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs
 
 PACKAGE = pathlib.Path(te.__file__).parent
 
-# Names of a vertical, the folders that import it, and files that offer its public names.
+# What names a vertical, who may import it, and files that offer its public names.
 VERTICALS = {
     "dynamic": (
         r"\b(?i:dynamic(?!_slice|_update|_index)|Ids64|insert_ids|directory_name)",

@@ -30,7 +30,7 @@ def backend_of(backend, mesh=None, optimizer=ADAGRAD, hardware=None, **options):
         optimizer=optimizer,
         placement=placement,
         hardware=hardware and te.hardware.hardware_by_name(hardware),
-        backend=backend,
+        **({} if backend is None else {"backend": backend}),
     )
     (stack,) = plan.stacks
     assert stack.layout.banks == getattr(stack.backend, "cores", 1)
