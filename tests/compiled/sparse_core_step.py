@@ -83,7 +83,7 @@ def compile_step(topology, optimizer, *, dim, limits=None):
             )
             return [x.reshape(-1, LANES) for x in new]
 
-        # In place of another path over the same lines.
+        # Stands for another path over the same lines.
         def read_lines(lines):
             some = jnp.tile(lines[0][flat[:8]], (1, -(-width // LANES)))[:, :width]
             return jnp.tile(some, (num_samples // 8, 1))

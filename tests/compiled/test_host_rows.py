@@ -157,23 +157,6 @@ def test_a_step_on_one_chip_is_in_place():
     check_step(*make_plans(mesh, 128, "sgd"))
 
 
-STEPS = [
-    ("v6e", 32, "adagrad"),
-    ("v5e", 8, "sgd"),
-    ("v5p", 128, "rowwise_adagrad"),
-    ("tpu7x", 200, "lazy_adam"),
-    ("v6e", 32, "adagrad_bfloat16"),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("generation", "dim", "rule"), STEPS)
-def test_a_step_is_in_place_on_tpu(generation, dim, rule):
-    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    check_step(*make_plans(mesh, dim, rule))
-
-
 @pytest.mark.parametrize(
     ("num_devices", "rule"),
     quick_cases(

@@ -1,6 +1,6 @@
 """The whole step with tables of every placement and dtype, compiled for TPUs.
 
-The contract is that of float32 tables over the whole mesh (`test_train_step.py`). Along
+Along
 the axes of its copies, a table sends gradients only: the rows that a device looked up.
 """
 

@@ -1,8 +1,8 @@
 """The TPU compiler takes raw ids into the SparseCore operations, without a copy.
 
 No TPU is needed: libtpu compiles for a described topology. The step looks up, and
-updates table and slot variables, each under `cond` beside another path over the same
-lines. A child compiles what the compiler refuses, for libtpu may abort its process.
+updates table and slot variables, each under `cond` next to another path over the same
+lines. A child compiles what the compiler rejects, for libtpu may abort its process.
 """
 
 import pathlib

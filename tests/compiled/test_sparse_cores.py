@@ -1,6 +1,6 @@
 """Train steps of whole layers with SparseCore operations, compiled for TPUs.
 
-The operation and the exchange stand in one conditional, over the same donated lines:
+The operation and the exchange are in one conditional, over the same donated lines:
 in place, without a copy of a table, in no more than the logical bytes. Nothing is
 allocated: tables are shapes only.
 """

@@ -1,25 +1,20 @@
 """The whole step with narrow tables, compiled for TPUs: in place, on SparseCore.
 
-The contract is that of float32 tables (`test_train_step.py`). int8 rows are only read.
+As float32 tables in `test_train_step.py`. int8 rows are only read.
 """
 
 import re
 
-import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
 from tests.compiled.test_train_step import (
     ADAGRAD,
     LINES_PER_DEVICE,
-    REPRESENTATIVE,
     TOPOLOGIES,
     check,
     compile_step,
-    linear_loss,
-    squared_loss,
 )
-from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools import compile_report
@@ -72,21 +67,3 @@ def test_tpu_step_is_in_place(dtype, dim, generation):
     if 128 % dim == 0:
         rows = plan.stacks[0].num_rows / plan.num_shards
         assert report.argument_bytes < 1.02 * (2 + 4) * dim * rows
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "num_devices", "capacity", "loss_fn"),
-    [
-        ("adagrad", 8, 4, squared_loss),
-        ("every_row", 8, 4, squared_loss),
-        ("adafactor", 8, 4, squared_loss),
-        ("sequence", 1, None, linear_loss),
-    ],
-)
-def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
-    sequence = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
-    optimizer = (REPRESENTATIVE | {"sequence": sequence})[name]
-    plan = make_plan(mesh_of(num_devices), 16, "bfloat16", optimizer, capacity=capacity)
-    check(plan, compile_step(plan, 16, loss_fn))
-    assert plan.stacks[0].layout.stored_dtype == jnp.int32

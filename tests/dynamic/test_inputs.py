@@ -54,7 +54,7 @@ def test_ragged_and_sparse_ids_are_padded_with_no_id():
         assert values[values != NONE].tolist() == expected
 
 
-def test_the_reserved_id_is_refused_or_dropped():
+def test_the_reserved_id_is_rejected_or_dropped():
     ids = np.array([-1, 4])
     with rejects(ValueError, fix="FeatureConfig.out_of_range_ids"):
         prepare(ids)
@@ -62,7 +62,7 @@ def test_the_reserved_id_is_refused_or_dropped():
     assert prepared.to_numpy().ravel().tolist() == [NONE, 4]
 
 
-def test_clip_is_refused():
+def test_clip_is_rejected():
     with rejects(ValueError, field="out_of_range_ids"):
         prepare(np.array([1, 2]), out_of_range_ids="clip")
 
@@ -86,13 +86,13 @@ CUT = jnp.asarray(np.array([2**40 + 7], np.uint64).astype(np.uint32))
     ],
     ids=lambda ids: type(ids).__name__,
 )
-def test_ids_that_jax_has_cut_are_refused_at_every_door(ids):
+def test_ids_that_jax_has_cut_are_rejected_at_every_door(ids):
     for weights in (None, [[1.0]]):
         with rejects(TypeError, fix="np.asarray(ids)"):
             prepare(ids, weights)
 
 
-def test_words_pass_and_known_rows_are_refused():
+def test_words_pass_and_known_rows_are_rejected():
     words = te.functional.Ids64.of_array(np.array([2**40, 7]))
     assert prepare(words).to_numpy().tolist() == [2**40, 7]
     dense = te.DenseIds(ids=words, weights=np.array([1.0, 2.0]))
@@ -111,7 +111,7 @@ def test_fingerprints_of_strings_are_ids():
     assert words[0, 1] in ragged.values.to_numpy()
 
 
-def test_strings_are_refused():
+def test_strings_are_rejected():
     for strings in (np.array(["a", "b"]), np.array(["a", 3], object)):
         with rejects(TypeError, fix="te.inputs.fingerprint_ids"):
             prepare(strings)

@@ -199,7 +199,7 @@ def test_a_clock_that_is_not_such_an_integer_is_rejected(now, error):
             jax.jit(lambda x: insert(tables, slots, plan, [5], now=x))(now)
 
 
-def test_admission_counts_calls_and_starts_anew_with_each_window():
+def test_admission_counts_calls_and_starts_again_with_each_window():
     admit = te.dynamic.AdmitAfter(2, window=5)
     plan = plan_of(dynamic=te.Dynamic(capacity=128, admit=admit))
 
@@ -294,7 +294,7 @@ class Model(nnx.Module):
         return self.dense(self.embedding(ids)["user"])
 
 
-def test_an_optimizer_of_another_model_is_refused():
+def test_an_optimizer_of_another_model_is_rejected():
     class Others(nnx.Module):
         def __init__(self):
             table = te.TableConfig(vocabulary_size=10, dim=4, name="item")
@@ -330,7 +330,7 @@ def test_a_linen_state_inserts():
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
-def test_ids_that_jax_may_have_narrowed_are_refused():
+def test_ids_that_jax_may_have_narrowed_are_rejected():
     plan = plan_of()
     tables, slots = start(plan)
     ids = {"user": np.array([3, 5])}

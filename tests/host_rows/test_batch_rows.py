@@ -133,7 +133,6 @@ def dense(ids, weights):
 WEIGHTED = dict(combiner="mean", validate_weights_and_indices=True)
 EMPTY_OR_ONE = [[P, P], [1, 12]]
 CASES = {
-    "one id": ({}, np.array([3, 0, 3, 9]), [0, 3, 9]),
     "no position, default": (
         dict(default_id=4),
         np.zeros((5, 0), np.int32),
@@ -169,11 +168,6 @@ CASES = {
         WEIGHTED | dict(combiner="sum"),
         dense([1, 2, 3, 4], [0.5, 0, -1, np.nan]),
         [1, 2, 3, 4],
-    ),
-    "weights unchecked": (
-        WEIGHTED | dict(validate_weights_and_indices=False),
-        dense([1, 2], [0, -1]),
-        [1, 2],
     ),
     "weights that float32 rounds to zero": (WEIGHTED, dense([1, 2], [1e-60, 1]), [2]),
     "infinite weights": (WEIGHTED, dense([1, 2], [1e300, -1e300]), [1]),

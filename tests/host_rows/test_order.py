@@ -23,7 +23,7 @@ def disjoint_batches(number, start=0):
 
 
 def trained(data, placement=CACHE):
-    """Trains on batches, one behind the draws, and returns the state."""
+    """Trains on batches, one batch after the draws, and returns the state."""
     model, optimizer = make(placement)
     drawn = []
     for number, batch in enumerate(feed(data, model, optimizer)):

@@ -3,8 +3,8 @@
     python -m tests.processes.checkpoint_worker
         COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore|import|export PATH FILE
 
-The values of the model go to the file, but those of its dynamic table to a checkpoint,
-as its rows depend on the devices. Imports have no such table. Run by
+The values of the model go to the file, and its dynamic table to a checkpoint, as its
+rows depend on the devices. Imports have no such table. Run by
 `test_checkpoints.py`. With one process, it needs no coordinator.
 """
 

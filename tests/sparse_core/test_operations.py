@@ -1,4 +1,4 @@
-"""The operations in plain JAX equal dense NumPy, and refuse what a chip cannot do."""
+"""The operations in plain JAX equal dense NumPy, and reject what a chip cannot do."""
 
 import dataclasses
 import functools
@@ -157,7 +157,7 @@ RULES_AND_DIMS = {
     quick_cases(with_ids(RULES_AND_DIMS), "adam"),
 )
 def test_every_elementwise_rule_equals_optax(name, dim):
-    """Two steps, in the second of which other rows are touched."""
+    """Two steps; the second touches other rows."""
     optimizer = ELEMENTWISE[name]
     rule = _rule(optimizer, dim)
     cases, more = cases_of(2, 2), cases_of(2, 2, seed=7)

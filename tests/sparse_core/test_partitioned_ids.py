@@ -1,4 +1,4 @@
-"""The buffers of the SparseCore operations equal those of plain NumPy."""
+"""The buffers of the SparseCore operations equal plain NumPy's."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Elementwise rules are split, and all others are refused with the reason."""
+"""Elementwise rules are split, and other rules are rejected with the reason."""
 
 import re
 
@@ -22,7 +22,7 @@ def by_elements(update, init=lambda rows: ()):
     return optax.GradientTransformation(init, update)
 
 
-REFUSED = {
+REJECTED = {
     "rowwise_adagrad": (OPTIMIZERS["rowwise_adagrad"], r"float32\[\] per row"),
     "lamb": (OPTIMIZERS["lamb"], "reduce_sum is not elementwise"),
     "adafactor": (OPTIMIZERS["adafactor"], "totals over the rows"),
@@ -68,8 +68,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("optimizer, reason", REFUSED.values(), ids=REFUSED.keys())
-def test_others_are_refused_with_the_reason(optimizer, reason):
+@pytest.mark.parametrize("optimizer, reason", REJECTED.values(), ids=REJECTED.keys())
+def test_others_are_rejected_with_the_reason(optimizer, reason):
     found = rule_of(optimizer)
     assert isinstance(found, str)
     assert re.search(reason, found), found

@@ -153,7 +153,7 @@ def exchange_on_one_device():
     ("num_devices", "cores"), quick_cases(matrix([1, 2, 3, 8], [2, 4]), "2-2")
 )
 def test_devices_and_combiners(num_devices, cores):
-    """The numbers are those of the exchange on one device."""
+    """The numbers equal the exchange's on one device."""
     plan = plan_of(features_of(), te.SparseCore(cores=cores, max_ids=512), num_devices)
     found, rounds = run(plan, BATCHES)
     assert_close(found, exchange_on_one_device())
@@ -460,7 +460,7 @@ def test_without_the_exchange_steps_of_infinite_rates_are_counted():
     ),
 )
 def test_a_weight_that_is_not_finite_takes_the_exchange(weights):
-    """Under `jit` nobody refuses it; a bad sample spoils its own row alone."""
+    """Under `jit` nobody rejects it; a bad sample spoils its own row alone."""
     features = {"again": features_of()["again"]}
     ids = np.zeros((BATCH, 2), np.int32) + np.arange(BATCH, dtype=np.int32)[:, None]
     of_ids = np.ones((BATCH, 2), np.float32)
@@ -530,42 +530,6 @@ def test_nothing_is_compiled_twice():
         features = te.inputs.prepare_features(batch, plan)
         tables, slots, _, _ = step(tables, slots, features)
     assert step._cache_size() == 1
-
-
-@pytest.mark.full
-def test_dynamic_tables():
-    table = te.TableConfig(
-        vocabulary_size=te.Dynamic(capacity=512), dim=4, name="t", combiner="sum"
-    )
-    features = {"f": te.FeatureConfig(table=table)}
-    draw = np.random.default_rng(0)
-    batches = [draw.integers(0, 2**40, (BATCH, 2)) for _ in range(STEPS)]
-
-    def run_dynamic(plan):
-        tables, slots = start(plan)
-
-        @jax.jit
-        def step(tables, slots, features):
-            inserted = te.functional.insert_ids(tables, slots, features, plan)
-            result = te.functional.lookup(inserted.tables, inserted.features, plan)
-            gradients = te.functional.compute_gradients(
-                result.routing, result.activations, plan
-            )
-            return *te.functional.apply_gradients(
-                inserted.tables, inserted.slots, gradients, plan
-            ), result.activations
-
-        activations = []
-        for batch in batches:
-            prepared = te.inputs.prepare_features({"f": batch}, plan)
-            tables, slots, of_step = step(tables, slots, prepared)
-            activations.append(of_step)
-        return activations, values_of(tables, slots, plan)
-
-    plan = plan_of(features, "sparse_core", num_devices=3)
-    assert plan.stacks[0].backend.updates == "sparse_core"
-    found, expected = map(run_dynamic, (plan, plan_of(features, "xla", num_devices=3)))
-    assert_close(found, expected)
 
 
 def test_a_checkpoint_goes_from_one_backend_to_the_other(tmp_path):
