@@ -20,7 +20,8 @@ def compile_functional_step(
 ):
     """Compiles a step on shapes of ids.
 
-    The cotangents default to the activations, so that the update follows the lookup. `insert` inserts the ids first.
+    The cotangents default to the activations, so that the update follows the
+    lookup. `insert` inserts the ids first.
     """
 
     def step(tables, slots, ids):

@@ -1,7 +1,7 @@
-"""The whole step with tables of every placement and dtype, compiled for TPUs.
+"""The whole step with copies of tables, compiled for TPUs.
 
-Along
-the axes of its copies, a table sends gradients only: the rows that a device looked up.
+Along the axes of its copies, a table sends gradients only, of the rows that a device
+looked up.
 """
 
 import jax
