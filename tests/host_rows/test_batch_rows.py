@@ -242,18 +242,6 @@ def test_ragged_ids(options, expected, num_devices):
     assert rows_on_host(batch, plan) == [expected]
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
-def test_ragged_samples_that_fill_up_read_no_default(num_devices):
-    table = te.TableConfig(vocabulary_size=10, dim=4, name="t")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table, default_id=4), mesh_of(num_devices)
-    )
-    ids = te.RaggedIds.from_lists([[1], [2, 3], [1], [5]])
-    batch = te.inputs.prepare_features(ids, plan)
-    assert rows_on_devices(batch, plan) == [[1, 2, 3, 5]]
-    assert rows_on_host(batch, plan) == [[1, 2, 3, 5]]
-
-
 @pytest.mark.parametrize("weight", [1e-40, -1e-40])
 def test_weights_below_the_smallest_normal_float(weight):
     """Some devices flush them to zero, so both possible rows are found."""

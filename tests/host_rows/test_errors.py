@@ -100,10 +100,6 @@ def test_the_last_batch_of_a_loop_is_checked():
                 evaluate(model, batches(1, seed=7)[0])
 
 
-def host_of(model):
-    return model.embedding.tables.get_value()["stack_0"].host
-
-
 @pytest.mark.full
 def test_training_goes_on_from_a_checkpoint(tmp_path):
     model, optimizer = make()

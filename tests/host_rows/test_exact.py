@@ -71,7 +71,7 @@ def batches_of(plan, number, seed=0, size=BATCH):
     ("rule", "num_devices", "dtype"),
     quick_cases(
         matrix(RULES, DEVICES, ["float32", "bfloat16"]),
-        "rowwise-3devices-bfloat16",
+        "rowwise-2devices-bfloat16",
     ),
 )
 def test_rules(rule, num_devices, dtype):
