@@ -1,6 +1,5 @@
-"""Compiles a step of raw ids by the SparseCore operations, and says what it holds."""
+"""Compiles a step of raw ids with the SparseCore operations."""
 
-import dataclasses
 import re
 
 import jax
@@ -20,58 +19,19 @@ from tpu_embedding.sparse_core.row_rule import row_rule
 LANES = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What a compiled step of one device holds.
-
-    Attributes:
-      logical_bytes: table and slot variables.
-      input_bytes: ids and cotangents.
-      argument_bytes: all arguments.
-      aliased_bytes: those that are updated in place.
-      temporary_bytes: the larger of temporaries and peak beyond the arguments.
-      exchange_bytes: the rows that a device may get in a step.
-      copies: instructions that copy an array of the size of the table.
-      operations: the SparseCore operations of the program.
-    """
-
-    logical_bytes: int
-    input_bytes: int
-    argument_bytes: int
-    aliased_bytes: int
-    temporary_bytes: int
-    exchange_bytes: int
-    copies: list[str]
-    operations: int
-
-
-def compile_step(
-    topology,
-    optimizer,
-    *,
-    dim,
-    valence=1,
-    num_samples=4096,
-    mebibytes=32,
-    limits=None,
-    num_slices=1,
-):
+def compile_step(topology, optimizer, *, dim, limits=None):
     """Compiles lookup, gradient and update under `cond`, over lines `[n, 128]`.
 
     Args:
       topology: libtpu's name of a slice.
       optimizer: the rule.
       dim: columns of the table, which is stored in rows of a fitting width.
-      valence: ids of each sample.
-      num_samples: samples of a device.
-      mebibytes: size of the table of a device.
-      limits: in place of those that fit.
-      num_slices: slices of this topology, all of whose devices share the table.
+      limits: limits of the operations. They default to the chosen ones.
+
+    Returns:
+      The types of arrays of the table's size that the program copies.
     """
-    options = {"num_slices": num_slices} if num_slices > 1 else {}
-    description = topologies.get_topology_desc(
-        topology_name=topology, platform="tpu", **options
-    )
+    description = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     devices = np.asarray(description.devices)
     mesh, count = Mesh(devices, ("shard",)), devices.size
     hardware = hardware_of_device(description.devices[0])
@@ -81,18 +41,18 @@ def compile_step(
     others = [
         x for x in jax.tree.leaves(optimizer.init(jnp.ones((3, dim)))) if x.ndim == 0
     ]
-    num_lines = mebibytes * 2**20 // (4 * LANES)
+    num_samples = 512
+    num_lines = 32 * 2**20 // (4 * LANES)
     num_rows = num_lines * LANES // width
     limits = limits or choose_limits(
-        num_samples * valence // cores,
-        device_ids=num_samples * valence,
+        num_samples // cores,
+        device_ids=num_samples,
         cores=cores,
         num_samples=num_samples // cores,
         num_partitions=cores * count,
         memory_bytes=hardware.subcore_memory_bytes,
         sends_rows_once=hardware.sends_rows_once,
     )
-    sent = limits.max_unique if hardware.sends_rows_once else limits.max_ids
     sizes = OperationSizes(num_samples, limits, cores, ("shard",))
 
     def step(lines, others, ids, cotangents):
@@ -100,7 +60,7 @@ def compile_step(
         placed, fits = partition_ids(
             flat % (cores * count),
             flat // (cores * count),
-            lambda positions: positions // valence,
+            lambda positions: positions,
             None,
             num_samples=num_samples,
             rows_per_partition=num_rows // cores,
@@ -108,7 +68,7 @@ def compile_step(
             devices=count,
             limits=limits,
             axes=("shard",),
-            may_repeat=valence > 1,
+            may_repeat=False,
         )
         hyperparameters, others = rule.values(others)
 
@@ -123,7 +83,7 @@ def compile_step(
             )
             return [x.reshape(-1, LANES) for x in new]
 
-        # In place of another path over the same lines.
+        # Stands for another path over the same lines.
         def read_lines(lines):
             some = jnp.tile(lines[0][flat[:8]], (1, -(-width // LANES)))[:, :width]
             return jnp.tile(some, (num_samples // 8, 1))
@@ -141,9 +101,7 @@ def compile_step(
         jax.ShapeDtypeStruct((num_lines * count, LANES), jnp.float32, sharding=split)
     ] * (1 + rule.num_slots)
     others = [jax.ShapeDtypeStruct((), x.dtype, sharding=whole) for x in others]
-    ids = jax.ShapeDtypeStruct(
-        (count * num_samples, valence), jnp.int32, sharding=split
-    )
+    ids = jax.ShapeDtypeStruct((count * num_samples, 1), jnp.int32, sharding=split)
     cotangents = jax.ShapeDtypeStruct(
         (count * num_samples, width), jnp.float32, sharding=split
     )
@@ -156,23 +114,9 @@ def compile_step(
     )
     program = jax.jit(mapped, donate_argnums=0).lower(arrays, others, ids, cotangents)
     compiled = program.compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
     table_bytes = num_lines * LANES * 4
-    return Compiled(
-        logical_bytes=table_bytes * (1 + rule.num_slots),
-        input_bytes=num_samples * (valence + width) * 4,
-        argument_bytes=memory.argument_size_in_bytes,
-        aliased_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=max(
-            memory.temp_size_in_bytes,
-            memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
-        ),
-        exchange_bytes=cores * cores * count * sent * width * 4,
-        copies=[
-            x for x in re.findall(r"= (\S+) copy\(", text) if _bytes(x) >= table_bytes
-        ],
-        operations=len(re.findall(r"sparsecore|SparseDenseMatmul", text)),
-    )
+    copies = re.findall(r"= (\S+) copy\(", compiled.as_text())
+    return [x for x in copies if _bytes(x) >= table_bytes]
 
 
 def _bytes(shape):

@@ -1,6 +1,5 @@
-"""A step of a dynamic table, compiled for TPUs: in place, and few collectives more."""
+"""A step of a dynamic table, compiled for TPUs: in place."""
 
-import collections
 import re
 
 import jax
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
+from tests.compiled.functional_step import abstract_state, compile_functional_step
 from tpu_embedding.tools import compile_report
 
 BATCH_PER_DEVICE = 2048
-functional = te.functional
 
 # A directory that is too large for the memory of a core.
 CASES = {
@@ -31,44 +30,16 @@ def plan_of(topology, vocabulary_size, dim):
     )
 
 
-def compile_step(plan, dim, is_dynamic):
-    size = plan.num_shards * BATCH_PER_DEVICE
-    tables = jax.eval_shape(lambda: functional.init_tables(plan, jax.random.key(0)))
-    slots = jax.eval_shape(lambda x: functional.init_slots(x, plan), tables)
-
-    def step(tables, slots, ids, cotangents):
-        if is_dynamic:
-            inserted = functional.insert_ids(tables, slots, ids, plan)
-            tables, slots, ids = inserted.tables, inserted.slots, inserted.features
-        result = functional.lookup(tables, ids, plan)
-        gradients = functional.compute_gradients(result.routing, cotangents, plan)
-        return functional.apply_gradients(tables, slots, gradients, plan)
-
-    words = jax.ShapeDtypeStruct((size,), jnp.uint32)
-    ids = functional.Ids64(high=words, low=words)
-    if not is_dynamic:
-        ids = jax.ShapeDtypeStruct((size,), jnp.int32)
-    cotangents = jax.ShapeDtypeStruct((size, dim), jnp.float32)
-    batch = ({"user": ids}, {"user": cotangents})
-    arrays = compile_report.abstract_arrays((tables, slots), plan)
-    inputs = compile_report.abstract_batch(batch, plan)
-    options = plan.compiler_options
-    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-    return jitted.lower(*arrays, *inputs).compile(), tables
-
-
-def exchanges(compiled):
-    kinds = r"= \S+ (all-to-all|all-gather)\("
-    return collections.Counter(re.findall(kinds, compiled.as_text()))
-
-
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_inserts_in_place(case):
     topology, capacity, dim = CASES[case]
     plan = plan_of(topology, te.Dynamic(capacity=capacity), dim)
-    compiled, tables = compile_step(plan, dim, is_dynamic=True)
+    words = jax.ShapeDtypeStruct((plan.num_shards * BATCH_PER_DEVICE,), jnp.uint32)
+    ids = {"user": te.functional.Ids64(high=words, low=words)}
+    compiled = compile_functional_step(plan, ids, jnp.tanh, insert=True)
+    tables, _ = abstract_state(plan)
     report = compile_report.inspect_program(compiled, plan)
     assert report.table_sized_copies == report.table_sized_passes == ()
     assert report.table_sized_all_gathers == ()
@@ -82,18 +53,3 @@ def test_a_step_inserts_in_place(case):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= state_bytes
     assert memory.temp_size_in_bytes < 0.05 * row_bytes + 64 * 2**20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.tpu_compiler
-def test_ids_travel_in_two_exchanges_each_way():
-    dynamic, static = (
-        compile_step(plan_of("v5p:2x2x1", size, 128), 128, is_dynamic)[0]
-        for size, is_dynamic in (
-            (te.Dynamic(capacity=40_000_000), True),
-            (10**7, False),
-        )
-    )
-    # Ids and rows of the first round and of the others: as programs, not as runs.
-    difference = exchanges(dynamic) - exchanges(static)
-    assert difference == {"all-to-all": 4}

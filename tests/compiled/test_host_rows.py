@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
+from tests.compiled.functional_step import abstract_state, compile_functional_step
 from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
@@ -15,8 +16,6 @@ from tpu_embedding.host_rows.exchange import swap_program, words_per_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.update.lazy_update import slots_of
-
-functional = te.functional
 
 # More than the 128 MiB of VMEM of a v5e or v6e; a smaller cache XLA may move there.
 CACHE_LINES = 300_000
@@ -59,12 +58,6 @@ def make_plans(mesh, dim, rule, rows_per_device=ROWS_PER_DEVICE):
     return on_host, plan_of(cache_rows, None)
 
 
-def abstract_state(plan):
-    tables = jax.eval_shape(lambda: functional.init_tables(plan, jax.random.key(0)))
-    slots = jax.eval_shape(lambda x: functional.init_slots(x, plan), tables)
-    return compile_report.abstract_arrays((tables, slots), plan)
-
-
 def compile_exchange(plan):
     (stack,) = plan.stacks
     tables, slots = abstract_state(plan)
@@ -79,18 +72,9 @@ def compile_exchange(plan):
 
 
 def compile_step(plan):
-    def step(tables, slots, ids):
-        result = functional.lookup(tables, ids, plan)
-        cotangents = jnp.tanh(result.activations)
-        gradients = functional.compute_gradients(result.routing, cotangents, plan)
-        new = functional.apply_gradients(tables, slots, gradients, plan)
-        return *new, result.stats
-
     shape = (plan.num_shards * BATCH_PER_DEVICE, IDS_PER_SAMPLE)
-    ids = compile_report.abstract_batch(jax.ShapeDtypeStruct(shape, jnp.int32), plan)
-    options = plan.compiler_options
-    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-    return jitted.lower(*abstract_state(plan), ids).compile()
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return compile_functional_step(plan, ids, jnp.tanh)
 
 
 def bytes_of_rows(plan):
@@ -171,23 +155,6 @@ def test_a_step_on_one_chip_is_in_place():
     devices = compile_report.topology_mesh(TOPOLOGIES["v6e"])
     mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
     check_step(*make_plans(mesh, 128, "sgd"))
-
-
-STEPS = [
-    ("v6e", 32, "adagrad"),
-    ("v5e", 8, "sgd"),
-    ("v5p", 128, "rowwise_adagrad"),
-    ("tpu7x", 200, "lazy_adam"),
-    ("v6e", 32, "adagrad_bfloat16"),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("generation", "dim", "rule"), STEPS)
-def test_a_step_is_in_place_on_tpu(generation, dim, rule):
-    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    check_step(*make_plans(mesh, dim, rule))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,9 @@ from tests.compiled.test_train_step import (
     TOPOLOGIES,
     Model,
     check,
-    linear_loss,
     make_plan,
     squared_loss,
 )
-from tests.conftest import mesh_of
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.hlo import parse_module
 
@@ -67,23 +65,8 @@ def compile_advance(step, make, batch, plan):
     return jitted.lower(state, in_flight, batch, batch).compile()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "num_devices", "capacity", "loss_fn"),
-    [
-        ("stale", 8, 4, linear_loss),
-        pytest.param("exact", 1, None, squared_loss, marks=pytest.mark.full),
-        pytest.param("stale", 1, None, linear_loss, marks=pytest.mark.full),
-        pytest.param("exact", 8, 4, linear_loss, marks=pytest.mark.full),
-    ],
-)
-def test_cpu_step_is_in_place(mode, num_devices, capacity, loss_fn):
-    plan = make_plan(mesh_of(num_devices), 16, ADAGRAD, 1, capacity=capacity)
-    check(plan, compile_step(plan, 16, mode, loss_fn))
-
-
 def spans_of_sparse_core(module):
-    """Yields the operations on SparseCore, and the instructions run beside each."""
+    """Yields the operations on SparseCore, and the instructions that run with each."""
     instructions = list(module.entry.values())
     place_of = {each.name: place for place, each in enumerate(instructions)}
     for done in instructions:
@@ -93,7 +76,7 @@ def spans_of_sparse_core(module):
 
 
 def overlaps(module, mode):
-    """Returns the SparseCore work that a part of the next lookup is run beside."""
+    """Returns the SparseCore work that runs with a part of the next lookup."""
     match mode:
         case "exact":  # Ids of the next batch travel while rows are written.
             return [
@@ -117,20 +100,10 @@ def overlaps(module, mode):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("mode", "generation"),
-    [
-        ("exact", "v5p"),
-        *(
-            pytest.param(mode, generation, marks=pytest.mark.full)
-            for mode, generation in [
-                ("stale", "v5p"),
-                ("exact", "v6e"),
-                ("stale", "v6e"),
-            ]
-        ),
-    ],
+    [("exact", "v5p"), ("stale", "v5p"), ("exact", "v6e"), ("stale", "v6e")],
 )
 def test_tpu_step_is_in_place_and_overlaps(mode, generation):
-    """XLA runs a part of the next lookup beside SparseCore work of this step."""
+    """XLA runs a part of the next lookup with SparseCore work of this step."""
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, 128, ADAGRAD, 1)
     compiled = compile_step(plan, 128, mode)

@@ -1,8 +1,8 @@
 """The TPU compiler takes raw ids into the SparseCore operations, without a copy.
 
 No TPU is needed: libtpu compiles for a described topology. The step looks up, and
-updates table and slot variables, each under `cond` beside another path over the same
-lines. A child compiles what the compiler refuses, for libtpu may abort its process.
+updates table and slot variables, each under `cond` next to another path over the same
+lines. A child compiles what the compiler rejects, for libtpu may abort its process.
 """
 
 import pathlib
@@ -15,90 +15,29 @@ import optax
 import pytest
 from jax.extend.core.primitives import add_jaxvals_p
 
-import tpu_embedding as te
 from tests.compiled.sparse_core_step import compile_step
-from tests.tiers import quick_cases, with_ids
+from tests.tiers import quick_cases
 from tpu_embedding.hardware import hardware_by_name
 from tpu_embedding.sparse_core.limits import Limits, choose_limits
 from tpu_embedding.sparse_core.row_rule import _ELEMENTWISE
 
 pytestmark = pytest.mark.tpu_compiler
 
-RULES = {
-    "sgd": optax.sgd(0.1),
-    "adagrad": te.optimizers.adagrad(0.1),
-    "adam": te.optimizers.adam(0.1, bias_correction=True),
-    "ftrl": te.optimizers.ftrl(0.5, l1_regularization_strength=0.01),
-    "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
-    "chain": optax.chain(
-        optax.clip(0.5),
-        optax.scale_by_adam(),
-        optax.add_decayed_weights(0.01),
-        optax.scale_by_schedule(optax.cosine_decay_schedule(-0.1, 100)),
-    ),
-}
 
 SMALL = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-
-CASES = {
-    # Each rule, and each width, on each generation.
-    **{
-        f"{name}-{rule}-dim{dim}-{valence}ids": (topology, rule, dim, valence)
-        for name, topology in SMALL.items()
-        for rule, dim, valence in (
-            ("adagrad", 32, 1),
-            ("adagrad", 8, 20),
-            ("sgd", 16, 1),
-            ("adam", 64, 20),
-            ("ftrl", 128, 1),
-            ("momentum", 256, 1),
-            ("chain", 512, 1),
-            ("chain", 100, 1),  # columns of padding
-        )
-    },
-    "64devices-v5p": ("v5p:4x4x4", "adagrad", 32, 1),
-    "64devices-v6e": ("v6e:8x8", "adam", 64, 20),
-    "64devices-tpu7x": ("tpu7x:2x4x4", "adagrad", 128, 1),
-}
-
-
-def cases():
-    """Returns one case of a generation; in the full tier, all rules of one."""
-    for name, case in CASES.items():
-        if not name.startswith("v5p") and "adam-dim64" not in name:
-            case = pytest.param(*case, marks=pytest.mark.exhaustive)
-        yield name, case
-
-
-@pytest.mark.parametrize(
-    "topology, rule, dim, valence",
-    quick_cases(with_ids(dict(cases())), every_case=True),
-)
-def test_a_step_holds_no_copy_of_the_table(topology, rule, dim, valence):
-    mebibytes = 64 if dim >= 64 else 32
-    step = compile_step(
-        topology, RULES[rule], dim=dim, valence=valence, mebibytes=mebibytes
-    )
-    tables = step.argument_bytes - step.input_bytes
-    assert step.logical_bytes <= tables <= 1.02 * step.logical_bytes
-    assert step.aliased_bytes >= step.logical_bytes
-    assert step.copies == []
-    # Rows are sent and received, in a lookup and in an update.
-    assert step.temporary_bytes < 16e6 + 4 * step.exchange_bytes
-    assert step.operations > 0
 
 
 GENERATIONS = quick_cases(SMALL, every_case=True)
 
 
-def _compiles(topology, dim, limits=None, num_slices=1):
+def _compiles(topology, dim, limits):
     """Compiles in a child; returns True, or the message of the compiler."""
     program = (
         "import sys; import optax; "
         "from tests.compiled.sparse_core_step import compile_step; "
         "from tpu_embedding.sparse_core.limits import Limits; "
         f"compile_step({topology!r}, optax.sgd(0.1), dim={dim}, "
-        f"num_samples=512, limits={limits!r}, num_slices={num_slices})"
+        f"limits={limits!r})"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -130,14 +69,6 @@ def test_the_largest_limits_compile_and_more_do_not(generation, dim):
     assert "No viable logical replica count" in str(_compiles(topology, dim, limits))
 
 
-@pytest.mark.parametrize("generation", quick_cases(["v5p", "v6e"]))
-def test_two_slices_do_not_compile(generation):
-    # tpu7x compiles them, and v5p and v6e do on 8 slices. But those programs have no
-    # transfer between slices, where XLA's all-to-all has one: plans use one slice.
-    message = _compiles(SMALL[generation], 32, num_slices=2)
-    assert "not a multiple of HBM granularity" in str(message)
-
-
 def _all_operations(gradient, state, rows=None):
     """A rule that has each operation on elements that rules may have."""
     g, half = gradient, jnp.full_like(gradient, 0.5)
@@ -145,13 +76,8 @@ def _all_operations(gradient, state, rows=None):
     floats = [lax.abs(g), lax.cbrt(g), lax.ceil(g), lax.clamp(-1.0, g, 1.0), lax.cos(g)]
     floats += [half / g, lax.exp(g), lax.exp2(g), lax.expm1(g), lax.floor(g)]
     floats += [lax.integer_pow(g, 3), lax.log(g), lax.log1p(g), lax.logistic(g)]
-    floats += [
-        lax.max(g, half),
-        lax.min(g, half),
-        -g,
-        lax.pow(g, half),
-        lax.rem(g, half),
-    ]
+    floats += [lax.max(g, half), lax.min(g, half), -g, lax.pow(g, half)]
+    floats += [lax.rem(g, half)]
     floats += [lax.round(g), lax.rsqrt(g), lax.sign(g), lax.sin(g), lax.sqrt(g)]
     floats += [lax.square(g), g - half, lax.tan(g), lax.tanh(g), g * half]
     floats += [add_jaxvals_p.bind(g, half)]
@@ -170,5 +96,5 @@ def test_each_operation_of_rules_compiles(generation):
     used = {x.primitive.name for x in jax.make_jaxpr(_all_operations)(shape, ()).eqns}
     used |= {"select_n"}  # within jnp.where
     assert _ELEMENTWISE <= used
-    step = compile_step(SMALL[generation], optimizer, dim=8, num_samples=512)
-    assert step.copies == []
+    copies = compile_step(SMALL[generation], optimizer, dim=8)
+    assert copies == []

@@ -1,6 +1,6 @@
 """Train steps of whole layers with SparseCore operations, compiled for TPUs.
 
-The operation and the exchange stand in one conditional, over the same donated lines:
+The operation and the exchange are in one conditional, over the same donated lines:
 in place, without a copy of a table, in no more than the logical bytes. Nothing is
 allocated: tables are shapes only.
 """
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
+from tests.compiled.functional_step import compile_functional_step
 from tests.compiled.test_pipelined_step import compile_step as compile_pipelined_step
 from tests.compiled.test_pipelined_step import spans_of_sparse_core
 from tests.compiled.test_train_step import (
@@ -102,44 +103,14 @@ def test_the_next_ids_are_sorted_while_sparse_cores_update_rows(generation):
     assert max(num_beside) > 0.8 * num_all > 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("name", ["rowwise_adagrad", "adafactor"])
-def test_other_rules_update_by_scatters(name):
-    plan = plan_of("v5p", 128, REPRESENTATIVE[name])
-    assert plan.stacks[0].backend.updates == "xla"
-    report = check(plan, compile_step(plan, 128))
-    assert report.sparse_core_operations == 1
-
-
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_without_compiler_options_a_step_is_in_place():
     """As under `nnx.jit`, which takes none."""
     plan = plan_of("v6e", 16, ADAGRAD)
-
-    def init():
-        tables = te.functional.init_tables(plan, jax.random.key(0))
-        return tables, te.functional.init_slots(tables, plan)
-
-    def step(state, features):
-        tables, slots = state
-        result = te.functional.lookup(tables, features, plan)
-        gradients = te.functional.compute_gradients(
-            result.routing, result.activations, plan
-        )
-        return te.functional.apply_gradients(tables, slots, gradients, plan)
-
     features = {
         "one": jax.ShapeDtypeStruct((2048,), jnp.int32),
         "many": jax.ShapeDtypeStruct((2048, 4), jnp.int32),
     }
-    compiled = (
-        jax.jit(step, donate_argnums=0)
-        .lower(
-            compile_report.abstract_arrays(jax.eval_shape(init), plan),
-            compile_report.abstract_batch(features, plan),
-        )
-        .compile()
-    )
+    compiled = compile_functional_step(plan, features, options={})
     check_in_place(plan, compiled, 16)

@@ -1,31 +1,23 @@
 """The whole step with narrow tables, compiled for TPUs: in place, on SparseCore.
 
-The contract is that of float32 tables (`test_train_step.py`). int8 rows are only read.
+As float32 tables in `test_train_step.py`. int8 rows are only read.
 """
 
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
 from tests.compiled.test_train_step import (
     ADAGRAD,
     LINES_PER_DEVICE,
-    REPRESENTATIVE,
     TOPOLOGIES,
     check,
     compile_step,
-    linear_loss,
-    squared_loss,
 )
-from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools import compile_report
-
-full = pytest.mark.full
 
 
 def make_plan(mesh, dim, dtype, optimizer, **options):
@@ -51,7 +43,7 @@ STEPS = [
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 
 
-@full
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dtype", "dim", "generation"), quick_cases(STEPS, "int8-64-v6e")
@@ -75,32 +67,3 @@ def test_tpu_step_is_in_place(dtype, dim, generation):
     if 128 % dim == 0:
         rows = plan.stacks[0].num_rows / plan.num_shards
         assert report.argument_bytes < 1.02 * (2 + 4) * dim * rows
-
-
-@pytest.mark.tpu_compiler
-@full
-@pytest.mark.parametrize("name", ["adam", "every_row", "adafactor"])
-def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
-    devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
-    plan = make_plan(mesh, 128, "bfloat16", REPRESENTATIVE[name])
-    check(plan, compile_step(plan, 128, batch_size=256))
-
-
-@full
-@pytest.mark.parametrize(
-    ("name", "num_devices", "capacity", "loss_fn"),
-    [
-        pytest.param("adagrad", 1, None, linear_loss, marks=full),
-        ("adagrad", 8, 4, squared_loss),
-        pytest.param("every_row", 8, 4, squared_loss, marks=full),
-        pytest.param("adafactor", 8, 4, squared_loss, marks=full),
-        pytest.param("sequence", 1, None, linear_loss, marks=full),
-    ],
-)
-def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
-    sequence = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
-    optimizer = (REPRESENTATIVE | {"sequence": sequence})[name]
-    plan = make_plan(mesh_of(num_devices), 16, "bfloat16", optimizer, capacity=capacity)
-    check(plan, compile_step(plan, 16, loss_fn))
-    assert plan.stacks[0].layout.stored_dtype == jnp.int32

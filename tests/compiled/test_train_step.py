@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
+from tests.compiled.functional_step import compile_functional_step
 from tests.conftest import mesh_of
 from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.tools import compile_report
@@ -180,25 +181,12 @@ def test_tpu_step_is_in_place(dim, generation):
         assert report.argument_bytes < 1.02 * logical_bytes
 
 
-@pytest.mark.tpu_compiler
-@pytest.mark.exhaustive
-def test_step_of_three_chips_is_in_place():
-    four = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)
-    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1)
-    check(plan, compile_step(plan, 128))
-
-
 WAYS_TO_UPDATE = [
-    ("rowwise_adagrad", "v5p", 1),
-    # So many rows that a slot of one value per row is larger than VMEM, too.
+    # So many rows that a slot of one value per row is larger than VMEM.
     ("rowwise_adagrad", "tpu7x", 128),
     ("every_row", "v5p", 1),
-    ("every_row", "tpu7x", 1),
     # Adafactor and the others differ in the loop of further rounds: on one device.
-    ("adam", "v5p", 1),
     ("adafactor", "v5p", 1),
-    ("adafactor_of_four_steps", "tpu7x", 1),
     ("clippy_adagrad", "v5p", 1),
 ]
 
@@ -206,13 +194,11 @@ WAYS_TO_UPDATE = [
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    ("name", "generation", "rows_per_line"),
-    quick_cases(WAYS_TO_UPDATE, "rowwise_adagrad-v5p-1"),
+    ("name", "generation", "rows_per_line"), quick_cases(WAYS_TO_UPDATE)
 )
 def test_every_way_to_update_is_in_place_on_tpu(name, generation, rows_per_line):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
-    optimizer = (REPRESENTATIVE | OTHERS)[name]
-    plan = make_plan(mesh, 128, optimizer, rows_per_line)
+    plan = make_plan(mesh, 128, (REPRESENTATIVE | OTHERS)[name], rows_per_line)
     report = check(plan, compile_step(plan, 128))
     if name == "rowwise_adagrad":
         full = make_plan(mesh, 128, ADAGRAD, rows_per_line)
@@ -270,46 +256,6 @@ def test_a_step_that_may_be_skipped_is_in_place(name, skips):
     check(plan, compile_step(plan, 16, skips=skips))
 
 
-@pytest.mark.tpu_compiler
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("skips", SKIPPED_STEPS)
-def test_a_step_that_may_be_skipped_is_in_place_on_tpu(skips):
-    mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    plan = make_plan(mesh, 128, ADAGRAD, 1)
-    report = check(plan, compile_step(plan, 128, skips=skips))
-    assert report.sparse_core_scatters > 0
-
-
-def check_step_without_the_big_table(mesh, name):
-    """Compiles a step that looks up the small table only, in a stack of its own."""
-    big = te.TableConfig(
-        vocabulary_size=8 * LINES_PER_DEVICE * mesh.size, dim=16, name="big"
-    )
-    small = te.TableConfig(vocabulary_size=1000, dim=8, name="small")
-    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
-    plan = te.make_plan(config, mesh, optimizer=WITHOUT_A_GRADIENT[name])
-    assert len(plan.stacks) == 2
-
-    def init():
-        tables = te.functional.init_tables(plan, jax.random.key(0))
-        return tables, te.functional.init_slots(tables, plan)
-
-    def step(state, features):
-        tables, slots = state
-        result = te.functional.lookup(tables, features, plan)
-        ones = jax.tree.map(jnp.ones_like, result.activations)
-        gradients = te.functional.compute_gradients(result.routing, ones, plan)
-        return te.functional.apply_gradients(tables, slots, gradients, plan)
-
-    features = {"many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32)}
-    jitted = jax.jit(step, donate_argnums=0, compiler_options=plan.compiler_options)
-    compiled = jitted.lower(
-        compile_report.abstract_arrays(jax.eval_shape(init), plan),
-        compile_report.abstract_batch(features, plan),
-    ).compile()
-    check(plan, compiled)
-
-
 WITHOUT_A_GRADIENT = {
     "adam": te.optimizers.adam(optax.cosine_decay_schedule(0.1, 9)),
     "adafactor_exact": OTHERS["adafactor_exact"],
@@ -320,25 +266,20 @@ WITHOUT_A_GRADIENT = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    quick_cases(WITHOUT_A_GRADIENT, "adam"),
-)
+@pytest.mark.parametrize("name", quick_cases(WITHOUT_A_GRADIENT))
 def test_a_step_without_a_table_copies_nothing_of_it(name):
-    check_step_without_the_big_table(mesh_of(3), name)
-
-
-@pytest.mark.full
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    "name",
-    full_cases(
-        ["adam", "adafactor_exact", "every_row"], "adafactor_exact", "every_row"
-    ),
-)
-def test_a_step_without_a_table_copies_nothing_of_it_on_tpu(name):
-    mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
-    check_step_without_the_big_table(mesh, name)
+    """It looks up the small table only, in a stack of its own."""
+    mesh = mesh_of(3)
+    big = te.TableConfig(
+        vocabulary_size=8 * LINES_PER_DEVICE * mesh.size, dim=16, name="big"
+    )
+    small = te.TableConfig(vocabulary_size=1000, dim=8, name="small")
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    plan = te.make_plan(config, mesh, optimizer=WITHOUT_A_GRADIENT[name])
+    assert len(plan.stacks) == 2
+    features = {"many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32)}
+    compiled = compile_functional_step(plan, features, jnp.ones_like)
+    check(plan, compiled)
 
 
 def test_a_copy_is_seen():

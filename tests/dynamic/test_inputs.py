@@ -8,6 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 
 NONE = 2**64 - 1
 LAST = 2**31 - 1
@@ -40,12 +41,6 @@ def test_dense_ids_keep_all_bits(ids, expected):
     assert prepare(ids).to_numpy().tolist() == expected
 
 
-def test_weights_stay_beside_dense_ids():
-    prepared = prepare(np.array(IDS), np.ones((2, 2)))
-    assert prepared.ids.to_numpy().tolist() == IDS
-    assert prepared.weights.tolist() == [[1, 1], [1, 1]]
-
-
 SPARSE = te.SparseIds(
     indices=np.array([[0, 0], [1, 1]]),
     values=np.array([2**40, 7]),
@@ -59,16 +54,16 @@ def test_ragged_and_sparse_ids_are_padded_with_no_id():
         assert values[values != NONE].tolist() == expected
 
 
-def test_the_reserved_id_is_refused_or_dropped():
+def test_the_reserved_id_is_rejected_or_dropped():
     ids = np.array([-1, 4])
-    with pytest.raises(ValueError, match=r"'user' must not be 2\*\*64 - 1"):
+    with rejects(ValueError, fix="FeatureConfig.out_of_range_ids"):
         prepare(ids)
     prepared = prepare(ids, out_of_range_ids="drop")
     assert prepared.to_numpy().ravel().tolist() == [NONE, 4]
 
 
-def test_clip_is_refused():
-    with pytest.raises(ValueError, match="must be 'error' or 'drop'"):
+def test_clip_is_rejected():
+    with rejects(ValueError, field="out_of_range_ids"):
         prepare(np.array([1, 2]), out_of_range_ids="clip")
 
 
@@ -91,19 +86,19 @@ CUT = jnp.asarray(np.array([2**40 + 7], np.uint64).astype(np.uint32))
     ],
     ids=lambda ids: type(ids).__name__,
 )
-def test_ids_that_jax_has_cut_are_refused_at_every_door(ids):
+def test_ids_that_jax_has_cut_are_rejected_at_every_door(ids):
     for weights in (None, [[1.0]]):
-        with pytest.raises(TypeError, match=r"'user' .* must hold Ids64.*np.asarray"):
+        with rejects(TypeError, fix="np.asarray(ids)"):
             prepare(ids, weights)
 
 
-def test_words_pass_and_known_rows_are_refused():
+def test_words_pass_and_known_rows_are_rejected():
     words = te.functional.Ids64.of_array(np.array([2**40, 7]))
     assert prepare(words).to_numpy().tolist() == [2**40, 7]
     dense = te.DenseIds(ids=words, weights=np.array([1.0, 2.0]))
     prepared = prepare(dense)
     assert prepared.ids.to_numpy().tolist() == [2**40, 7]
-    with pytest.raises(TypeError, match="already rows"):
+    with rejects(TypeError):
         prepare(te.functional.RowIds(np.array([1], np.int32)))
 
 
@@ -116,7 +111,7 @@ def test_fingerprints_of_strings_are_ids():
     assert words[0, 1] in ragged.values.to_numpy()
 
 
-def test_strings_are_refused():
+def test_strings_are_rejected():
     for strings in (np.array(["a", "b"]), np.array(["a", 3], object)):
-        with pytest.raises(TypeError, match="te.inputs.fingerprint_ids"):
+        with rejects(TypeError, fix="te.inputs.fingerprint_ids"):
             prepare(strings)

@@ -10,6 +10,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.dynamic.dynamic_reference import DynamicTable
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.dynamic.ids_64 import unmix_ids
 
@@ -17,9 +18,9 @@ functional = te.functional
 
 
 def plan_of(num_devices=1, dynamic=None, optimizer="adagrad", dim=8, **feature):
-    users = te.TableConfig(
-        vocabulary_size=dynamic or te.Dynamic(capacity=128), dim=dim, name="user"
-    )
+    table = {k: feature.pop(k) for k in ("dtype", "initializer") if k in feature}
+    dynamic = dynamic or te.Dynamic(capacity=128)
+    users = te.TableConfig(vocabulary_size=dynamic, dim=dim, name="user", **table)
     config = {"user": te.FeatureConfig(table=users, **feature)}
     return te.make_plan(config, mesh_of(num_devices), optimizer=optimizer)
 
@@ -144,23 +145,7 @@ def test_evaluation_inserts_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, result.tables)
 
 
-@pytest.mark.full
-def test_the_least_frequently_used_id_is_evicted():
-    # Id 1 is used twice early, id 2 once later; the rest fills the bucket.
-    policy = te.dynamic.LeastFrequentlyUsed()
-    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
-    tables, slots = start(plan)
-    steps = [[1, *range(10, 72)], [1], [2, *range(10, 72)], [*range(10, 72)], [99]]
-    for now, ids in enumerate(steps, start=1):
-        result = insert(tables, slots, plan, in_places(ids), now=now)
-        tables, slots = result.tables, result.slots
-    left = set(functional.dynamic_rows(tables, plan)["user"].ids.tolist())
-    assert {1, 2, 99} - left == {2}
-
-
 CLOCKS = [
-    1,
-    2**31,
     2**32 - 1,
     np.uint32(2**32 - 1),
     np.int64(2**31),
@@ -191,52 +176,30 @@ def test_a_clock_may_be_traced():
     assert used == [2**31 - 1] + [1] * (len(used) - 1)
 
 
-@pytest.mark.full
-def test_a_clock_that_is_left_out_goes_on_from_the_last_one():
-    policy = te.dynamic.TimeToLive(2)
-    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
-    tables, slots = start(plan)
-    ids = {"user": words(np.arange(64))}
-    result = functional.insert_ids(tables, slots, ids, plan, now=29_000_000)
-    tables, slots = result.tables, result.slots
-    evictions = []
-    for step in range(4):
-        ids = {"user": words(in_places([100 + step]))}
-        result = functional.insert_ids(tables, slots, ids, plan)
-        evictions.append(counts(result.stats["user"])["evictions"])
-        tables, slots = end_step(result.tables, result.slots, plan, result.features)
-    assert evictions == [0, 0, 0, 1]
-
-
 NO_CLOCKS = [
-    (0, ValueError, "0"),
-    (np.int64(-5), ValueError, "-5"),
-    (jnp.int32(0), ValueError, "0"),
-    (True, TypeError, "True"),
-    (1.0, TypeError, "1.0"),
-    ("5", TypeError, "'5'"),
-    (np.array([5]), TypeError, r"shape \(1,\)"),
-    (np.datetime64("2026-11-24"), TypeError, "datetime64"),
+    (0, ValueError),
+    (np.int64(-5), ValueError),
+    (jnp.int32(0), ValueError),
+    (True, TypeError),
+    (1.0, TypeError),
+    ("5", TypeError),
+    (np.array([5]), TypeError),
+    (np.datetime64("2026-11-24"), TypeError),
 ]
 
 
-@pytest.mark.parametrize("now, error, got", NO_CLOCKS)
-def test_a_clock_that_is_no_such_integer_is_refused(now, error, got):
+@pytest.mark.parametrize("now, error", NO_CLOCKS)
+def test_a_clock_that_is_not_such_an_integer_is_rejected(now, error):
     plan = plan_of()
     tables, slots = start(plan)
-    message = rf"now must be an integer from 1 to 2\*\*32 - 1, got .*{got}.*np.uint32\("
-    with pytest.raises(error, match=message):
+    with rejects(error, field="now", value=now, fix="np.uint32("):
         insert(tables, slots, plan, [5], now=now)
+    if isinstance(now, float):
+        with rejects(error, field="now"):
+            jax.jit(lambda x: insert(tables, slots, plan, [5], now=x))(now)
 
 
-def test_a_traced_clock_of_another_kind_is_refused():
-    plan = plan_of()
-    tables, slots = start(plan)
-    with pytest.raises(TypeError, match="now must be an integer"):
-        jax.jit(lambda now: insert(tables, slots, plan, [5], now=now))(jnp.float32(1))
-
-
-def test_admission_counts_calls_and_starts_anew_with_each_window():
+def test_admission_counts_calls_and_starts_again_with_each_window():
     admit = te.dynamic.AdmitAfter(2, window=5)
     plan = plan_of(dynamic=te.Dynamic(capacity=128, admit=admit))
 
@@ -290,20 +253,6 @@ def test_more_ids_of_a_bucket_than_a_round_holds():
     }
 
 
-@pytest.mark.full
-def test_a_half_life_counts_at_the_next_use():
-    policy = te.dynamic.LeastFrequentlyUsed(half_life=5)
-    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
-    tables, slots = start(plan)
-    found = []
-    for now in [*range(1, 21), 31, 300]:
-        result = insert(tables, slots, plan, [5], now=now)
-        tables, slots = result.tables, result.slots
-        found.append(int(functional.dynamic_rows(tables, plan)["user"].counts[0]))
-    # 20 uses, two half lives and a use, many half lives and a use.
-    assert found == [*range(1, 21), 20 // 4 + 1, 1]
-
-
 LEFT_OUT = {
     "mean": (dict(combiner="mean"), [[1, 2, 3]], [[0.0, -1.0, 0.5]], [3]),
     "ragged sequence": (
@@ -336,29 +285,6 @@ def test_ids_that_add_nothing_take_no_rows(case):
     assert not_admitted == num_ids - len(expected)
 
 
-@pytest.mark.exhaustive
-def test_copies_of_a_table_insert_the_ids_of_all():
-    users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=128), dim=8, name="user")
-    plan = te.make_plan(
-        {"user": te.FeatureConfig(table=users)},
-        jax.make_mesh((2, 2), ("data", "model")),
-        optimizer="adagrad",
-        placement=te.Sharded(axes=("model",)),
-    )
-    tables, slots = start(plan)
-    result = insert(tables, slots, plan, NASTY)
-    assert counts(result.stats["user"])["inserts"] == len(NASTY)
-    tables, slots = end_step(result.tables, result.slots, plan, result.features)
-    one = plan_of(1)
-    expected = insert(*start(one), one, NASTY)
-    of_one, _ = end_step(expected.tables, expected.slots, one, expected.features)
-    np.testing.assert_allclose(
-        functional.lookup(tables, {"user": words(NASTY)}, plan).activations["user"],
-        functional.lookup(of_one, {"user": words(NASTY)}, one).activations["user"],
-        rtol=1e-6,
-    )
-
-
 class Model(nnx.Module):
     def __init__(self, plan):
         self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
@@ -368,7 +294,7 @@ class Model(nnx.Module):
         return self.dense(self.embedding(ids)["user"])
 
 
-def test_an_optimizer_of_another_model_is_refused():
+def test_an_optimizer_of_another_model_is_rejected():
     class Others(nnx.Module):
         def __init__(self):
             table = te.TableConfig(vocabulary_size=10, dim=4, name="item")
@@ -377,8 +303,7 @@ def test_an_optimizer_of_another_model_is_refused():
 
     model = Model(plan_of())
     optimizer = te.Optimizer(Others(), optax.sgd(0.1))
-    message = r"layers \['items'\], got one with layers \['embedding'\]. Make"
-    with pytest.raises(ValueError, match=message):
+    with rejects(ValueError):
         optimizer.insert_ids(model, {"user": words([5])})
 
 
@@ -405,7 +330,7 @@ def test_a_linen_state_inserts():
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
-def test_ids_that_jax_may_have_narrowed_are_refused():
+def test_ids_that_jax_may_have_narrowed_are_rejected():
     plan = plan_of()
     tables, slots = start(plan)
     ids = {"user": np.array([3, 5])}
@@ -414,45 +339,33 @@ def test_ids_that_jax_may_have_narrowed_are_refused():
         lambda: functional.lookup(tables, ids, plan),
         lambda: jax.jit(lambda x: functional.lookup(tables, x, plan).activations)(ids),
     ):
-        with pytest.raises(TypeError, match="must hold Ids64.*prepare"):
+        with rejects(TypeError, fix="te.functional.Ids64.of_array"):
             call()
 
 
 def test_ids_in_a_loss_say_what_to_do():
     model = Model(plan_of())
     ids = {"user": words(NASTY)}
-    with pytest.raises(TypeError, match="optimizer.insert_ids"):
+    with rejects(TypeError, fix="optimizer.insert_ids(model, ids)"):
         te.value_and_grad(lambda m: jnp.sum(m(ids)))(model)
     plan = model.embedding.plan
     result = functional.lookup(model.embedding.tables.get_value(), ids, plan)
-    with pytest.raises(TypeError, match="'user' .* te.functional.insert_ids"):
+    with rejects(TypeError, fix="te.functional.insert_ids"):
         functional.compute_gradients(result.routing, result.activations, plan)
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "options, fix",
     [
-        (lambda: plan_of(optimizer=te.optimizers.every_row("adam")), "every_row"),
-        (lambda: plan_of(default_id=0), "default_id must be None"),
-        (
-            lambda: te.TableConfig(
-                vocabulary_size=te.Dynamic(capacity=10), dim=4, dtype=jnp.int8
-            ),
-            "must not be int8",
-        ),
-        (
-            lambda: te.TableConfig(
-                vocabulary_size=te.Dynamic(capacity=10),
-                dim=4,
-                initializer=jax.nn.initializers.lecun_normal(),
-            ),
-            "rowwise",
-        ),
+        (dict(optimizer=te.optimizers.every_row(te.optimizers.adam(0.1))), "every_row"),
+        (dict(default_id=0), "default_id"),
+        (dict(dtype=jnp.int8), "int8"),
+        (dict(initializer=jax.nn.initializers.lecun_normal()), "rowwise"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(make, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
+def test_what_is_not_supported_is_rejected(options, fix):
+    with rejects((ValueError, TypeError), fix=fix):
+        plan_of(**options)
 
 
 def test_a_new_id_inherits_nothing_of_a_broken_row():

@@ -1,4 +1,4 @@
-"""The core does not know dynamic tables: it calls a seam that others can implement."""
+"""The core does not know its verticals: it calls seams that others can implement."""
 
 import dataclasses
 import pathlib
@@ -13,39 +13,48 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tpu_embedding import functional
 from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs
 
 PACKAGE = pathlib.Path(te.__file__).parent
 
-NAMES = re.compile(
-    r"\bdynamic(?!_slice|_update|_index)|Ids64|insert_ids|directory_name", re.IGNORECASE
-)
-
-# Folders that import the vertical, and files that offer its public names.
-MAY_KNOW = ("dynamic/", "checkpoint/", "export/", "tools/")
-OFFER = {
-    "__init__.py",
-    "config.py",
-    "functional/__init__.py",
-    "nn/embedding.py",
-    "nn/linen/training.py",
-    "nn/optimizer.py",
+# What names a vertical, who may import it, and files that offer its public names.
+VERTICALS = {
+    "dynamic": (
+        r"\b(?i:dynamic(?!_slice|_update|_index)|Ids64|insert_ids|directory_name)",
+        ("dynamic/", "checkpoint/", "export/", "tools/"),
+        {
+            "__init__.py",
+            "config.py",
+            "functional/__init__.py",
+            "nn/embedding.py",
+            "nn/linen/training.py",
+            "nn/optimizer.py",
+        },
+    ),
+    "host_rows": (
+        r"host_rows|HostRows|HostStack|HostStorage|CachedRows|MappedRows",
+        ("host_rows/", "tools/"),
+        {"__init__.py", "functional/__init__.py", "nn/linen/__init__.py"},
+    ),
 }
 
 
-def test_the_core_does_not_name_dynamic_tables():
+@pytest.mark.parametrize("name", VERTICALS)
+def test_the_core_does_not_name_a_vertical(name):
+    names, may_know, offer = VERTICALS[name]
     paths = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        if NAMES.search(path.read_text())
+        if re.search(names, path.read_text())
     }
-    assert {path for path in paths if not path.startswith(MAY_KNOW)} == OFFER
+    assert {path for path in paths if not path.startswith(may_know)} == offer
 
 
-WITHOUT_FOLDER = """
+PROGRAM = """
 import sys
-sys.modules["tpu_embedding.dynamic"] = None  # An import of it raises.
+sys.modules["tpu_embedding." + sys.argv[1]] = None  # An import of it raises.
 import jax
 import tpu_embedding as te
 table = te.TableConfig(vocabulary_size=10, dim=4)
@@ -59,12 +68,15 @@ gradients = te.functional.compute_gradients(
 )
 te.functional.apply_gradients(tables, slots, gradients, layer_plan)
 te.TPUEmbedding, te.Optimizer, te.linen, te.PipelinedTrainStep
+if sys.argv[1] == "host_rows":
+    te.save, te.restore
 """
 
 
 @pytest.mark.full
-def test_the_core_works_without_the_folder():
-    subprocess.run([sys.executable, "-c", WITHOUT_FOLDER], check=True)
+@pytest.mark.parametrize("name", VERTICALS)
+def test_the_core_works_without_the_folder(name):
+    subprocess.run([sys.executable, "-c", PROGRAM, name], check=True)
 
 
 class YearInputs(VocabularyInputs):
@@ -97,7 +109,7 @@ class Years(Vocabulary):
         return self.number
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_another_vocabulary_implements_the_seam(num_devices):
     table = te.TableConfig(vocabulary_size=Years(120), dim=4, name="t")
     plan = te.make_plan({"year": te.FeatureConfig(table=table)}, mesh_of(num_devices))
@@ -107,7 +119,7 @@ def test_another_vocabulary_implements_the_seam(num_devices):
     found = functional.lookup(tables, batch, plan)
     rows = functional.unstack_tables(tables, plan)["t"]
     np.testing.assert_array_equal(found.activations["year"], rows[[0, 119]])
-    with pytest.raises(TypeError, match="'year'"):
+    with rejects(TypeError):
         functional.compute_gradients(found.routing, found.activations, plan)
-    with pytest.raises(ValueError, match="'year'"):
+    with rejects(ValueError):
         te.inputs.prepare_features({"year": np.array([2020])}, plan)

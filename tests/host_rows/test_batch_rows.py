@@ -13,6 +13,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.random_configurations import ABSENT, Example, features_of, tables_on
+from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.host_rows.batch_rows import rows_of_batch
 from tpu_embedding.inputs.shard_inputs import (
@@ -115,7 +116,7 @@ def check_example(drawn, num_devices):
         assert rows_on_host(batch, plan) == rows_on_devices(batch, plan)
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
 def test_random_batches(num_devices):
     @hypothesis.settings(max_examples=12)
     @hypothesis.given(drawn=examples())
@@ -132,26 +133,20 @@ def dense(ids, weights):
 WEIGHTED = dict(combiner="mean", validate_weights_and_indices=True)
 EMPTY_OR_ONE = [[P, P], [1, 12]]
 CASES = {
-    "one id": ({}, np.array([3, 0, 3, 9]), [0, 3, 9]),
-    "no position": ({}, np.zeros((5, 0), np.int32), []),
     "no position, default": (
         dict(default_id=4),
         np.zeros((5, 0), np.int32),
         [4],
     ),
-    "no empty sample": (dict(default_id=4), np.arange(3), [0, 1, 2]),
     "samples that fill up": (dict(default_id=4), np.full(9, 1, np.uint8), [1]),
-    "all padding": ({}, np.full((4, 2), P, np.int32), []),
     "outside": ({}, np.array([-1, 10, 9, P]), [9]),
     "clip": (dict(out_of_range_ids="clip"), np.array([-1, 10, 5, P]), [0, 5, 9]),
-    "clip padding": (dict(out_of_range_ids="clip"), np.array([-1, 5, P]), [0, 5]),
     "clip 64 bits": (
         dict(out_of_range_ids="clip"),
         np.array([-(2**40), 2**40, 5, P]),
         [0, 5, 9],
     ),
     "drop unsigned": ({}, np.array([2**64 - 1, 2**32 + 3, 5], np.uint64), [5]),
-    "small integers": ({}, np.array([-1, 127, 5], np.int8), [5]),
     "int4": (
         dict(out_of_range_ids="clip"),
         jnp.array([-1, 7, 5], jnp.int4),
@@ -174,12 +169,6 @@ CASES = {
         dense([1, 2, 3, 4], [0.5, 0, -1, np.nan]),
         [1, 2, 3, 4],
     ),
-    "weights unchecked": (
-        WEIGHTED | dict(validate_weights_and_indices=False),
-        dense([1, 2], [0, -1]),
-        [1, 2],
-    ),
-    "boolean weights": (WEIGHTED, dense([1, 2], [True, False]), [1]),
     "weights that float32 rounds to zero": (WEIGHTED, dense([1, 2], [1e-60, 1]), [2]),
     "infinite weights": (WEIGHTED, dense([1, 2], [1e300, -1e300]), [1]),
     "weights make a sample empty": (
@@ -192,7 +181,6 @@ CASES = {
         np.array([[1, P, 3], [P, 2, 4]]),
         [1, 2],
     ),
-    "long sequence": (dict(max_sequence_length=4), np.array([[1, 2]]), [1, 2]),
     "samples on two axes": (
         dict(output_shape=(2, 3), default_id=8),
         np.array([[[1, P], [2, 3], [P, P]], [[4, 5], [6, 7], [0, 1]]]),
@@ -207,7 +195,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
 @pytest.mark.parametrize("case", CASES)
 def test_case(case, num_devices):
     options, ids, expected = CASES[case]
@@ -230,7 +218,7 @@ RAGGED = te.RaggedIds.from_lists(
 )
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -239,28 +227,19 @@ RAGGED = te.RaggedIds.from_lists(
         (WEIGHTED | dict(default_id=0), [0, 1, 4, 5]),
         (WEIGHTED | dict(out_of_range_ids="clip"), [1, 4, 5, 9]),
         (dict(output_shape=(5, 2)), [1, 2, 4, 5, 6]),
-        (dict(output_shape=(5, 1)), [1, 2, 3, 4, 5, 6]),
+        (dict(ids=[[1], [2, 3], [1], [5]], default_id=4), [1, 2, 3, 5]),
     ],
 )
 def test_ragged_ids(options, expected, num_devices):
+    """Samples that fill up read no default."""
     options = dict(out_of_range_ids="drop") | options
+    ids = options.pop("ids", None)
     table = te.TableConfig(vocabulary_size=10, dim=4, name="t", combiner="sum")
     plan = te.make_plan(te.FeatureConfig(table=table, **options), mesh_of(num_devices))
-    batch = te.inputs.prepare_features(RAGGED, plan)
+    ids = RAGGED if ids is None else te.RaggedIds.from_lists(ids)
+    batch = te.inputs.prepare_features(ids, plan)
     assert rows_on_devices(batch, plan) == [expected]
     assert rows_on_host(batch, plan) == [expected]
-
-
-@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
-def test_ragged_samples_that_fill_up_read_no_default(num_devices):
-    table = te.TableConfig(vocabulary_size=10, dim=4, name="t")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table, default_id=4), mesh_of(num_devices)
-    )
-    ids = te.RaggedIds.from_lists([[1], [2, 3], [1], [5]])
-    batch = te.inputs.prepare_features(ids, plan)
-    assert rows_on_devices(batch, plan) == [[1, 2, 3, 5]]
-    assert rows_on_host(batch, plan) == [[1, 2, 3, 5]]
 
 
 @pytest.mark.parametrize("weight", [1e-40, -1e-40])
@@ -301,9 +280,9 @@ def test_rows_are_not_a_view_of_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("ids", "error", "message"),
+    ("ids", "error"),
     [
-        (te.RaggedIds.from_lists([[1]]), TypeError, "pass the batch through"),
+        (te.RaggedIds.from_lists([[1]]), TypeError),
         (
             te.SparseIds(
                 indices=np.array([[0, 0]]),
@@ -311,17 +290,16 @@ def test_rows_are_not_a_view_of_the_batch():
                 dense_shape=np.array([1, 1]),
             ),
             TypeError,
-            "pass the batch through",
         ),
-        ([1, 2], TypeError, "must be a.* array"),
-        (np.array([1.0]), TypeError, "must be integers"),
-        (np.ma.masked_array([1], [True]), TypeError, "masked array"),
-        (np.zeros((2, 3, 4), int), ValueError, "one axis of samples"),
+        ([1, 2], TypeError),
+        (np.array([1.0]), TypeError),
+        (np.ma.masked_array([1], [True]), TypeError),
+        (np.zeros((2, 3, 4), int), ValueError),
     ],
 )
-def test_rejects_what_the_step_rejects(ids, error, message):
+def test_rejects_what_the_step_rejects(ids, error):
     plan = two_stacks()
-    with pytest.raises(error, match=message):
+    with rejects(error):
         te.functional.activation_shapes({"t4": ids}, plan)
-    with pytest.raises(error, match=message):
+    with rejects(error):
         rows_of_batch({"t4": ids}, plan, ["stack_0", "stack_1"])

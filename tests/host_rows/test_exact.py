@@ -71,7 +71,7 @@ def batches_of(plan, number, seed=0, size=BATCH):
     ("rule", "num_devices", "dtype"),
     quick_cases(
         matrix(RULES, DEVICES, ["float32", "bfloat16"]),
-        "rowwise-3devices-bfloat16",
+        "rowwise-2devices-bfloat16",
     ),
 )
 def test_rules(rule, num_devices, dtype):
@@ -85,109 +85,6 @@ def test_rules(rule, num_devices, dtype):
     (stack,) = host.hosts.values()
     assert 0 < stack.num_fetched < stack.num_ids
     assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
-
-
-@pytest.mark.full
-def test_two_stacks():
-    """Their caches and exchanges differ; rows of one are in a batch more rarely."""
-
-    def config_of(placement):
-        config = {}
-        for dim, table in ((4, "a"), (7, "b")):
-            tables = tables_of(placement, dim=dim)
-            config[table] = te.FeatureConfig(table=tables[table])
-        return config
-
-    def some_batches(plan, number):
-        return [
-            {name: batch[name] for name in ("a", "b") if name == "a" or i % 3}
-            for i, batch in enumerate(batches_of(plan, number))
-        ]
-
-    host = twins(config_of, some_batches, CACHE, 3, optimizer=RULES["adam"])
-    assert len(host.hosts) == 2
-
-
-@pytest.mark.parametrize("num_devices", full_cases(DEVICES[:3], "2devices", "1devices"))
-@pytest.mark.full
-def test_a_table_on_the_host_and_one_on_the_devices(num_devices):
-    """They never share a stack, so here both runs have two."""
-
-    def config_of(placement):
-        on_host, on_devices = tables_of(placement), tables_of(te.Sharded(), dim=7)
-        tables = {"a": on_host["a"], "b": on_devices["b"], "c": on_host["a"]}
-        return {name: te.FeatureConfig(table=table) for name, table in tables.items()}
-
-    options = dict(optimizer=RULES["rowwise"])
-    host = twins(config_of, batches_of, CACHE, num_devices, **options)
-    assert len(host.hosts) == 1 and len(host.tables) == 2
-
-
-def ragged_config_of(placement):
-    """Ragged and weighted features, of each policy."""
-    tables = tables_of(placement)
-    first = te.FeatureConfig(table=tables["a"], out_of_range_ids="clip", default_id=7)
-    return {
-        "clipped": first,
-        "dropped": te.FeatureConfig(
-            table=tables["a"], out_of_range_ids="drop", default_id=300
-        ),
-        "sequence": te.FeatureConfig(table=tables["b"], max_sequence_length=3),
-        "weighted": te.FeatureConfig(table=tables["b"], combiner="sqrtn", default_id=0),
-    }
-
-
-def ragged_batches_of(plan, number):
-    draw = np.random.default_rng(1)
-
-    def lists(num_rows, low=0, high=0):
-        return [
-            list(
-                zipf_ids(draw, draw.integers(0, 4), num_rows)
-                + draw.integers(low, high + 1)
-            )
-            for _ in range(BATCH)
-        ]
-
-    raw = []
-    for _ in range(number):
-        weighted = lists(ROWS["b"])
-        weights = [[float(draw.integers(-1, 3)) for _ in ids] for ids in weighted]
-        features = {
-            "clipped": lists(ROWS["a"], -30, 30),
-            "dropped": lists(ROWS["a"], -30, 30),
-            "sequence": lists(ROWS["b"]),
-            "weighted": weighted,
-        }
-        features = {
-            name: te.RaggedIds.from_lists(ids, weights if name == "weighted" else None)
-            for name, ids in features.items()
-        }
-        raw.append(features)
-    sizes = te.inputs.BufferSizes()
-    for features in raw:  # So that all have the size of the largest.
-        te.inputs.prepare_features(features, plan, sizes=sizes)
-    return [te.inputs.prepare_features(x, plan, sizes=sizes) for x in raw]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_devices", DEVICES)
-def test_ragged_and_weighted_ids(num_devices):
-    twins(
-        ragged_config_of,
-        ragged_batches_of,
-        CACHE,
-        num_devices,
-        optimizer=RULES["adagrad"],
-    )
-
-
-@pytest.mark.parametrize("num_devices", full_cases(DEVICES[1:], "2devices", "8devices"))
-@pytest.mark.full
-def test_several_rounds(num_devices):
-    options = dict(optimizer=RULES["ftrl"], capacity=2)
-    host = twins(config_of, batches_of, CACHE, num_devices, **options)
-    assert any(stack.capacity for stack in host.plan.stacks)
 
 
 @pytest.mark.full

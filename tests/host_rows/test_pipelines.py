@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,7 +9,8 @@ import tpu_embedding as te
 from tests.host_rows import models
 from tests.host_rows.models import batches, evaluate, expected, feed, fit, make, train
 from tests.host_rows.twins import check_equal
-from tests.tiers import full_cases
+from tests.rejections import rejects
+from tests.tiers import quick_cases
 
 
 def check_trained(model, optimizer, losses, number, **options):
@@ -54,9 +54,7 @@ def interrupted(way, data):
 
 @pytest.mark.parametrize(
     "way",
-    full_cases(
-        ["break", "close", "body raises", "loader raises"], "close", "body raises"
-    ),
+    quick_cases(["break", "close", "body raises", "loader raises"], "break"),
 )
 def test_loops_left_early_continue(way):
     model, optimizer = make()
@@ -77,19 +75,6 @@ def test_loops_left_early_continue(way):
     del generator
     assert len(losses) <= 8
     losses += fit(model, optimizer, data[len(losses) :])
-    check_trained(model, optimizer, losses, 12)
-
-
-@pytest.mark.full
-def test_a_drawn_batch_is_trained_after_the_loop():
-    model, optimizer = make()
-    data = batches(12)
-    generator = feed(data, model, optimizer)
-    losses = [float(train(model, optimizer, next(generator))) for _ in range(4)]
-    batch = next(generator)
-    generator.close()
-    losses.append(float(train(model, optimizer, batch)))
-    losses += fit(model, optimizer, data[5:])
     check_trained(model, optimizer, losses, 12)
 
 
@@ -142,11 +127,10 @@ def test_too_many_batches_before_a_step():
         for i in range(0, 240, 24)
     ]
     step = models.nnx.jit(add_gradients, donate_argnums=(0, 1))
-    with pytest.raises(ValueError, match="were not on their device"):
+    with rejects(ValueError, fix="features_of"):
         for several in itertools.batched(feed(data, model, optimizer), 5):
             step(model, optimizer, *several)
-        pytest.fail("no error at the end")
-    with pytest.raises(ValueError, match="Continue from a checkpoint"):
+    with rejects(ValueError, fix="features_of"):  # Changes are lost.
         fit(model, optimizer, data[:1])
 
 
@@ -166,13 +150,6 @@ def test_two_loops_in_turn():
 
 
 @pytest.mark.full
-def test_window_longer_than_the_cache():
-    placement = te.HostRows(cache_rows=100, window=64)
-    model, optimizer = make(placement)
-    check_trained(model, optimizer, fit(model, optimizer, batches(40)), 40)
-
-
-@pytest.mark.full
 def test_largest_working_set():
     data = batches(12)
     sizes = [
@@ -186,7 +163,7 @@ def test_largest_working_set():
     check_trained(model, optimizer, fit(model, optimizer, data), 12)
     model, optimizer = make(te.HostRows(cache_rows=cache_rows - 1))
     trained = 0
-    with pytest.raises(ValueError, match=rf"to at least {cache_rows}, or use smaller"):
+    with rejects(ValueError, field="cache_rows", fix=f" {cache_rows},"):
         for batch in feed(data, model, optimizer):
             train(model, optimizer, batch)
             trained += 1
@@ -199,16 +176,6 @@ def test_largest_working_set():
 
 
 def test_files_of_tables(tmp_path):
-    placement = te.HostRows(cache_rows=100, directory=tmp_path)
-    model, optimizer = make(placement)
+    model, optimizer = make(te.HostRows(cache_rows=100, directory=tmp_path))
     check_trained(model, optimizer, fit(model, optimizer, batches(12)), 12)
     assert not any(tmp_path.iterdir())  # The file has no name.
-    model, optimizer = make(placement)
-    check_trained(model, optimizer, fit(model, optimizer, batches(12)), 12)
-
-
-@pytest.mark.full
-def test_batches_that_devices_hold():
-    model, optimizer = make()
-    data = [jax.tree.map(jax.device_put, batch) for batch in batches(12)]
-    check_trained(model, optimizer, fit(model, optimizer, data), 12)

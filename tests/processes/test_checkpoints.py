@@ -1,4 +1,4 @@
-"""Two real processes save and restore one checkpoint, each its own part."""
+"""Two real processes save, restore and export one model, each its own part."""
 
 import numpy as np
 import pytest
@@ -71,6 +71,17 @@ def arrays_of(directory):
         name: te.checkpoint.read_table(directory, STREAM, slot=name)
         for name in table.arrays
     }
+
+
+@pytest.mark.full
+def test_a_job_exports_the_tables_of_one_process(tmp_path):
+    contents = []
+    for num_processes, num_devices in ((1, 4), (2, 2)):
+        directory = tmp_path / f"{num_processes}"
+        run_job(num_processes, num_devices, "export", directory, tmp_path)
+        paths = (path for path in directory.rglob("*") if path.is_file())
+        contents.append({x.relative_to(directory): x.read_bytes() for x in paths})
+    assert contents[0] == contents[1] != {}
 
 
 @pytest.mark.exhaustive

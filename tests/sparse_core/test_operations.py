@@ -1,4 +1,4 @@
-"""The operations in plain JAX equal dense NumPy, and refuse what a chip cannot do."""
+"""The operations in plain JAX equal dense NumPy, and reject what a chip cannot do."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ import pytest
 import tpu_embedding as te
 from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.sparse_core.cases import (
-    buffers,
     dealt,
     gathered,
     on_devices,
@@ -38,7 +37,8 @@ SHAPES = quick_cases(
             for devices in (1, 2, 3, 8)
         }
     ),
-    "4cores-3devices",
+    "2cores-1devices",
+    "2cores-2devices",
 )
 
 
@@ -131,25 +131,6 @@ def test_lookup_equals_dense_sums(cores, devices):
     np.testing.assert_allclose(sums, expected_sums(cases, table), atol=1e-5)
 
 
-@pytest.mark.parametrize("cores, devices", SHAPES)
-def test_update_equals_dense_adagrad(cores, devices):
-    cases = cases_of(cores, devices)
-    case = cases[0]
-    table, slot = table_of(case), np.abs(table_of(case, 1)) + 0.5
-    shape = (devices, case.num_samples, WIDTH)
-    cotangents = np.random.default_rng(2).normal(size=shape).astype(np.float32)
-    rule = _rule(te.optimizers.adagrad(0.1))
-    hyperparameters, _ = rule.values([])
-    results = run_update(cases, rule, [table, slot], cotangents, hyperparameters)
-    gradient, is_touched = expected_gradients(cases, cotangents)
-    new_slot = slot + gradient**2
-    new_table = table - 0.1 * gradient / np.sqrt(new_slot)
-    np.testing.assert_allclose(results[0], new_table, atol=1e-5)
-    np.testing.assert_allclose(results[1], new_slot, rtol=1e-4)
-    assert np.array_equal(results[0][~is_touched], table[~is_touched])
-    assert np.array_equal(results[1][~is_touched], slot[~is_touched])
-
-
 @functools.cache
 def _rule(optimizer, dim=WIDTH, width=WIDTH) -> RowRule:
     rule = row_rule(row_optimizer_of(optimizer), dim, width)
@@ -176,7 +157,7 @@ RULES_AND_DIMS = {
     quick_cases(with_ids(RULES_AND_DIMS), "adam"),
 )
 def test_every_elementwise_rule_equals_optax(name, dim):
-    """Two steps, in the second of which other rows are touched."""
+    """Two steps; the second touches other rows."""
     optimizer = ELEMENTWISE[name]
     rule = _rule(optimizer, dim)
     cases, more = cases_of(2, 2), cases_of(2, 2, seed=7)
@@ -216,41 +197,6 @@ def test_every_elementwise_rule_equals_optax(name, dim):
             assert np.array_equal(got[:, dim:], padding)
         wanted = [x for x, s in zip(leaves, is_slot, strict=True) if not s]
         jax.tree.map(np.testing.assert_array_equal, others, wanted)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("max_unique, num_minibatches", quick_cases([(1, 40), (8, 5)]))
-def test_minibatches_change_no_bit_of_an_update(max_unique, num_minibatches):
-    """The rule runs once per row, on gradients that are summed in one order."""
-    draw = np.random.default_rng(0)
-    cases = [
-        dataclasses.replace(
-            random_case(0, 2, 2),
-            # Each core asks for all 40 rows of each partition, and for some twice.
-            ids=np.tile(np.r_[np.arange(160), draw.integers(0, 160, 32)], 2),
-            samples=np.repeat(np.arange(64), 6),
-            gains=draw.normal(size=384),
-            num_samples=64,
-            rows_per_partition=40,
-        )
-        for _ in range(2)
-    ]
-    table, slot = table_of(cases[0]), np.abs(table_of(cases[0], 1)) + 0.5
-    cotangents = draw.normal(size=(2, 64, WIDTH)).astype(np.float32)
-    rule = _rule(te.optimizers.adagrad(0.1))
-    hyperparameters, _ = rule.values([])
-    several = Limits(max_ids=256, max_unique=max_unique, room=16384)
-    (ids, _), fits = buffers(cases, several)
-    assert fits == [True] * 2 and ids.num_minibatches.tolist() == [num_minibatches]
-    results = [
-        run_update(
-            cases, rule, [table, slot], cotangents, hyperparameters, limits, limits
-        )
-        for limits in (several, dataclasses.replace(several, max_unique=256))
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *results)
-    sums = run_lookup(cases, table, several, buffered=several)
-    np.testing.assert_allclose(sums, expected_sums(cases, table), atol=1e-4)
 
 
 BROKEN = {
@@ -300,36 +246,6 @@ def test_undefined_on_one_device_is_nan_on_all():
     assert np.all(np.isnan(updated))
 
 
-@pytest.mark.full
-def test_it_runs_in_a_conditional():
-    case = cases_of(2, 1)[0]
-    rule = _rule(optax.sgd(0.1))
-    table = table_of(case)
-    hyperparameters, _ = rule.values([])
-
-    def step(partitions, rows, samples, gains, shard, fits):
-        ids, _ = partition(
-            *(partitions, rows, samples, gains), **case.sizes(), limits=LIMITS
-        )
-        cotangents = jnp.ones((case.num_samples, WIDTH))
-
-        def by_operation(shard):
-            sizes = OperationSizes(case.num_samples, LIMITS, 2, AXES)
-            return operations.update(
-                ids, cotangents, [shard], hyperparameters, rule, sizes
-            )[0]
-
-        return jax.lax.cond(fits, by_operation, lambda shard: shard + 1, shard)
-
-    run = on_devices(step, 1, 6, 1)
-    shards = dealt(table, 2, 1)
-    untouched = run(*stacked([case]), shards, jnp.array([False]))
-    np.testing.assert_array_equal(untouched, shards + 1)
-    gradient, _ = expected_gradients([case], np.ones((1, case.num_samples, WIDTH)))
-    touched = run(*stacked([case]), shards, jnp.array([True]))
-    np.testing.assert_allclose(gathered(touched, 2), table - 0.1 * gradient, atol=1e-5)
-
-
 # Inputs and results of jax-tpu-embedding's tests of its primitives, which run on TPUs:
 # jax_tpu_embedding/sparsecore/lib/core/primitives/tests, commit 566086d. 16 samples
 # with one id each; all elements of row i start at i, or at i + 1 if `first` is 1.
@@ -347,22 +263,6 @@ def _laprop(learning_rate, b1=0.9, decay=0.95, epsilon=1e-8):
         nu = decay * nu + (1 - decay) * (gradient * gradient + epsilon)
         mu = b1 * mu + np.sqrt(1 - b1**2) * gradient / jnp.sqrt(nu)
         return -learning_rate * mu, (mu, nu)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _adagrad_momentum(rate, momentum, exponent, beta2, epsilon):
-    """Its Adagrad with momentum, with an exponent that `te.optimizers` refuses."""
-
-    def init(rows):
-        return jnp.full_like(rows, 0.002), jnp.full_like(rows, 0.004)
-
-    def update(gradient, state, rows=None):
-        squares, momenta = state
-        squares = beta2 * squares + (1 - beta2) * gradient * gradient
-        scaled = jnp.power(squares + epsilon, -1 / exponent) * gradient
-        momenta = momentum * momenta + scaled
-        return -rate * momenta, (squares, momenta)
 
     return optax.GradientTransformation(init, update)
 
@@ -392,8 +292,6 @@ def _ftrl(w, a, z, g, rate, power, l1, l2, beta):
     return w, new, z
 
 
-_SQUARES = 0.999 * 0.002 + 0.001 * 0.012**2  # The epsilon is 1e-8.
-
 PUBLISHED = {
     "sgd": Published(optax.sgd(0.01), 0.01, 0, (), lambda w: w - 1e-4, ()),
     "adagrad": Published(
@@ -403,14 +301,6 @@ PUBLISHED = {
         (0.002,),
         lambda w: w - 0.02591604,
         (0.002144,),
-    ),
-    "adagrad_momentum": Published(
-        _adagrad_momentum(0.1, 0.9, -0.5, 0.999, 1e-8),
-        0.012,
-        1,
-        (0.002, 0.004),
-        lambda w: w - 0.1 * (0.9 * 0.004 + 0.012 * _SQUARES**2),
-        (_SQUARES, 0.9 * 0.004 + 0.012 * _SQUARES**2),
     ),
     "adam": Published(
         te.optimizers.adam(0.1, bias_correction=True, epsilon=1e-8),
@@ -454,23 +344,19 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", quick_cases(PUBLISHED, every_case=True))
-@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_published_updates(name, cores):
+def test_published_updates(name):
     published = PUBLISHED[name]
-    num_samples = 16 if cores == 2 else 32
-    case = random_case(0, cores, 1, num_samples=num_samples, valence=1)
-    ids = np.asarray(PUBLISHED_IDS + [-1] * (num_samples - 16))
     case = dataclasses.replace(
-        case,
-        ids=ids,
-        samples=np.arange(num_samples),
-        gains=np.ones(num_samples),
-        rows_per_partition=32 // cores,
+        random_case(0, 2, 1, num_samples=16, valence=1),
+        ids=np.asarray(PUBLISHED_IDS),
+        samples=np.arange(16),
+        gains=np.ones(16),
+        rows_per_partition=16,
     )
     values = np.arange(32.0) + published.first
     table = np.tile(np.float32(values)[:, None], WIDTH)
     slots = [np.full_like(table, x) for x in published.slots]
-    cotangents = np.full((1, num_samples, WIDTH), published.gradient, np.float32)
+    cotangents = np.full((1, 16, WIDTH), published.gradient, np.float32)
     rule = _rule(published.optimizer)
     state = jax.tree.leaves(published.optimizer.init(jnp.asarray(table)))
     others = [x for x in state if np.shape(x) != table.shape]
@@ -483,29 +369,3 @@ def test_published_updates(name, cores):
         after = np.where(np.arange(32) < 16, after, before[:, 0])
         # The tolerance of the original tests.
         np.testing.assert_allclose(got, np.tile(after[:, None], WIDTH), atol=1e-5)
-
-
-@pytest.mark.full
-def test_published_lookup():
-    ids = np.asarray(PUBLISHED_IDS)
-    case = dataclasses.replace(
-        random_case(0, 2, 1, num_samples=16, valence=1),
-        ids=ids,
-        samples=np.arange(16),
-        gains=np.ones(16),
-        rows_per_partition=16,
-    )
-    table = np.tile(np.arange(32, dtype=np.float32)[:, None], WIDTH)
-    sums = run_lookup([case], table)
-    np.testing.assert_array_equal(sums[0], np.tile(ids[:, None], WIDTH))
-    # Two equal ids per sample, in a batch of twice the size.
-    twice = dataclasses.replace(
-        case,
-        ids=np.tile(np.repeat(ids, 2), 2),
-        samples=np.repeat(np.arange(32), 2),
-        gains=np.ones(64),
-        num_samples=32,
-    )
-    sums = run_lookup([twice], table + 1)
-    expected = np.tile(2.0 * (ids + 1), 2)
-    np.testing.assert_array_equal(sums[0], np.tile(expected[:, None], WIDTH))

@@ -1,4 +1,4 @@
-"""The buffers of the SparseCore operations equal those of plain NumPy."""
+"""The buffers of the SparseCore operations equal plain NumPy's."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ SHAPES = quick_cases(
             for devices in (1, 2, 3, 8)
         }
     ),
-    "4cores-3devices",
+    "4cores-2devices",
 )
 
 
@@ -64,7 +64,7 @@ def cases_of_devices(seed, cores, devices, **options):
     return [dataclasses.replace(case, rows_per_partition=rows) for case in cases]
 
 
-@pytest.mark.parametrize("devices", quick_cases([1, 2, 3, 8], "3"))
+@pytest.mark.parametrize("devices", quick_cases([1, 2, 3, 8], "2"))
 def test_all_devices_cut_the_same_minibatches(devices):
     cases = cases_of_devices(40 + devices, 2, devices, num_samples=64)
     counts = [
@@ -129,21 +129,8 @@ def test_padding_ids_vanish():
     assert np.all(ids.rows == PAD) and np.all(np.isnan(ids.gains))
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 48])
-def test_equal_ids_of_a_sample_are_merged(count):
-    case = random_case(0, 2, 1)
-    zeros = np.zeros_like(case.ids)
-    ids = np.where(np.arange(zeros.size) < count, 0, -1)
-    case = dataclasses.replace(case, ids=ids, samples=zeros, gains=zeros + 0.5)
-    (ids,), _ = buffers([case], limits_for(case))
-    assert ids.pointers[:2].tolist() == [1, 8]
-    assert float(ids.gains[0]) == 0.5 * count
-
-
-@pytest.mark.parametrize("word", quick_cases(["one word", "two words"], "two words"))
-def test_many_rows_need_two_sorts(word):
-    case = random_case(3, 2, 1)
-    many = {"one word": case.rows_per_partition, "two words": 2**30}[word]
+def test_many_rows_need_two_sorts():
+    case, many = random_case(3, 2, 1), 2**30
     ids = np.where(case.ids < 0, -1, case.ids * (many // case.rows_per_partition))
     ids = ids // case.num_partitions * case.num_partitions + case.ids % 2
     check([dataclasses.replace(case, ids=ids, rows_per_partition=many)])

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
-from tpu_embedding.argument_checks import describe_value, is_int
+from tpu_embedding.argument_checks import invalid, is_int
 from tpu_embedding.dynamic.directory import (
     DynamicTablePlan,
     IdDirectory,
@@ -82,7 +82,7 @@ from tpu_embedding.types import (
 from tpu_embedding.update.lazy_update import state_specs
 from tpu_embedding.update.totals import across_shards
 
-_CLOCK_RULE: Final = "insert_ids: now must be an integer from 1 to 2**32 - 1"
+_CLOCK_RULE: Final = "insert_ids: now", "be an integer from 1 to 2**32 - 1"
 _CLOCK_LINE: Final = (
     "Pass np.uint32(time.time() // 60), for example, or leave it out to use the number "
     "of the step."
@@ -286,11 +286,11 @@ def _clock(now: Any) -> Any:
         return None
     is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
     if not is_int(now) and not (is_scalar and jnp.issubdtype(now.dtype, jnp.integer)):
-        raise TypeError(f"{_CLOCK_RULE}, got {describe_value(now)}. {_CLOCK_LINE}")
+        raise invalid(*_CLOCK_RULE, now, _CLOCK_LINE, TypeError)
     if isinstance(now, jax.core.Tracer):
         return now
     if not 1 <= int(now) < 2**32:
-        raise ValueError(f"{_CLOCK_RULE}, got {int(now)}. {_CLOCK_LINE}")
+        raise invalid(*_CLOCK_RULE, int(now), _CLOCK_LINE)
     return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
 
 

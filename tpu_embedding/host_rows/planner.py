@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tpu_embedding.argument_checks import about
 from tpu_embedding.rows.packed_rows import round_up
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -297,12 +298,14 @@ class Planner:
         rows = in_use.sum(axis=0) + counts
         shard = int(rows.argmax())
         cache_rows = (int(rows[shard]) - 1) * self.num_shards + 1
-        return ValueError(
+        error = ValueError(
             f"Batch {batch} and the two before it need {rows[shard]:,} rows of device "
             f"{shard}, which do not fit in its {self.slots_per_shard:,} cached rows of "
             f"{self._name}. Raise HostRows.cache_rows to at least {cache_rows:,}, or "
             "use smaller batches."
         )
+        size = self.slots_per_shard * self.num_shards
+        return about(error, "HostRows.cache_rows", size)
 
     def _exchanges(
         self,

@@ -121,9 +121,7 @@ class SparseCore(BackendOptions):
         }
         raise_all(broken_rules(self, rules))
         if self.max_ids is not None and self.max_ids % 8:
-            raise ValueError(
-                f"SparseCore.max_ids must be a multiple of 8, got {self.max_ids}."
-            )
+            raise invalid("SparseCore.max_ids", "be a multiple of 8", self.max_ids)
 
     def choose(
         self, table: NamedTable, num_rows: int, mesh: Mesh, hardware: HardwareInfo
