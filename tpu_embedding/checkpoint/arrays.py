@@ -243,7 +243,7 @@ class SavedArray:
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
         wanted = checksum_at(self._checksums, 0)
-        if wanted and metadata_checksum(text) != wanted:
+        if metadata_checksum(text) != wanted:
             raise ValueError(f"{METADATA_FILE} does not match its recorded checksum")
         metadata = json.loads(text)
         shape, dtype = tuple(metadata["shape"]), metadata["data_type"]
@@ -267,7 +267,7 @@ class SavedArray:
                 text = f"{chunk.name} has {num_bytes} bytes instead of {size}"
                 raise ValueError(text)
             wanted = checksum_at(self._checksums, 1 + chunk.number)
-            if wanted and crc != wanted:
+            if crc != wanted:
                 text = f"{chunk.name} does not match its recorded checksum"
                 raise ValueError(text)
 

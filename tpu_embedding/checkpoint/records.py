@@ -176,7 +176,7 @@ class CheckpointRecord:
       description: JSON values that the user saved with the state.
       step: name of the step's directory if a `CheckpointManager` saved it, else empty.
       checksums: array name to its checksums as one hexadecimal text: the CRC-32 of its
-        metadata, then the CRC-32C of each chunk. Empty in format 2.
+        metadata, then the CRC-32C of each chunk.
       digest: digest of all other fields. It identifies the save.
 
     Example:

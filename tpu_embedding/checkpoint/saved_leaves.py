@@ -379,6 +379,13 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     return [name, *inner] if is_state else inner
 
 
+def describe_leaf(leaf: Any) -> str:
+    """Returns a leaf's type and shape, such as `float32[2, 3]`."""
+    if isinstance(leaf, bool | int | float):
+        return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
     """Returns the array to save for a leaf."""
     if _is_key(leaf):

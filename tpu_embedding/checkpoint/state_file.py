@@ -177,9 +177,7 @@ def checksum_at(checksums: str, position: int) -> str:
 
 
 FORMAT_VERSION: Final = 3
-"""File format version. Version 2 has no digest. Version 1 was never released."""
-
-UNSEALED_VERSION: Final = 2
+"""File format version. Earlier ones were never released."""
 
 MAX_STATE_FILE_BYTES: Final = 2**23
 """Maximum size of the file. The parsed values take up to 24 times as much memory."""
@@ -256,23 +254,17 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     """
     path = root / STATE_FILE
     with errors_of_reading(f"The file {path}"):
-        text = read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES)
-        values = json.loads(text)
+        values = json.loads(read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES))
         version = values["format"]
-    if version not in (UNSEALED_VERSION, FORMAT_VERSION):
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path.parent} has format {version!r}, but this version "
-            f"reads formats {UNSEALED_VERSION} and {FORMAT_VERSION}. Restore it with "
-            "the version of tpu_embedding that wrote it."
+            f"reads format {FORMAT_VERSION}. Restore it with the version of "
+            "tpu_embedding that wrote it."
         )
     with errors_of_reading(f"The file {path}"):
-        # A complete save of the current format has a digest. The old format had none,
-        # so a digest of the file's text identifies the save instead.
-        if version == FORMAT_VERSION or "digest" in values:
-            if values["digest"] != (digest := _digest_of(values)):
-                raise ValueError(f"its digest is wrong; its contents give {digest}")
-        else:
-            values["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+        if values["digest"] != (digest := _digest_of(values)):
+            raise ValueError(f"its digest is wrong; its contents give {digest}")
         record = _record_of(values)
         _check_record(record)
     _check_step(root, record.step)

@@ -26,7 +26,6 @@ from tpu_embedding.checkpoint.imports.named_arrays import (
     arrays_of_path,
     is_state_dict,
     tables_by_name,
-    tables_of_dump,
     tables_of_state_dict,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
@@ -53,7 +52,6 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 
         * a `.safetensors` file, or a directory of them. Arrays are named `"table"` and
           `"table/slot"`, or as in a TorchRec state dict.
-        * a directory dumped by dynamicemb.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
           SavedModel's directory. Reading it requires TensorFlow, from the extra `tf`.
         * an Orbax checkpoint: the directory of an item, a step or a CheckpointManager.
@@ -93,8 +91,6 @@ def _open(path: pathlib.Path) -> TableSource:
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
         named = {"/".join(leaf): array for leaf, array in arrays.items()}
         return tables_by_name(named, f"orbax checkpoint {path}")
-    if path.is_dir() and (dump := tables_of_dump(path)):
-        return dump
     return _named_tables(arrays_of_path(path), str(path))
 
 
