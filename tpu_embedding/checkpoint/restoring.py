@@ -187,11 +187,11 @@ def _check_fit(
             changed |= restore.shared_values()
     if changed:
         lines = [f"  {name}: {old}, now {new}" for name, (old, new) in changed.items()]
-        text = f"The checkpoint {checkpoint.root} does not fit the state:\n"
-        text += "\n".join(lines[:_MAX_LINES])
-        if len(lines) > _MAX_LINES:
-            text += f"\n  and {len(lines) - _MAX_LINES} more"
-        raise about(CheckpointError(f"{text}\n{_FIX}"), next(iter(changed)), changed)
+        text = (
+            f"The checkpoint {checkpoint.root} does not fit the state in {len(lines)} "
+        )
+        text += "\n".join(["places:", *lines[:_MAX_LINES], _FIX])
+        raise about(CheckpointError(text), next(iter(changed)), changed)
     for restore in restores:
         for array in restore.arrays.values():
             array.opened()
@@ -234,24 +234,22 @@ def _facts_of_both(
                 now[owner] = f"restored as {saved_name!r}"
                 continue
             here = restore.wanted[table]
+            if not _is_abstract(layer.tables):  # New rows keep the state's values.
+                size = min(here.vocabulary_size, there.vocabulary_size)
+                here = dataclasses.replace(here, vocabulary_size=size)
             for facts, record_of_table in ((saved, there), (now, here)):
                 of_table = _facts_of_table(record_of_table, layer.slots is not None)
                 facts |= {f"{owner} {key}": x for key, x in of_table.items()}
-            sizes = [there.vocabulary_size, here.vocabulary_size]
-            # New rows keep the state's values, which shapes don't have.
-            is_exact = _is_abstract(layer.tables) or sizes[0] > sizes[1]
-            if here.dynamic is there.dynamic is None and is_exact:
-                saved[f"{owner} vocabulary_size"], now[f"{owner} vocabulary_size"] = (
-                    sizes
-                )
     if args.tables is None:
         saved |= {f"table {name!r}": "saved" for name in record.tables.keys() - read}
     return saved, now
 
 
 def _facts_of_table(table: TableRecord, with_slots: bool) -> dict[str, Any]:
-    default_row = None if table.dynamic is None else table.dynamic["default_row"]
-    facts = {"dim": table.dim, "dtype": table.dtype, "default_row": default_row}
+    facts = {"dim": table.dim, "dtype": table.dtype}
+    facts["vocabulary"] = table.vocabulary_size
+    if table.dynamic is not None:
+        facts["vocabulary"] = f"default_row {table.dynamic['default_row']!r}"
     if with_slots:
         facts["optimizer"] = table.optimizer
         facts |= {f"slot {name!r}": x.row for name, x in table.slots.items()}

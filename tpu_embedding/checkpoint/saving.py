@@ -25,6 +25,7 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.arrays import pytree_handler
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
@@ -240,7 +241,8 @@ def _new_path(path: epath.Path) -> Iterator[None]:
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
         if exists:
-            raise CheckpointError(f"{path} already exists. Choose a new directory.")
+            fix = "Choose a new directory."
+            raise invalid("directory", "not exist", f"{path}", fix, CheckpointError)
         if fails:
             raise error or CheckpointError(
                 f"The first process of the job cannot create {path}; see its error."

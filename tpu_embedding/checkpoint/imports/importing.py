@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,10 +17,9 @@ from flax import nnx
 from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
-from tpu_embedding.checkpoint.records import CheckpointError
-from tpu_embedding.checkpoint.saved_leaves import slots_of, write_table_rows
+from tpu_embedding.checkpoint.records import CheckpointError, TableRecord
+from tpu_embedding.checkpoint.saved_leaves import table_records, write_table_rows
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.config import TableConfig
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.dynamic.ids_on_host import PlacedIds, place_ids, with_placed_ids
@@ -87,22 +85,6 @@ class ImportReport:
             if names:
                 lines += [heading, *(f"  {name}" for name in names)]
         return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetTable:
-    """A table of the model that may be imported.
-
-    Attributes:
-      name: name of the table, as in `import_tables`.
-      config: config of the table.
-      slots: row shape and type of each slot variable by name. Empty without an
-        optimizer.
-    """
-
-    name: str
-    config: TableConfig
-    slots: Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,14 +239,11 @@ def _match(
       CheckpointError: if the tables do not fit or the source is damaged.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    targets = []
-    for layer in layers:
-        for stack in layer.plan.stacks:
-            slots = {k: file_row(rows) for k, rows in _slot_rows(layer, stack).items()}
-            targets += [
-                TargetTable(name=layer.name_of(x.name), config=x.config, slots=slots)
-                for x in stack.tables
-            ]
+    targets = {
+        layer.name_of(table): record
+        for layer in layers
+        for table, record in table_records(layer).items()
+    }
     matched = match_tables(source, targets, **options)
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
@@ -283,15 +262,10 @@ def _match(
         tables=source_names,
         slots=slot_names,
         dropped=tuple(sorted(slots_of_tables - used)),
-        kept=tuple(sorted({target.name for target in targets} - set(matched))),
+        kept=tuple(sorted(targets.keys() - matched.keys())),
         unused=tuple(sorted(set(source.tables) - {*source_names.values(), *used})),
     )
     return imports, report
-
-
-def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    slots = slots_of(layer, stack)
-    return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
 def _place_ids(
@@ -405,7 +379,7 @@ def _write(
 
 def match_tables(
     source: TableSource,
-    targets: Sequence[TargetTable],
+    targets: Mapping[str, TableRecord],
     *,
     tables: Collection[str] | None,
     rename: Mapping[str, str],
@@ -420,27 +394,38 @@ def match_tables(
         and the source's arrays.
     """
     arrays = source.arrays
-    own = [target.name for target in targets]
-    known = [*own, *(f"{x.name}/{slot}" for x in targets for slot in x.slots)]
+    own = [*targets]
+    slots = [f"{k}/{slot}" for k, target in targets.items() for slot in target.slots]
     given = {"tables": tables or (), "rename": rename, "ids": ids}
-    problems = [
-        invalid(argument, f"name {sorted(known)} of the model", name)
+    problems: list[ValueError] = [
+        invalid(argument, f"name {own} of the model, or of {slots}", name)
         for argument, named in given.items()
         for name in named
-        if name not in (known if argument == "rename" else own)
+        if name not in own and (argument != "rename" or name not in slots)
     ]
     matched: dict[str, MatchedTable] = {}
-    for target in targets:
-        name = rename.get(target.name, target.name)
-        is_wanted = name in arrays or target.name in rename
-        if not (is_wanted if tables is None else target.name in tables):
+    for table, target in targets.items():
+        name = rename.get(table, table)
+        is_wanted = name in arrays or table in rename
+        if not (is_wanted if tables is None else table in tables):
             continue
         try:
-            matched[target.name] = _match_table(target, name, source, rename, ids)
+            if name not in arrays:
+                line = f"Write rename={{{table!r}: 'array of the source'}}."
+                field = f"table {table!r}: rename"
+                raise invalid(field, "name an array", name, line, CheckpointError)
+            values = arrays[name]
+            _check_values(table, target, values)
+            slot_names = _slot_names(table, target, name, source, rename)
+            matched[table] = MatchedTable(
+                source_name=name,
+                values=values,
+                slot_names=slot_names,
+                slots={slot: arrays[array] for slot, array in slot_names.items()},
+                ids=_ids(table, target, values, ids.get(table)),
+            )
         except CheckpointError as error:
-            fields: Any = error
-            text = f"table {target.name!r}: {error}"
-            problems.append(about(CheckpointError(text), fields.field, fields.value))
+            problems.append(error)
     if not problems and not matched:
         line = "Write rename={'table of the model': 'array of the source'}."
         problems = [invalid("source", f"include {own}", [*arrays], line)]
@@ -452,94 +437,67 @@ def match_tables(
     return matched
 
 
-def _match_table(
-    target: TargetTable,
-    name: str,
-    source: TableSource,
-    rename: Mapping[str, str],
-    ids: Mapping[str, Any],
-) -> MatchedTable:
-    """Returns the table of the model with the arrays of the source at `name`.
-
-    Raises:
-      CheckpointError: with the attributes `field` and `value`, if they do not fit.
-    """
-    arrays = source.arrays
-    if (values := arrays.get(name)) is None:
-        line = f"Write rename={{{target.name!r}: 'array of the source'}}, or leave the "
-        line += "table out of tables=."
-        raise invalid("rename", "name an array", name, line, CheckpointError)
-    slot_names = _slot_names(target, name, source, rename)
-    if len(values.shape) != 2:
-        raise invalid("shape", "be [rows, dim]", [*values.shape], "", CheckpointError)
-    num_rows, dim = values.shape
-    if values.holds_int8_rows(target.config.dim):
-        dim = target.config.dim
+def _check_values(table: str, target: TableRecord, values: RowArray) -> None:
+    shape = [*values.shape]
+    wanted = [target.vocabulary_size, target.dim]
+    if target.dynamic is not None:
+        wanted = [*shape[:1], target.dim]
+    if values.holds_int8_rows(target.dim):
+        shape[-1] = target.dim
     elif not values.is_floating:
-        rule, dtype = "be floating", values.dtype.name
-        raise invalid("dtype", rule, dtype, "Convert it first.", CheckpointError)
-    ids_are_rows = target.config.vocabulary.ids_are_rows
-    size = target.config.max_rows if ids_are_rows else num_rows
-    if (num_rows, dim) != (size, target.config.dim):
-        rule = f"be [{size}, {target.config.dim}]"
-        line = (
-            "Set TableConfig.vocabulary_size and dim, import other rows, or leave the "
-        )
-        line += "table out of tables=."
-        raise invalid("shape", rule, [num_rows, dim], line, CheckpointError)
-    return MatchedTable(
-        source_name=name,
-        values=values,
-        slot_names=slot_names,
-        slots={slot: arrays[array] for slot, array in slot_names.items()},
-        ids=_ids(target, values, ids.get(target.name)),
-    )
+        field, dtype = f"table {table!r}: dtype", values.dtype.name
+        raise invalid(field, "be floating", dtype, "Convert it.", CheckpointError)
+    if shape != wanted:
+        line = "Set TableConfig.vocabulary_size and dim, or import other rows."
+        field = f"table {table!r}: shape"
+        raise invalid(field, f"be {wanted}", shape, line, CheckpointError)
 
 
 def _slot_names(
-    target: TargetTable, name: str, source: TableSource, rename: Mapping[str, str]
+    table: str,
+    target: TableRecord,
+    name: str,
+    source: TableSource,
+    rename: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns the slots to import: name in the model to array of the source.
 
     Slots of the same names count as the same only if both sides have all of them:
     momentum and Adam both have `momenta`, which they use differently.
     """
-    keys = {slot: f"{target.name}/{slot}" for slot in target.slots}
-    names = {slot: rename[key] for slot, key in keys.items() if key in rename}
+    slots = {key: slot for key, slot in target.slots.items() if slot.has_rows}
+    names = {x: rename[f"{table}/{x}"] for x in slots if f"{table}/{x}" in rename}
     theirs = source.tables[name].slots if name in source.tables else {}
-    extra = []
-    if target.slots and theirs and not names:
-        names = {slot: f"{name}/{slot}" for slot in target.slots}
-        extra = sorted(theirs.keys() - target.slots.keys())
+    if slots and theirs and not names:
+        names = {x: f"{name}/{x}" for x in sorted({*slots, *theirs})}
     arrays, rows = source.arrays, source.arrays[name].shape[:1]
-    for slot in [*names, *extra]:
-        array, wanted = arrays.get(names.get(slot, "")), target.slots.get(slot)
+    shapes = {f"{table}/{k}": [*rows, *x.shape[1:]] for k, x in slots.items()}
+    for slot, array_name in names.items():
+        array, wanted = arrays.get(array_name), slots.get(slot)
         if wanted is not None and array is not None:
             fits = array.is_floating
-            if not jnp.issubdtype(wanted.dtype, jnp.floating):
+            if not jnp.issubdtype(jnp.dtype(wanted.dtype), jnp.floating):
                 fits = np.can_cast(array.dtype, wanted.dtype)
-            if fits and array.shape == (*rows, *wanted.shape):
+            if fits and array.shape == (*rows, *wanted.shape[1:]):
                 continue
-        shapes = {key: [*rows, *target.slots[own].shape] for own, key in keys.items()}
-        text = f"slot {slot!r} must have the same name, shape and kind of type in the "
-        text += f"model, which has {shapes}, and in the source. If arrays of the "
-        text += "source mean the same, write "
-        text += f"rename={ {key: 'array of the source' for key in keys.values()} }. "
-        text += "Pass no optimizer to import the values alone."
-        raise about(CheckpointError(text), slot, names.get(slot, f"{name}/{slot}"))
+        rule = f"be an array of the source and one of the model's {shapes}"
+        line = "If arrays of the source have the same meaning, write "
+        line += f"rename={dict.fromkeys(shapes, 'array of the source')}. "
+        line += "To import the values alone, pass no optimizer."
+        field = f"table {table!r}: slot {slot}"
+        raise invalid(field, rule, array_name, line, CheckpointError)
     return names
 
 
-def _ids(target: TargetTable, values: RowArray, given: Any) -> np.ndarray | None:
+def _ids(
+    table: str, target: TableRecord, values: RowArray, given: Any
+) -> np.ndarray | None:
     """Returns a dynamic table's ids as uint64, or None for a static table."""
-    if (given is None) != target.config.vocabulary.ids_are_rows:
-        line = "A te.Dynamic table needs ids, and a static table takes none. Pass "
-        line += (
-            f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
-        )
-        line += "te.Dynamic(capacity=...)."
-        rule = "be None if the vocabulary is static"
-        raise invalid("ids", rule, given, line, CheckpointError)
+    field = f"table {table!r}: ids"
+    if (given is None) != (target.dynamic is None):
+        rule = "be one per row of a te.Dynamic table, and None for others"
+        line = f"Pass ids={{{table!r}: array}} or set TableConfig.vocabulary_size."
+        raise invalid(field, rule, given, line, CheckpointError)
     if given is None:
         return None
     array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
@@ -550,8 +508,8 @@ def _ids(target: TargetTable, values: RowArray, given: Any) -> np.ndarray | None
         array = array.astype(np.int64).view(np.uint64)
     if array.shape != values.shape[:1] or array.dtype != np.uint64:
         rule = f"have one integer or string for each of {values.shape[0]} rows"
-        raise invalid("ids", rule, array, "", CheckpointError)
+        raise invalid(field, rule, array, "", CheckpointError)
     if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
         rule = "be distinct and not 2**64 - 1 (-1 if signed), which means 'no id'"
-        raise invalid("ids", rule, array, "Keep one row per id.", CheckpointError)
+        raise invalid(field, rule, array, "Keep one row per id.", CheckpointError)
     return array

@@ -215,25 +215,24 @@ _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weig
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
 
-def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
-    """Returns True if any name has the form of a table in TorchRec's collections."""
-    return any(_WEIGHT.fullmatch(name) for name in arrays)
-
-
-def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns the tables of a TorchRec state dict.
+def tables_of_state_dict(
+    arrays: Mapping[str, RowArray], origin: str
+) -> TableSource | None:
+    """Returns the tables of a TorchRec state dict, or None for other arrays.
 
     A table whose name occurs in several collections is named by its tensor's full name.
     Tensors that aren't tables, such as dense weights, are left out.
     """
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
+    if not matches:
+        return None
     names = list(matches.values())
     tables = {}
     for key, name in matches.items():
         slots = _slots_of_state_dict(arrays, key, name)
         table = SourceTable(values=arrays[key], slots=slots)
         tables[key if names.count(name) > 1 else name] = table
-    return TableSource(origin=origin, tables=tables)
+    return TableSource(origin=f"TorchRec state dict {origin}", tables=tables)
 
 
 def _slots_of_state_dict(

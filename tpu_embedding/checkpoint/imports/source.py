@@ -125,22 +125,3 @@ class TableSource:
             slots = [f"{slot} {array}" for slot, array in sorted(table.slots.items())]
             lines.append(f"  {name}: {', '.join([str(table.values), *slots])}")
         return "\n".join(lines)
-
-
-def by_shortest_names(
-    tables: Mapping[tuple[str, ...], SourceTable],
-) -> dict[str, SourceTable]:
-    """Returns tables keyed by the shortest unique suffixes of their paths.
-
-    Example:
-      >>> table = SourceTable(values=array_of(np.zeros((5, 2))))
-      >>> list(by_shortest_names({("a", "x"): table, ("b", "x"): table}))
-      ['a/x', 'b/x']
-    """
-    named = {}
-    for path, table in tables.items():
-        length = 1
-        while sum(other[-length:] == path[-length:] for other in tables) > 1:
-            length += 1
-        named["/".join(path[-length:])] = table
-    return named
