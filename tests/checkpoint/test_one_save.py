@@ -1,12 +1,12 @@
 """A restore reads one save: digests, steps, races, formats and forged sizes."""
 
+import contextlib
 import json
 import pathlib
 import shutil
 import threading
 
 import jax
-import numpy as np
 import pytest
 
 import tpu_embedding as te
@@ -17,6 +17,7 @@ from tests.checkpoint.test_saving import (
     state_of,
     with_random_slots,
 )
+from tests.rejections import rejects
 from tpu_embedding.checkpoint import CheckpointError, arrays, state_file
 from tpu_embedding.tables import line_exchange
 
@@ -34,20 +35,10 @@ def saved(plan, tmp_path_factory):
     return directory, numbers_of(state, plan)
 
 
-def as_old(directory):
-    """Changes a checkpoint to format 2, which has no digest, checksums or step."""
-    file = directory / "state.json"
-    values = json.loads(file.read_text()) | {"format": 2}
-    for field in ("digest", "checksums", "step"):
-        del values[field]
-    file.write_text(json.dumps(values, indent=1))
-    return directory
-
-
-def test_a_checkpoint_without_a_digest_is_restored(saved, plan, tmp_path):
-    directory = as_old(shutil.copytree(saved[0], tmp_path / "a"))
-    restored = te.restore(directory, state_of(plan, 1), plan=plan)
-    check_equal(numbers_of(restored, plan), saved[1])
+def seal(directory, values):
+    """Writes a forged description with the digest that fits it."""
+    values["digest"] = state_file._digest_of(values)
+    (directory / "state.json").write_text(json.dumps(values))
 
 
 def places_in(values, path=()):
@@ -62,17 +53,17 @@ def places_in(values, path=()):
 REPLACEMENTS = (None, True, -1, 2**70, 1, 0.5, "x", [], {}, [{}])
 
 
-@pytest.mark.parametrize("age", ["new", "old"])
+@pytest.mark.parametrize("is_forged", [False, True])
 @pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_changed_json(saved, plan, age, stride, tmp_path):
+def test_changed_json(saved, plan, is_forged, stride, tmp_path):
     """A changed description raises, or restores the same rows."""
     directory = shutil.copytree(saved[0], tmp_path / "a")
-    file = (as_old(directory) if age == "old" else directory) / "state.json"
+    file = directory / "state.json"
     original = json.loads(file.read_text())
     changes = [(p, r) for p in places_in(original) for r in (*REPLACEMENTS, "delete")]
     state = state_of(plan, 1)
     for path, replacement in changes[::stride]:
-        if age == "old" and path[0] in ("description", "dense"):
+        if path[0] == "digest" and is_forged:
             continue
         values = json.loads(json.dumps(original))
         inner = values
@@ -83,6 +74,8 @@ def test_changed_json(saved, plan, age, stride, tmp_path):
         else:
             inner[path[-1]] = replacement
         file.write_text(json.dumps(values))
+        if is_forged:
+            seal(directory, values)
         try:
             restored = te.restore(directory, state, plan=plan)
         except CheckpointError as error:
@@ -108,18 +101,6 @@ def test_flipped_bits_of_the_description(saved, stride, tmp_path):
             assert str(file) in str(error) or "has format" in str(error)
 
 
-def test_a_smaller_vocabulary_than_the_array_is_damage(saved, plan, tmp_path):
-    """One flipped bit in format 2 left the last rows at their initial values."""
-    directory = as_old(shutil.copytree(saved[0], tmp_path / "a"))
-    file = directory / "state.json"
-    text = file.read_text()
-    changed = text.replace('"vocabulary_size": 40', '"vocabulary_size": 20')
-    assert changed != text
-    file.write_text(changed)
-    with pytest.raises(CheckpointError, match="state.json is .*vocabulary_size"):
-        te.restore(directory, state_of(plan), plan=plan)
-
-
 STEP_NAMES = {
     "another step": ("1000", "2000", False),
     "another step with a prefix": ("run_8", "run_9", False),
@@ -133,10 +114,9 @@ STEP_NAMES = {
 @pytest.mark.parametrize(("old", "new", "fits"), STEP_NAMES.values(), ids=STEP_NAMES)
 def test_directories_of_steps(old, new, fits):
     root = pathlib.Path("/run") / new / "default"
-    if fits:
-        state_file._check_step(root, old)
-        return
-    with pytest.raises(CheckpointError, match=f"{root} is in the directory of step"):
+    with (
+        contextlib.nullcontext() if fits else rejects(CheckpointError, field=f"{root}")
+    ):
         state_file._check_step(root, old)
 
 
@@ -161,7 +141,7 @@ def test_a_replaced_directory(saved, plan, links, tmp_path, monkeypatch):
         restored = te.restore(first, shapes, plan=plan)
         check_equal(numbers_of(restored, plan), saved[1])
     else:
-        with pytest.raises(CheckpointError, match=f"{first}"):
+        with rejects(CheckpointError, fix=f"{first}"):
             te.restore(first, shapes, plan=plan)
 
 
@@ -199,55 +179,46 @@ def test_restores_while_a_directory_is_replaced(plan, rounds, tmp_path, monkeypa
         thread.join()
 
 
-def forge(directory, array, **changes):
-    """Changes the metadata of an array, as an attacker would."""
-    as_old(directory)
-    file = directory / array / "zarr.json"
-    metadata = json.loads(file.read_text())
-    file.write_text(json.dumps(metadata | changes))
-    return metadata
-
-
-FORGED = {
-    "chunks": {
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 4]}}
-    },
-    "codecs": {"codecs": [{"name": "bytes"}, {"name": "gzip"}]},
-    "names": {"chunk_key_encoding": {"name": "v2"}},
-    "shape": {"shape": [2**40, 4]},
-}
-
-
-@pytest.mark.parametrize("name", FORGED)
-def test_forged_metadata(saved, plan, name, tmp_path):
-    directory = shutil.copytree(saved[0], tmp_path / "a")
-    forge(directory, "tables.movie.values", **FORGED[name])
-    with pytest.raises(CheckpointError, match="array tables.movie.values of "):
-        te.restore(directory, state_of(plan), plan=plan)
-
-
-def test_a_forged_size_allocates_nothing(saved, tmp_path):
-    """Tensorstore ended the process: std::bad_alloc."""
-    directory = shutil.copytree(saved[0], tmp_path / "a")
-    size = 2**44
-    forge(directory, "tables.movie.values", shape=[size, 4])
-    file = directory / "state.json"
-    values = json.loads(file.read_text())
+def huge(values, size=2**44):
     movie = values["tables"]["movie"]
     movie["vocabulary_size"] = size
     for array in (movie["values"], *movie["slots"].values()):
         array["shape"][0] = size
-    file.write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="array tables.movie.values of "):
+
+
+CHUNKS = {"name": "regular", "configuration": {"chunk_shape": [2**40, 4]}}
+FORGED = {
+    "chunks": ({"chunk_grid": CHUNKS}, None),
+    "codecs": ({"codecs": [{"name": "bytes"}, {"name": "gzip"}]}, None),
+    "names": ({"chunk_key_encoding": {"name": "v2"}}, None),
+    "shape": ({"shape": [2**40, 4]}, None),
+    # Tensorstore ended the process: std::bad_alloc.
+    "size": ({"shape": [2**44, 4]}, huge),
+}
+
+
+@pytest.mark.parametrize(("changes", "change_values"), FORGED.values(), ids=FORGED)
+def test_forged_metadata(saved, changes, change_values, tmp_path):
+    """An attacker changes an array's metadata, and its checksums and the digest."""
+    directory, name = shutil.copytree(saved[0], tmp_path / "a"), "tables.movie.values"
+    file = directory / name / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    values = json.loads((directory / "state.json").read_text())
+    checksum = state_file.metadata_checksum(file.read_bytes())
+    values["checksums"][name] = checksum + values["checksums"][name][len(checksum) :]
+    if change_values:
+        change_values(values)
+    seal(directory, values)
+    with rejects(CheckpointError, fix=f"array {name} of "):
         te.checkpoint.read_table(directory, "movie")
 
 
 def test_a_large_description(saved, tmp_path):
-    with pytest.raises(ValueError, match="description must have at most"):
+    with rejects(ValueError, field="description"):
         te.save(tmp_path / "a", {"step": 1}, description={"text": "x" * 2**22})
     directory = shutil.copytree(saved[0], tmp_path / "b")
     (directory / "state.json").write_text("[" + "{}," * 2**22 + "{}]")
-    with pytest.raises(CheckpointError, match="state.json has more than 8388608 bytes"):
+    with rejects(CheckpointError, fix=f"more than {2**23} bytes"):
         te.checkpoint.describe(directory)
 
 
@@ -255,11 +226,5 @@ def test_a_link_out_of_the_checkpoint(saved, plan, tmp_path):
     directory = shutil.copytree(saved[0], tmp_path / "a")
     (directory / "tables.movie.values").rename(tmp_path / "elsewhere")
     (directory / "tables.movie.values").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="tables.movie.values/.*symbolic link"):
+    with rejects(CheckpointError, fix="symbolic link"):
         te.restore(directory, state_of(plan), plan=plan)
-
-
-def test_integers_above_int64_are_restored(tmp_path):
-    te.save(tmp_path / "a", {"seed": 2**63, "n": np.int32(3)})
-    restored = te.restore(tmp_path / "a", {"seed": 0, "n": np.int32(0)})
-    assert restored == {"seed": 2**63, "n": 3}
