@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint import test_saving as saving
+from tests.rejections import rejects
 from tests.tiers import quick_cases, with_ids
-from tpu_embedding.checkpoint import saved_leaves
+from tpu_embedding.checkpoint import CheckpointError, saved_leaves
 from tpu_embedding.dynamic import directory
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET
 
@@ -22,30 +23,21 @@ STEPS = np.random.default_rng(1).integers(1, 2**20, 300).tolist()
 
 
 def plan_of(num_devices=1, capacity=320, names=("user", "item"), **dynamic):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=te.Dynamic(capacity=capacity, **dynamic),
-                dim=8,
-                name=name,
-            )
-        )
-        for name in names
-    }
-    return te.make_plan(features, mesh_of(num_devices), optimizer="adagrad")
+    vocabulary = te.Dynamic(capacity=capacity, **dynamic)
+    return plan_of_sizes(num_devices, dict.fromkeys(names, vocabulary))
 
 
-def words(ids):
-    return functional.Ids64.of_array(np.asarray(ids, np.int64))
+def plan_of_sizes(num_devices, sizes):
+    return saving.plan_of(sizes, devices=num_devices, dim=8)
 
 
 def batch_of(step, plan):
     random = np.random.default_rng(step)
     ids = {f.name: random.integers(-400, 400, 48) for f in plan.features}
     return {
-        f.name: words(ids[f.name])
-        if not f.table.vocabulary.ids_are_rows
-        else np.int32(ids[f.name] % 50)
+        f.name: np.int32(ids[f.name] % 50)
+        if f.table.vocabulary.ids_are_rows
+        else functional.Ids64.of_array(ids[f.name])
         for f in plan.features
     }
 
@@ -178,11 +170,13 @@ def test_a_killed_run_equals_the_undisturbed_one(tmp_path, devices, dynamic):
 
 
 def test_shapes_and_tables_without_an_id(tmp_path):
-    plan = plan_of(3)
+    plan, learned = plan_of(1), plan_of(1, default_row="learned")
     te.save(tmp_path / "c", start(plan), plan=plan)
     shapes = jax.eval_shape(lambda: start(plan))
     restored = te.restore(tmp_path / "c", shapes, plan=plan)
     assert_equal(restored, plan, start(plan), plan)
+    with rejects(CheckpointError, field="vocabulary"):
+        te.restore(tmp_path / "c", jax.eval_shape(lambda: start(learned)), plan=learned)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +200,21 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
         train(restored, after, range(12, 14))
 
 
+def by_last_use(used, count):
+    return used, count
+
+
+def by_count(used, count):
+    return count, used
+
+
 @pytest.mark.parametrize(
     ("evict", "value"),
     [
-        (te.dynamic.LeastRecentlyUsed(), lambda used, count: (used, count)),
-        (te.dynamic.TimeToLive(5), lambda used, count: (used, count)),
-        (None, lambda used, count: (used, count)),
-        (te.dynamic.LeastFrequentlyUsed(), lambda used, count: (count, used)),
+        (te.dynamic.LeastRecentlyUsed(), by_last_use),
+        (te.dynamic.TimeToLive(5), by_last_use),
+        (None, by_last_use),
+        (te.dynamic.LeastFrequentlyUsed(), by_count),
         (
             te.dynamic.LeastFrequentlyUsed(half_life=3),
             lambda used, count: (count >> min((max(USED) - used) // 3, 31), used),
@@ -224,6 +226,7 @@ def test_a_smaller_table_keeps_what_its_policy_would(evict, value):
     (member,) = directory.dynamic_tables(plan.stacks[0])
     arrays = {
         saved_leaves.IDS: np.arange(len(USED), dtype=np.uint64),
+        saved_leaves.NATURAL_ROWS: np.arange(len(USED)),
         saved_leaves.LAST_USED: np.uint32(USED),
         saved_leaves.COUNTS: np.uint32(STEPS),
         saved_leaves.INIT_KEY: np.zeros(2, np.uint32),
@@ -238,18 +241,9 @@ def test_a_smaller_table_keeps_what_its_policy_would(evict, value):
 
 def mixed_plan(num_devices, evict):
     """Two dynamic tables, which share a stack if `evict` is None, and a static one."""
-    sizes = {
-        "user": te.Dynamic(capacity=320),
-        "item": te.Dynamic(capacity=320, **({"evict": evict} if evict else {})),
-        "word": 50,
-    }
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=size, dim=8, name=name)
-        )
-        for name, size in sizes.items()
-    }
-    return te.make_plan(features, mesh_of(num_devices), optimizer="adagrad")
+    other = {"evict": evict} if evict else {}
+    user, item = te.Dynamic(capacity=320), te.Dynamic(capacity=320, **other)
+    return plan_of_sizes(num_devices, {"user": user, "item": item, "word": 50})
 
 
 @pytest.mark.full
@@ -271,27 +265,19 @@ def test_tables_move_between_stacks(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_table_that_is_left_out_stays(tmp_path):
     plan = plan_of(3)
     state = train(start(plan), plan, range(3))
     te.save(tmp_path / "c", {"tables": state["tables"]}, plan=plan)
     other = train(start(plan), plan, range(10, 15))
-    stays = by_id(other, plan)["item"]
+    wanted = {"user": by_id(state, plan)["user"], "item": by_id(other, plan)["item"]}
     clocks = np.asarray(directories(other)[0].clock)
     new = te.restore(
         tmp_path / "c", {"tables": other["tables"]}, plan=plan, tables=["user"]
     )
     found = by_id({**new, "slots": state["slots"]}, plan)
-    np.testing.assert_array_equal(found["item"]["values"], stays["values"])
-    np.testing.assert_array_equal(found["item"]["ids"], stays["ids"])
-    expected = by_id(state, plan)["user"]
-    np.testing.assert_array_equal(found["user"]["ids"], expected["ids"])
-    np.testing.assert_array_equal(found["user"]["values"], expected["values"])
+    for name, fields in wanted.items():
+        for field in ("ids", "values"):
+            np.testing.assert_array_equal(found[name][field], fields[field])
     np.testing.assert_array_equal(directories(new)[0].clock, clocks)
-
-
-def test_the_default_row_must_be_there_in_both(tmp_path):
-    before, after = plan_of(), plan_of(default_row="learned")
-    te.save(tmp_path / "c", start(before), plan=before)
-    with pytest.raises(te.checkpoint.CheckpointError, match="default_row 'none' in"):
-        te.restore(tmp_path / "c", start(after), plan=after)

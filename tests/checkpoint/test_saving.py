@@ -22,6 +22,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError, arrays
 from tpu_embedding.tables import line_exchange
@@ -94,7 +95,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
 
 
-@pytest.mark.parametrize("devices", quick_cases([1, 3], "3"))
+@pytest.mark.parametrize("devices", quick_cases([1, 3], "1"))
 def test_a_state_moves_to_other_devices(saved, devices, small_blocks):
     directory, numbers = saved
     other = plan_of(dict(reversed(SIZES.items())), devices=devices)
@@ -137,19 +138,6 @@ def test_saved_arrays_may_be_donated(plan, tmp_path, monkeypatch):
         check_equal(numbers_of(manager.restore(1, args=args), plan), numbers)
 
 
-@pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        ([0.9, 1.9], TypeError, r"integer array .*, got float64\[2\]. Write \[3\]"),
-        ([0, -1], IndexError, "between 0 and .*, got -1"),
-    ],
-)
-def test_row_ids_that_are_none(saved, rows, error, message):
-    directory, _ = saved
-    with pytest.raises(error, match=message):
-        te.checkpoint.read_table(directory, next(iter(SIZES)), rows)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_narrow_tables_keep_their_bits(dtype, tmp_path):
@@ -182,6 +170,7 @@ np.savez(sys.argv[2], all=movie["values"], rows=rows.result(), slots=accumulator
 """
 
 
+@pytest.mark.full
 def test_plain_orbax_and_tensorstore_read_it(saved, tmp_path):
     directory, (tables, slots) = saved
     command = [sys.executable, "-c", SCRIPT, str(directory), tmp_path / "found.npz"]
@@ -203,12 +192,16 @@ def test_a_checkpoint_is_read_without_its_plan(saved):
     np.testing.assert_array_equal(read(directory, "movie", rows), tables["movie"][rows])
     part = read(directory, "movie", slice(5, 20), slot="accumulators")
     np.testing.assert_array_equal(part, slots["movie"]["accumulators"][5:20])
-    with pytest.raises(IndexError, match="between 0 and 39, got 40"):
-        read(directory, "movie", [40])
-    with pytest.raises(CheckpointError, match="'film' is not in the checkpoint"):
-        read(directory, "film")
-    with pytest.raises(CheckpointError, match="no slot variable 'mu'"):
-        read(directory, "movie", slot="mu")
+    for error, field, arguments in (
+        (IndexError, "rows", {"rows": [40]}),
+        (IndexError, "rows", {"rows": [0, -1]}),
+        (TypeError, "rows", {"rows": [0.9, 1.9]}),
+        (ValueError, "rows", {"rows": slice(0, 4, 2)}),
+        (CheckpointError, "slot", {"slot": "mu"}),
+        (CheckpointError, "table", {"table": "film"}),
+    ):
+        with rejects(error, field=field):
+            read(directory, **{"table": "movie", **arguments})
 
 
 class Towers(nnx.Module):
@@ -298,42 +291,32 @@ def test_linen_train_state(tmp_path):
 
 
 @pytest.mark.full
-def test_a_part_under_another_name(saved, plan):
+def test_a_part_under_another_name(saved):
+    """The state has no other leaves, so those of the checkpoint are not compared."""
     directory, numbers = saved
-    sizes = {"film": 40, "user": 7, "new": 9}
-    other = plan_of(sizes)
-    state = state_of(other, 1)
+    other = plan_of({"film": 40, "user": 7, "new": 9})
+    state = {k: x for k, x in state_of(other, 1).items() if k != "step"}
     before = numbers_of(state, other)
-    restored = te.restore(
-        *(directory, state),
-        plan=other,
-        tables=["film"],
-        rename={"film": "movie"},
-        dense="keep",
-    )
+    options = {"tables": ["film"], "rename": {"film": "movie"}}
+    restored = te.restore(directory, state, plan=other, **options)
     for now, old, was in zip(numbers_of(restored, other), numbers, before, strict=True):
-        check_equal(now["film"], old["movie"])
-        check_equal(now["user"], was["user"])
-        check_equal(now["new"], was["new"])
-    assert restored["step"] == 4
+        check_equal(now, {**was, "film": old["movie"]})
 
 
 def test_a_grown_table_has_initial_values_in_new_rows(saved):
-    directory, (tables, slots) = saved
-    other = plan_of({"movie": 55, "user": 7}, devices=3)
+    directory, numbers = saved
+    other = plan_of({"movie": 55, "user": 7}, devices=1)
+    shapes = jax.eval_shape(lambda: state_of(other)) | {"step": 0}
+    with rejects(CheckpointError, field="vocabulary"):
+        te.restore(directory, shapes, plan=other)
     fresh = numbers_of(state_of(other), other)
     restored = te.restore(directory, state_of(other), plan=other)
-    new_tables, new_slots = numbers_of(restored, other)
-    for new, old, first in (
-        (new_tables["movie"], tables["movie"], fresh[0]["movie"]),
-        *(
-            (new_slots["movie"][name], slots["movie"][name], fresh[1]["movie"][name])
-            for name in slots["movie"]
-        ),
+    for new, old, first in zip(
+        *map(jax.tree.leaves, (numbers_of(restored, other), numbers, fresh)),
+        strict=True,
     ):
-        np.testing.assert_array_equal(new[:40], old)
-        np.testing.assert_array_equal(new[40:], first[40:])
-    check_equal(new_tables["user"], tables["user"])
+        np.testing.assert_array_equal(new[: len(old)], old)
+        np.testing.assert_array_equal(new[len(old) :], first[len(old) :])
 
 
 @pytest.mark.full
@@ -350,51 +333,16 @@ def test_any_table_names(tmp_path):
     np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
 
 
-def test_all_differences_are_listed_and_nothing_changes(saved):
-    directory, _ = saved
-    rules = {"movie": te.optimizers.every_row(optax.adagrad(0.1)), "film": None}
-    other = plan_of({"movie": 39, "film": 7}, rules=rules, dim=8)
-    state = state_of(other, 1) | {"step": jnp.ones(2), "more": 1}
-    before = numbers_of(state, other)
-    with pytest.raises(CheckpointError) as error:
-        te.restore(directory, state, plan=other)
-    for part in (
-        "'film': not in the checkpoint",
-        "'user': only in the checkpoint",
-        "dim 4 in the checkpoint, 8 now",
-        "vocabulary_size 40 in the checkpoint, 39 now",
-        "optimizer rows touched in the checkpoint, every now",
-        "step: int in the checkpoint, float32[2] now",
-        "more: not in the checkpoint",
-        *("tables=", "read_table", "slots='initialize'", "dense='keep'"),
-    ):
-        assert part in str(error.value)
-    check_equal(numbers_of(state, other), before)
+@pytest.mark.parametrize("field", ["tables", "rename"])
+def test_unknown_tables(saved, plan, field):
+    with rejects(ValueError, field=field, value=["film"]):
+        te.restore(saved[0], state_of(plan), plan=plan, **{field: {"film": "movie"}})
 
 
-WRONG_ARGUMENTS = {
-    "tables": (dict(tables=["film"]), ValueError, "tables must name tables of the sta"),
-    "slots": (dict(slots="skip"), ValueError, "slots must be one of"),
-    "plan": (dict(plan=None), ValueError, "to a known plan. Pass the plan"),
-    "another plan": (dict(plan=plan_of), ValueError, "to a known plan"),
-}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS
-)
-def test_wrong_arguments(saved, plan, arguments, error, message):
-    if callable(arguments.get("plan")):
-        arguments = {"plan": plan_of(devices=3)}
-    with pytest.raises(error, match=message):
-        te.restore(saved[0], state_of(plan), **{"plan": plan, **arguments})
-
-
-def test_a_checkpoint_is_not_overwritten(plan, tmp_path):
-    te.save(tmp_path / "a", state_of(plan), plan=plan)
-    with pytest.raises(CheckpointError, match="already exists"):
-        te.save(tmp_path / "a", state_of(plan, 1), plan=plan)
-    assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 3
+@pytest.mark.parametrize("other", [None, 3])
+def test_another_plan(saved, plan, other):
+    with rejects(ValueError, fix="plan="):
+        te.restore(saved[0], state_of(plan), plan=other and plan_of(devices=other))
 
 
 def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
@@ -402,12 +350,12 @@ def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
         try:
             te.save(tmp_path / "a", {"step": np.full(10_000, number)})
         except CheckpointError as error:
-            return str(error)
+            return error.field
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         errors = list(threads.map(save, [1, 2]))
     (winner,) = (number for number in (1, 2) if errors[number - 1] is None)
-    assert "already exists" in errors[2 - winner]
+    assert errors[2 - winner] == "directory"
     saved = te.restore(tmp_path / "a", {"step": np.zeros(10_000, int)})["step"]
     np.testing.assert_array_equal(saved, np.full(10_000, winner))
 
@@ -424,20 +372,22 @@ def full_disk():
 
 
 def test_a_full_disk_ends_with_one_error_and_no_checkpoint(tmp_path):
-    with full_disk(), pytest.raises(CheckpointError, match="cannot be written"):
+    with full_disk(), rejects(CheckpointError):
         te.save(tmp_path / "a", {"step": np.arange(1000)})
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with rejects(CheckpointError):
         te.restore(tmp_path / "a", {"step": np.arange(1000)})
     te.save(tmp_path / "a", {"step": 5})
     assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
 
 
-def test_no_checkpoint(plan, saved, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        te.restore(tmp_path / "none", state_of(plan), plan=plan)
+def test_no_checkpoint(saved, tmp_path):
+    (tmp_path / "_METADATA").write_text("{}")
+    with rejects(CheckpointError, fix="te.checkpoint.open_tables"):
+        te.checkpoint.describe(tmp_path)
     shutil.copytree(saved[0], tmp_path / "12")
-    with pytest.raises(CheckpointError, match="Pass one of its steps, such as .*/12"):
-        te.restore(tmp_path, state_of(plan), plan=plan)
+    (tmp_path / "_METADATA").unlink()
+    with rejects(CheckpointError, fix=f"{tmp_path}/12"):
+        te.checkpoint.describe(tmp_path)
 
 
 def flip(path):
@@ -464,46 +414,42 @@ def test_a_damaged_array_is_refused_by_name(saved, plan, damage, tmp_path):
     ):
         copy = shutil.copytree(saved[0], tmp_path / "a", dirs_exist_ok=True)
         damage(copy / file)
-        with pytest.raises(CheckpointError, match=f"{file.partition('/')[0]} of "):
+        with rejects(CheckpointError, fix=f"{file.partition('/')[0]} of "):
             te.restore(copy, state_of(plan), plan=plan)
 
 
-def test_another_format_is_refused(saved, plan, tmp_path):
+def test_another_format_is_refused(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "a")
     file = tmp_path / "a" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    with pytest.raises(
-        CheckpointError, match="has format 1, .*version of tpu_embedding"
-    ):
-        te.restore(tmp_path / "a", state_of(plan), plan=plan)
-    flip(file)
-    file.write_text(file.read_text()[:-2])
-    with pytest.raises(CheckpointError, match="state.json is missing or damaged"):
-        te.restore(tmp_path / "a", state_of(plan), plan=plan)
+    with rejects(CheckpointError, field="format", value=1):
+        te.checkpoint.describe(tmp_path / "a")
 
 
-def test_saving_within_an_event_loop(plan, tmp_path):
+def test_saving_within_an_event_loop(tmp_path):
     """As in a notebook. A coroutine that is never awaited warns, which is an error."""
 
     async def save():
-        te.save(tmp_path / "a", state_of(plan), plan=plan)
+        te.save(tmp_path / "a", {"step": 3})
 
     asyncio.run(save())
-    assert te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)["step"] == 3
+    with rejects(CheckpointError, field="directory"):
+        te.save(tmp_path / "a", {"step": 4})
+    assert te.restore(tmp_path / "a", {"step": 0}) == {"step": 3}
 
 
-@pytest.mark.parametrize("rows", [8, 63, 1000])
-def test_the_last_chunk_is_not_padded(rows, small_blocks, tmp_path):
+def test_the_last_chunk_is_not_padded(small_blocks, tmp_path):
     """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
-    plan = plan_of({"movie": rows})
+    sizes = {"a": 8, "b": 63, "c": 1000}
+    plan = plan_of(sizes, devices=1)
     state = with_random_slots(state_of(plan), plan)
     te.save(tmp_path / "a", state, plan=plan)
-    chunks = [p for p in tmp_path.rglob("tables.movie.values/c/*/*") if p.is_file()]
-    size = sum(path.stat().st_size - 4 for path in chunks)
-    assert rows * 16 <= size <= rows * 16 * (1 + 1 / 128)
+    tables, _ = numbers = numbers_of(state, plan)
+    for name, rows in sizes.items():
+        chunks = (tmp_path / "a" / f"tables.{name}.values" / "c").rglob("*")
+        size = sum(path.stat().st_size - 4 for path in chunks if path.is_file())
+        assert rows * 16 <= size <= rows * 16 * (1 + 1 / 128)
+        read = te.checkpoint.read_table(tmp_path / "a", name)
+        np.testing.assert_array_equal(read, tables[name])
     restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
-    check_equal(numbers_of(restored, plan), numbers_of(state, plan))
-    wanted = te.functional.unstack_tables(restored["tables"], plan)["movie"]
-    np.testing.assert_array_equal(
-        te.checkpoint.read_table(tmp_path / "a", "movie"), wanted
-    )
+    check_equal(numbers_of(restored, plan), numbers)
