@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import pathlib
 import resource
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import quick_cases, with_ids
+from tests.tiers import quick_cases
 from tpu_embedding.checkpoint import CheckpointError, arrays
 from tpu_embedding.tables import line_exchange
 
@@ -388,34 +387,6 @@ def test_no_checkpoint(saved, tmp_path):
     (tmp_path / "_METADATA").unlink()
     with rejects(CheckpointError, fix=f"{tmp_path}/12"):
         te.checkpoint.describe(tmp_path)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "flip": flip,
-    "truncate": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "delete": pathlib.Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("damage", quick_cases(with_ids(DAMAGES), "flip", "delete"))
-def test_a_damaged_array_is_refused_by_name(saved, plan, damage, tmp_path):
-    for file in (
-        "tables.movie.values/zarr.json",
-        "tables.movie.values/c/3/0",
-        "tables.user.slots.accumulators/c/0/0",
-        "dense.step/c",
-    ):
-        copy = shutil.copytree(saved[0], tmp_path / "a", dirs_exist_ok=True)
-        damage(copy / file)
-        with rejects(CheckpointError, fix=f"{file.partition('/')[0]} of "):
-            te.restore(copy, state_of(plan), plan=plan)
 
 
 def test_another_format_is_refused(saved, tmp_path):

@@ -10,6 +10,7 @@ import safetensors.numpy
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
+from tests.rejections import rejects
 from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
 from tpu_embedding.checkpoint.records import CheckpointError
 
@@ -53,21 +54,20 @@ def test_arrays_by_name(tmp_path, write):
 
 
 UNREADABLE = {
-    "nothing": (lambda path: None, "does not exist"),
-    "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
-    "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "arrays of np.load"),
-    ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
-    ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
+    "nothing": lambda path: None,
+    "unknown": lambda path: path.write_text("x"),
+    "directory": lambda path: path.mkdir(),
+    ".npz": lambda path: path.write_bytes(b"PK"),
+    ".safetensors": lambda path: path.write_bytes(b"\1" * 9),
+    ".pt": lambda path: path.touch(),
 }
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_what_cannot_be_read(tmp_path, kind):
-    write, message = UNREADABLE[kind]
     path = tmp_path / f"file{kind if kind.startswith('.') else ''}"
-    write(path)
-    with pytest.raises(CheckpointError, match=message):
+    UNREADABLE[kind](path)
+    with rejects(CheckpointError, fix=f"{path}"):
         open_tables(path)
 
 
@@ -139,33 +139,33 @@ def test_stacks_of_sparse_cores(unpacked, file):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field", "value"),
     [
-        (
-            {"num_sparse_cores": 16},
-            "192 rows of dim 8, but its tables .* 256 of dim 8 on 16",
-        ),
-        ({"tables": CONFIGS[:1]}, r"must be in tables=, got \['a'\]"),
-        ({"stacks": {"x": ["a"]}}, "Stack 'x' must be one of"),
-        ({"stacks": {"a_b": ["a"]}}, r"but its tables \['a'\] need 128"),
+        ({"num_sparse_cores": 16}, "a_b", [192, 8]),
+        ({"tables": CONFIGS[:1]}, "stacks", "a_b"),
+        ({"stacks": {"x": ["a"]}}, "stacks", "x"),
+        ({"stacks": {"a_b": ["a"]}}, "a_b", [192, 8]),
     ],
 )
-def test_stacks_that_do_not_fit(unpacked, change, message):
-    options = {"tables": CONFIGS, "stacks": STACKS, "num_sparse_cores": 4}
-    with pytest.raises(CheckpointError, match=message):
-        open_stacked_tables(
-            unpacked("keras_rs/stacked"), rotation=2, **(options | change)
-        )
+def test_stacks_that_do_not_fit(unpacked, change, field, value):
+    options = {
+        "tables": CONFIGS,
+        "stacks": STACKS,
+        "num_sparse_cores": 4,
+        "rotation": 2,
+    }
+    with rejects(CheckpointError, field=field, value=value):
+        open_stacked_tables(unpacked("keras_rs/stacked"), **(options | change))
 
 
 def test_damaged_checkpoints_of_orbax(tmp_path):
     path = orbax_in(tmp_path)
     for file in (path / "item").rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with rejects(CheckpointError, fix="'movie'"):
         open_tables(path).tables["movie"].values.check()
     (path / "item" / "_METADATA").write_text('{"tree_metadata": 3}')
-    with pytest.raises(CheckpointError, match="_METADATA cannot be read"):
+    with rejects(CheckpointError, fix="_METADATA"):
         open_tables(path)
 
 
@@ -180,67 +180,5 @@ def test_an_array_of_orbax_that_declares_huge_chunks(tmp_path):
     array |= {"filters": None, "dimension_separator": "."}
     (tmp_path / "movie").mkdir()
     (tmp_path / "movie" / ".zarray").write_text(json.dumps(array))
-    with pytest.raises(CheckpointError, match=r"'movie' .*\(1073741824, 4\)"):
-        open_tables(tmp_path)
-
-
-DIM, NUM_KEYS, NUM_RANKS = 4, 90, 3
-KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, NUM_KEYS)
-VALUES = np.random.default_rng(1).normal(size=(NUM_KEYS, DIM)).astype(np.float32)
-SLOTS = np.random.default_rng(2).random((NUM_KEYS, 2 * DIM)).astype(np.float32)
-
-
-def dump(directory, slots, item, rule):
-    """Writes the files of one table; keys go to the ranks as dynamicemb deals them."""
-    path = directory / "model.embeddings"
-    path.mkdir(parents=True)
-    files = {"emb_keys": KEYS, "emb_values": VALUES, item: slots}
-    for rank in range(NUM_RANKS):
-        for name, array in files.items():
-            file = path / f"user_{name}.rank_{rank}.world_size_{NUM_RANKS}"
-            file.write_bytes(array[KEYS % NUM_RANKS == rank].tobytes())
-    (path / "user_opt_args.json").write_text(json.dumps({"opt_type": rule}))
-    return path
-
-
-DUMPS = {
-    "adam": (SLOTS, "emb_opt_values", {"m": SLOTS[:, :DIM], "v": SLOTS[:, DIM:]}),
-    "exact_adagrad": (SLOTS[:, :DIM], "opt_values", {"accumulator": SLOTS[:, :DIM]}),
-    "exact_row_wise_adagrad": (
-        SLOTS[:, :2],
-        "opt_values",
-        {"accumulator": SLOTS[:, 0]},
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", DUMPS)
-def test_dumps_of_dynamicemb(tmp_path, rule):
-    slots, item, expected = DUMPS[rule]
-    dump(tmp_path, slots.copy(), item, rule)
-    table = open_tables(tmp_path).tables["user"]
-    order = np.argsort(KEYS % NUM_RANKS, kind="stable")
-    np.testing.assert_array_equal(table.ids, KEYS[order])
-    np.testing.assert_array_equal(table.values.read(20, 50), VALUES[order][20:70])
-    assert table.slots.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(table.slots[name], array[order])
-
-
-def cut(path):
-    file = path / "user_emb_values.rank_1.world_size_3"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-DAMAGES = [
-    (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "No such file"),
-    (cut, "same number of values for each"),
-    (lambda p: (p / "user_opt_args.json").write_text("{"), "cannot be read"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_damaged_dumps(tmp_path, damage, message):
-    damage(dump(tmp_path, SLOTS, "emb_opt_values", "adam"))
-    with pytest.raises(CheckpointError, match=message):
+    with rejects(CheckpointError, fix="(1073741824, 4)"):
         open_tables(tmp_path)

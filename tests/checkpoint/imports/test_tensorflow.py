@@ -11,6 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.checkpoint.imports.test_importing import SHAPES, make_layer
+from tests.rejections import rejects
 from tpu_embedding.checkpoint.imports.importing import import_tables
 from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
 from tpu_embedding.checkpoint.records import CheckpointError
@@ -80,27 +81,33 @@ def test_stacks_of_sparse_core(name):
     assert_arrays(source, expected)
 
 
-@pytest.mark.parametrize(
-    ("file", "shapes", "rule"),
-    [
-        ("serving_adagrad_momentum", SHAPES, te.optimizers.adagrad_momentum(0.1)),
-        ("serving_adam", SHAPES, te.optimizers.adam(0.1)),
-        ("tfrs_adam", {"a": (20, 4), "b": (7, 4)}, te.optimizers.adam(0.1)),
-        ("tfrs_ftrl", {"a": (20, 4), "b": (7, 4)}, te.optimizers.ftrl(0.1)),
-    ],
-)
-def test_import_into_a_layer(file, shapes, rule):
+TFRS = {"a": (20, 4), "b": (7, 4)}
+IMPORTS = {
+    "serving_adagrad_momentum": (SHAPES, te.optimizers.adagrad_momentum(0.1), {}),
+    "serving_adam": (SHAPES, te.optimizers.adam(0.1), {}),
+    "tfrs_adam": (TFRS, te.optimizers.adam(0.1), {"momenta": "m", "velocities": "v"}),
+    "tfrs_ftrl": (
+        *(TFRS, te.optimizers.ftrl(0.1)),
+        {"accumulators": "accumulator", "linears": "linear"},
+    ),
+}
+
+
+@pytest.mark.parametrize("file", IMPORTS)
+def test_import_into_a_layer(file):
+    shapes, rule, slots = IMPORTS[file]
     layer = make_layer(shapes, rule)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     source = open_tables(FILES / file)
-    report = import_tables(source, layer, optimizer)
+    arrays = source.arrays
+    rename = {f"{x}/{own}": f"{x}/{slots[own]}" for x in shapes for own in slots}
+    report = import_tables(source, layer, optimizer, rename=rename)
     assert (report.dropped, report.kept) == ((), ())
     for name, table in layer.embedding_tables().items():
-        np.testing.assert_array_equal(table, source.tables[name].values)
-        for own, other in report.slots[name].items():
-            np.testing.assert_array_equal(
-                optimizer.slot_values()[name][own], source.tables[name].slots[other]
-            )
+        np.testing.assert_array_equal(table, arrays[name])
+        for own, values_of_slot in optimizer.slot_values()[name].items():
+            array = arrays[report.slots[name][own]]
+            np.testing.assert_array_equal(values_of_slot, array)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ def test_a_directory_that_was_moved(tmp_path):
     )
     assert sorted(open_tables(tmp_path / "moved").tables) == ["a", "deep/b.c"]
     (tmp_path / "moved" / "ckpt-1.index").unlink()
-    with pytest.raises(CheckpointError, match="any matching files for .*ckpt-1"):
+    with rejects(CheckpointError, fix="ckpt-1"):
         open_tables(tmp_path / "moved")
 
 
@@ -146,7 +153,7 @@ def test_a_flipped_bit_leaves_the_model(tmp_path):
         shape = SHAPES[name.removesuffix("/accumulators")]
         damaged[data.index(values(name, shape).tobytes()) + 37] ^= 1
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="serving_adagrad/ckpt-1: .*hecksum"):
+        with rejects(CheckpointError, fix="hecksum"):
             import_tables(path, layer, optimizer)
     for name, table in layer.embedding_tables().items():
         np.testing.assert_array_equal(table, before[name])
@@ -157,5 +164,5 @@ def test_truncated_index(tmp_path, size):
     path, _ = copy(tmp_path, "serving_sgd")
     index = path / "ckpt-1.index"
     index.write_bytes(index.read_bytes()[:size])
-    with pytest.raises(CheckpointError, match="TensorFlow cannot read .*ckpt-1"):
+    with rejects(CheckpointError, fix="ckpt-1"):
         open_tables(path)
