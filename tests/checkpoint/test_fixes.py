@@ -35,15 +35,11 @@ def other_rule(rule):
 
 SCHEDULE = te.optimizers.adagrad(optax.linear_schedule(0.1, 0.0, 100))
 OTHER = {
-    "missing": (dict(sizes={"movie": 40, "film": 7}), "'film'"),
-    "extra": (dict(sizes={"movie": 40}), "'user'"),
-    "rows": (dict(sizes={"movie": 39, "user": 7}), "vocabulary"),
-    "dim": (dict(dim=8), "dim"),
+    "rows": (dict(sizes=SIZES | {"user": 6}), "vocabulary"),
     "dtype": (dict(dtypes={"movie": "bfloat16"}), "dtype"),
     "dynamic": (dict(sizes=SIZES | {"movie": te.Dynamic(capacity=64)}), "vocabulary"),
     "schedule": (other_rule(SCHEDULE), "optimizer"),
     "rule": (other_rule(te.optimizers.adam(0.1)), "optimizer"),
-    "every row": (other_rule(te.optimizers.every_row(RULE)), "optimizer"),
     "no rule": (other_rule(None), "optimizer"),
 }
 
