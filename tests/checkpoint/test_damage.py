@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import tpu_embedding as te
+from tests.checkpoint.states import check_equal, plan_of
 from tests.checkpoint.test_one_save import REPLACEMENTS
-from tests.checkpoint.test_saving import check_equal, plan_of
 from tests.tiers import quick_cases
 from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.tables import line_exchange

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.checkpoint.test_saving import (
+from tests.checkpoint.states import (
     RULE,
     SIZES,
     check_equal,
@@ -42,14 +42,6 @@ OTHER = {
     "rule": (other_rule(te.optimizers.adam(0.1)), "optimizer"),
     "no rule": (other_rule(None), "optimizer"),
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    directory, plan = tmp_path_factory.mktemp("saved") / "checkpoint", plan_of()
-    state = trained(plan)
-    te.save(directory, state, plan=plan)
-    return directory, numbers_of(state, plan)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +121,15 @@ def test_hyperparameters_are_restored_and_never_shared_by_chance(tmp_path):
     def rule(rate):
         return optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)
 
-    apart = plan_of(rules={"movie": rule(0.1), "user": rule(0.2)})
-    state = state_of(apart)
-    name = apart.stacks[0].name
-    own = te.optimizers.with_hyperparameters(
-        {name: state["slots"][name]}, learning_rate=0.3
+    saved, other = (
+        plan_of(rules={"movie": rule(rate), "user": rule(2 * rate)})
+        for rate in (0.1, 0.5)
     )
-    te.save(tmp_path / "a", state | {"slots": state["slots"] | own}, plan=apart)
-    restored = te.restore(tmp_path / "a", state_of(apart, 1), plan=apart)
-    rate = restored["slots"][name].hyperparams["learning_rate"]
-    assert float(rate) == np.float32(0.3)
+    te.save(tmp_path / "a", state_of(saved), plan=saved)
+    restored = te.restore(tmp_path / "a", state_of(other), plan=other)
+    states = [restored["slots"][stack.name] for stack in other.stacks]
+    rates = sorted(float(state.hyperparams["learning_rate"]) for state in states)
+    np.testing.assert_allclose(rates, [0.1, 0.2])
     together = plan_of(rules=rule(0.1))
     with rejects(CheckpointError, field="'hyperparams/learning_rate'"):
         te.restore(tmp_path / "a", state_of(together), plan=together)

@@ -10,28 +10,13 @@ import jax
 import pytest
 
 import tpu_embedding as te
-from tests.checkpoint.test_saving import (
+from tests.checkpoint.states import (
     check_equal,
     numbers_of,
-    plan_of,
     state_of,
-    with_random_slots,
 )
 from tests.rejections import rejects
 from tpu_embedding.checkpoint import CheckpointError, arrays, state_file
-
-
-@pytest.fixture(scope="module")
-def plan():
-    return plan_of()
-
-
-@pytest.fixture(scope="module")
-def saved(plan, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
-    state = with_random_slots(state_of(plan), plan)
-    te.save(directory, state, plan=plan, description={"run": "a"})
-    return directory, numbers_of(state, plan)
 
 
 def seal(directory, values):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.checkpoint import test_saving as saving
+from tests.checkpoint import states
 from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.rejections import rejects
 from tests.tiers import quick_cases, with_ids
@@ -34,7 +34,7 @@ STEPS = np.random.default_rng(1).integers(1, 2**20, 300).tolist()
 
 def plan_of(num_devices=1, capacity=320, names=("user", "item"), **dynamic):
     sizes = dict.fromkeys(names, te.Dynamic(capacity=capacity, **dynamic))
-    return saving.plan_of(sizes, devices=num_devices, dim=8)
+    return states.plan_of(sizes, devices=num_devices, dim=8)
 
 
 def batch_of(step, plan):
@@ -95,7 +95,7 @@ def by_id(state, plan):
 
 
 def checksums_of_ids(directory):
-    """Returns the checksums of all that is known of ids: keys, scores, clock, sketch."""
+    """Returns the checksums of the keys, scores, clock and sketch of all tables."""
     checksums = te.checkpoint.describe(directory).checksums
     return {name: text for name, text in checksums.items() if ".directory." in name}
 
@@ -121,9 +121,9 @@ def test_a_killed_run_equals_the_undisturbed_one(tmp_path, devices, dynamic):
     te.save(tmp_path / "undisturbed", undisturbed, plan=before)
     for name, plan in (("resumed", before), ("moved", after)):
         restored = te.restore(tmp_path / "step_6", start(plan), plan=plan)
-        saving.check_equal(by_id(restored, plan), by_id(state, before))
+        states.check_equal(by_id(restored, plan), by_id(state, before))
         found, found_stats = run(restored, plan, (6, 7))
-        saving.check_equal(found_stats, stats)
+        states.check_equal(found_stats, stats)
         te.save(tmp_path / name, found, plan=plan)
         wanted = checksums_of_ids(tmp_path / "undisturbed")
         assert checksums_of_ids(tmp_path / name) == wanted
@@ -142,19 +142,19 @@ def test_training_moves_to_other_devices(name, tmp_path):
     sizes = {"a": 101, "b": 50, "c": 60}
     options = {"hardware": te.hardware.hardware_by_name("v5p")}
     options["placement"] = lambda table, rows: PLACEMENTS[table == "b"]
-    old = saving.plan_of(sizes, devices=8, dim=8, rules=rule)
+    old = states.plan_of(sizes, devices=8, dim=8, rules=rule)
     sizes = dict(reversed(sizes.items()))
-    new = saving.plan_of(sizes, devices=3, dim=8, rules=rule, **options)
+    new = states.plan_of(sizes, devices=3, dim=8, rules=rule, **options)
     state = train(start(old), old, range(5))
     te.save(tmp_path / "saved", state, plan=old)
     moved = te.restore(tmp_path / "saved", start(new), plan=new)
-    saving.check_equal(saving.numbers_of(moved, new), saving.numbers_of(state, old))
+    states.check_equal(states.numbers_of(moved, new), states.numbers_of(state, old))
     state, moved = (train(x, p, range(5, 25)) for x, p in ((state, old), (moved, new)))
     # Devices add up the gradients of a row in another order.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        saving.numbers_of(moved, new),
-        saving.numbers_of(state, old),
+        states.numbers_of(moved, new),
+        states.numbers_of(state, old),
     )
 
 
@@ -163,7 +163,7 @@ def test_shapes_and_tables_without_an_id(tmp_path):
     te.save(tmp_path / "c", start(plan), plan=plan)
     shapes = jax.eval_shape(lambda: start(plan))
     restored = te.restore(tmp_path / "c", shapes, plan=plan)
-    saving.check_equal(by_id(restored, plan), by_id(start(plan), plan))
+    states.check_equal(by_id(restored, plan), by_id(start(plan), plan))
     with rejects(CheckpointError, field="vocabulary"):
         te.restore(tmp_path / "c", jax.eval_shape(lambda: start(learned)), plan=learned)
 
@@ -216,9 +216,9 @@ def test_tables_move_between_stacks(tmp_path):
     """Two dynamic tables share a stack before, and a static one has its own."""
     user = te.Dynamic(capacity=320)
     sizes = {"user": user, "item": user, "word": 50}
-    before = saving.plan_of(sizes, dim=8)
+    before = states.plan_of(sizes, dim=8)
     sizes["item"] = te.Dynamic(capacity=320, evict=LFU())
-    after = saving.plan_of(sizes, dim=8, devices=1)
+    after = states.plan_of(sizes, dim=8, devices=1)
     assert len(before.stacks) < len(after.stacks)
     state = train(start(before), before, range(3))
     te.save(tmp_path / "c", state, plan=before)
@@ -227,7 +227,7 @@ def test_tables_move_between_stacks(tmp_path):
     back = te.restore(tmp_path / "d", start(before), plan=before)
     expected = by_id(state, before)
     for found, plan in ((there, after), (back, before)):
-        saving.check_equal(by_id(found, plan), expected)
+        states.check_equal(by_id(found, plan), expected)
     words = (te.checkpoint.read_table(tmp_path / x, "word") for x in "cd")
     np.testing.assert_array_equal(*words)
 

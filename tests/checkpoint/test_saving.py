@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
 import resource
 import shutil
@@ -18,82 +17,20 @@ from flax import linen as nn
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import (
+    RULE,
+    SIZES,
+    check_equal,
+    make_layer,
+    numbers_of,
+    plan_of,
+    state_of,
+    with_random_slots,
+)
 from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.checkpoint import CheckpointError, arrays
 from tpu_embedding.tables import line_exchange
-
-SIZES = {"movie": 40, "user": 7}
-RULE = te.optimizers.adagrad(0.1)
-
-
-def features_of(sizes, dim, rules, dtypes=()):
-    return {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=size,
-                dim=dim[name] if isinstance(dim, dict) else dim,
-                name=name,
-                optimizer=rules[name] if isinstance(rules, dict) else rules,
-                dtype=dict(dtypes).get(name, "float32"),
-            )
-        )
-        for name, size in sizes.items()
-    }
-
-
-def plan_of(sizes=SIZES, *, devices=2, dim=4, rules=RULE, dtypes=(), **options):
-    features = features_of(sizes, dim, rules, dtypes)
-    return te.make_plan(features, mesh_of(devices), **options)
-
-
-def make_layer(shapes, rule=None, num_devices=2, *, dtype="float32", seed=0):
-    """Returns a layer with a table of each shape `(rows, dim)`."""
-    sizes, dims = ({k: shape[i] for k, shape in shapes.items()} for i in (0, 1))
-    features = features_of(sizes, dims, rule, dict.fromkeys(sizes, dtype))
-    return te.TPUEmbedding(features, mesh=mesh_of(num_devices), rngs=nnx.Rngs(seed))
-
-
-def state_of(plan, seed=0):
-    tables = te.functional.init_tables(plan, jax.random.key(seed))
-    return {
-        "tables": tables,
-        "slots": te.functional.init_slots(tables, plan),
-        "step": 3 + seed,
-    }
-
-
-def with_random_slots(state, plan):
-    random = np.random.default_rng(0)
-    values = te.functional.slot_values(state["slots"], plan)
-    new = jax.tree.map(lambda x: random.uniform(1, 2, x.shape), values)
-    return state | {"slots": te.functional.with_slot_values(state["slots"], new, plan)}
-
-
-def numbers_of(state, plan):
-    slots = te.functional.slot_values(state["slots"], plan, "all")
-    return te.functional.unstack_tables(state["tables"], plan), slots
-
-
-def check_equal(got, wanted):
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-@pytest.fixture(scope="module")
-def plan():
-    return plan_of()
-
-
-@pytest.fixture(scope="module")
-def saved(plan, tmp_path_factory):
-    """A directory with a state, and its numbers. Tables have several chunks."""
-    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)
-        state = with_random_slots(state_of(plan), plan)
-        te.save(directory, state, plan=plan)
-    return directory, numbers_of(state, plan)
 
 
 @pytest.fixture
@@ -189,10 +126,8 @@ def test_modules_are_restored_in_place_by_a_manager(tmp_path):
         manager.wait_until_finished()
         manager.restore(4, args=te.checkpoint.RestoreState(new))
     te.save(tmp_path / "again", new)
-    saved, again = map(
-        te.checkpoint.describe, (tmp_path / "alone/4", tmp_path / "again")
-    )
-    assert saved.checksums == again.checksums
+    saved = te.checkpoint.describe(tmp_path / "alone" / "4")
+    assert saved.checksums == te.checkpoint.describe(tmp_path / "again").checksums
     assert sorted(saved.tables) == ["first/item", "second/item"]
     assert saved.description == {"epoch": 2}
     both = ocp.args.Composite(state=args, epoch=ocp.args.JsonSave({"epoch": 1}))
@@ -312,20 +247,15 @@ def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
     np.testing.assert_array_equal(saved, np.full(10_000, winner))
 
 
-@contextlib.contextmanager
-def full_disk():
-    """Limits the size of files, as a full disk does."""
+def test_a_full_disk_ends_with_one_error_and_no_checkpoint(tmp_path):
+    """A limit on the size of files has the effect of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        yield
+        with rejects(CheckpointError):
+            te.save(tmp_path / "a", {"step": np.arange(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_ends_with_one_error_and_no_checkpoint(tmp_path):
-    with full_disk(), rejects(CheckpointError):
-        te.save(tmp_path / "a", {"step": np.arange(1000)})
     with rejects(CheckpointError):
         te.restore(tmp_path / "a", {"step": np.arange(1000)})
     te.save(tmp_path / "a", {"step": 5})

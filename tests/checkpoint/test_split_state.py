@@ -63,8 +63,8 @@ def layer(seed):
 
 
 def with_slots_apart(seed):
-    parts = layer(seed)
-    return {"tables": parts["tables"], "optimizer": {"slots": parts["slots"]}}
+    tables, slots = layer(seed).values()
+    return {"tables": tables, "optimizer": {"slots": slots}}
 
 
 @pytest.mark.parametrize(

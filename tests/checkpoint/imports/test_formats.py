@@ -162,7 +162,7 @@ def test_damaged_checkpoints_of_orbax(tmp_path):
     path = orbax_in(tmp_path)
     for file in (path / "item").rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with rejects(CheckpointError, fix="'movie'"):
+    with rejects(CheckpointError, fix="item"):
         open_tables(path).tables["movie"].values.check()
     (path / "item" / "_METADATA").write_text('{"tree_metadata": 3}')
     with rejects(CheckpointError, fix="_METADATA"):

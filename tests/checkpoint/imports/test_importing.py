@@ -7,7 +7,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
-from tests.checkpoint.test_saving import make_layer
+from tests.checkpoint.states import make_layer
 from tests.rejections import ANY, rejects
 from tests.tiers import quick_cases
 from tpu_embedding.checkpoint.imports.importing import import_tables
@@ -33,15 +33,28 @@ def with_optimizer(layer):
     return layer, te.Optimizer(layer, optax.sgd(0.1))
 
 
-def test_values_and_slots_arrive():
+def by_layer(source, layer, optimizer):
+    report = import_tables(source, layer, optimizer)
+    return layer.embedding_tables(), optimizer.slot_values(), report
+
+
+def by_stacks(source, layer, optimizer):
+    state = layer.tables.get_value(), optimizer.slots.get_value()[""], layer.plan
+    *new, report = te.checkpoint.import_into_stacks(source, *state)
+    tables = te.functional.unstack_tables(new[0], layer.plan)
+    return tables, te.functional.slot_values(new[1], layer.plan), report
+
+
+@pytest.mark.parametrize("import_by", [by_layer, by_stacks])
+def test_values_and_slots_arrive(import_by):
     layer, optimizer = with_optimizer(make_layer(SHAPES, te.optimizers.adagrad(0.1)))
     arrays = arrays_of_adagrad()
-    report = import_tables(arrays, layer, optimizer)
+    tables, slots, report = import_by(arrays, layer, optimizer)
     assert report.slots == {x: {"accumulators": f"{x}/accumulators"} for x in SHAPES}
     for name in SHAPES:
-        np.testing.assert_array_equal(layer.embedding_tables()[name], arrays[name])
-        slots = optimizer.slot_values()[name]["accumulators"]
-        np.testing.assert_array_equal(slots, arrays[f"{name}/accumulators"])
+        np.testing.assert_array_equal(tables[name], arrays[name])
+        wanted = arrays[f"{name}/accumulators"]
+        np.testing.assert_array_equal(slots[name]["accumulators"], wanted)
 
 
 def test_slots_are_never_guessed():
@@ -259,17 +272,3 @@ def test_ids_that_do_not_fit(ids):
     given = {} if ids is None else {"user": ids}
     with rejects(CheckpointError, field="ids"):
         import_tables({"user": ROWS}, layer, optimizer, ids=given)
-
-
-def test_stacks_without_a_layer():
-    layer, optimizer = with_optimizer(make_layer(SHAPES, te.optimizers.adagrad(0.1)))
-    arrays = arrays_of_adagrad()
-    tables, slots, report = te.checkpoint.import_into_stacks(
-        arrays, layer.tables.get_value(), optimizer.slots.get_value()[""], layer.plan
-    )
-    assert report.tables == {name: name for name in SHAPES}
-    found = te.functional.unstack_tables(tables, layer.plan)
-    for name, slots_of_table in te.functional.slot_values(slots, layer.plan).items():
-        np.testing.assert_array_equal(found[name], arrays[name])
-        wanted = arrays[f"{name}/accumulators"]
-        np.testing.assert_array_equal(slots_of_table["accumulators"], wanted)

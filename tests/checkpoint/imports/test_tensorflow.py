@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.checkpoint.imports.test_importing import SHAPES
-from tests.checkpoint.test_saving import make_layer
+from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
 from tpu_embedding.checkpoint.imports.importing import import_tables
 from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
