@@ -13,20 +13,18 @@ from tests.checkpoint.states import (
     numbers_of,
     plan_of,
     state_of,
-    with_random_slots,
 )
 from tests.rejections import rejects
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError
 
 
-def trained(plan, count=7):
-    state = with_random_slots(state_of(plan), plan)
-    slots = te.functional.slot_values(state["slots"], plan, "all")
-    counts = {k: {x: count for x in slots[k] if x.endswith("count")} for k in slots}
-    return state | {
-        "slots": te.functional.with_slot_values(state["slots"], counts, plan)
-    }
+def counted(plan, count):
+    """Returns a state after a number of steps."""
+    state = state_of(plan)
+    counts = dict.fromkeys(SIZES, {"count": count})
+    slots = te.functional.with_slot_values(state["slots"], counts, plan)
+    return state | {"slots": slots}
 
 
 def other_rule(rule):
@@ -96,22 +94,19 @@ def test_all_differences_are_listed(saved):
 
 def test_tables_share_a_count_only_if_it_is_equal(tmp_path):
     adam, other = te.optimizers.adam(0.1), te.optimizers.adam(0.2)
-    plan = plan_of(rules=adam)
-    te.save(tmp_path / "a", trained(plan), plan=plan)
+    plan, apart = plan_of(rules=adam), plan_of(rules={"movie": adam, "user": other})
+    te.save(tmp_path / "a", counted(plan, 7), plan=plan)
     with rejects(CheckpointError, field="'count'") as raised:
-        te.restore(tmp_path / "a", trained(plan, 3), plan=plan, tables=["movie"])
-    ((values, _),) = raised.value.value.values()
-    assert values == ["7", "3"]
+        te.restore(tmp_path / "a", counted(plan, 3), plan=plan, tables=["movie"])
+    assert [*raised.value.value.values()] == [(["7", "3"], "one value")]
     for count in (0, 7):
-        state = trained(plan, count)
+        state = counted(plan, count)
         restored = te.restore(tmp_path / "a", state, plan=plan, tables=["movie"])
         found = te.functional.slot_values(restored["slots"], plan, "all")
         assert found["user"]["count"] == found["movie"]["count"] == 7
-    apart = plan_of(rules={"movie": adam, "user": other})
-    state = trained(apart)
-    counts = {"user": {"count": 8}}
-    slots = te.functional.with_slot_values(state["slots"], counts, apart)
-    te.save(tmp_path / "b", state | {"slots": slots}, plan=apart)
+    slots = counted(apart, 7)["slots"]
+    slots = te.functional.with_slot_values(slots, {"user": {"count": 8}}, apart)
+    te.save(tmp_path / "b", state_of(apart) | {"slots": slots}, plan=apart)
     with rejects(CheckpointError, field="'count'"):
         te.restore(tmp_path / "b", state_of(plan), plan=plan)
 

@@ -220,16 +220,14 @@ def test_any_table_names(tmp_path):
     np.testing.assert_array_equal(rows, numbers[0]["values"][2:4])
 
 
-@pytest.mark.parametrize("field", ["tables", "rename"])
-def test_unknown_tables(saved, plan, field):
-    with rejects(ValueError, field=field, value=["film"]):
-        te.restore(saved[0], state_of(plan), plan=plan, **{field: {"film": "movie"}})
-
-
-@pytest.mark.parametrize("other", [None, 3])
-def test_another_plan(saved, plan, other):
-    with rejects(ValueError, fix="plan="):
-        te.restore(saved[0], state_of(plan), plan=other and plan_of(devices=other))
+def test_wrong_arguments(saved, plan):
+    state = state_of(plan)
+    for field in ("tables", "rename"):
+        with rejects(ValueError, field=field, value=["film"]):
+            te.restore(saved[0], state, plan=plan, **{field: {"film": "movie"}})
+    for other in (None, plan_of(devices=3)):
+        with rejects(ValueError, fix="plan="):
+            te.restore(saved[0], state, plan=other)
 
 
 def test_of_two_saves_to_one_path_one_is_refused(tmp_path):
@@ -262,22 +260,17 @@ def test_a_full_disk_ends_with_one_error_and_no_checkpoint(tmp_path):
     assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
 
 
-def test_no_checkpoint(saved, tmp_path):
+def test_directories_without_a_state(saved, tmp_path):
     (tmp_path / "_METADATA").write_text("{}")
     with rejects(CheckpointError, fix="te.checkpoint.open_tables"):
         te.checkpoint.describe(tmp_path)
-    shutil.copytree(saved[0], tmp_path / "12")
+    file = shutil.copytree(saved[0], tmp_path / "12") / "state.json"
     (tmp_path / "_METADATA").unlink()
     with rejects(CheckpointError, fix=f"{tmp_path}/12"):
         te.checkpoint.describe(tmp_path)
-
-
-def test_another_format_is_refused(saved, tmp_path):
-    shutil.copytree(saved[0], tmp_path / "a")
-    file = tmp_path / "a" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
     with rejects(CheckpointError, field="format", value=1):
-        te.checkpoint.describe(tmp_path / "a")
+        te.checkpoint.describe(tmp_path / "12")
 
 
 def test_saving_within_an_event_loop(tmp_path):

@@ -243,32 +243,27 @@ def test_rows_lie_with_their_ids(num_devices, with_slots):
     np.testing.assert_array_equal(looked_up(layer, IDS), ROWS)
 
 
-def test_ids_without_a_place():
+BAD_IDS = {
+    "none": None,
+    "too few": IDS[:99],
+    "no id": np.r_[-1, IDS[1:]],
+    "twice": np.r_[IDS[1], IDS[1:]],
+    "float": IDS.astype(np.float64),
+    "no place": IDS,
+}
+
+
+def test_ids_that_do_not_fit():
+    """A bucket has 64 places."""
     layer, optimizer = dynamic(capacity=64)
-    names = np.array([f"user {i}" for i in range(100)])
-    with rejects(CheckpointError, field="ids", value=36):
-        import_tables({"user": ROWS}, layer, optimizer, ids={"user": names})
-    source = {"user": ROWS[:64]}
-    import_tables(source, layer, optimizer, ids={"user": names[:64]})
+    for name, ids in BAD_IDS.items():
+        given = {} if ids is None else {"user": ids}
+        value = 36 if name == "no place" else ANY
+        with rejects(CheckpointError, field="ids", value=value):
+            import_tables({"user": ROWS}, layer, optimizer, ids=given)
+    names = np.array([f"user {i}" for i in range(64)])
+    import_tables({"user": ROWS[:64]}, layer, optimizer, ids={"user": names})
     found = te.functional.dynamic_rows(layer.tables.get_value(), layer.plan)["user"]
-    order = np.argsort(te.inputs.fingerprint_ids(names[:64]))
+    order = np.argsort(te.inputs.fingerprint_ids(names))
     rows = layer.embedding_tables()["user"][found.rows]
     np.testing.assert_array_equal(rows, ROWS[:64][order])
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        None,
-        IDS[:99],
-        np.r_[-1, IDS[1:]],
-        np.r_[IDS[1], IDS[1:]],
-        IDS.astype(np.float64),
-    ],
-    ids=["none", "too few", "no id", "twice", "float"],
-)
-def test_ids_that_do_not_fit(ids):
-    layer, optimizer = dynamic()
-    given = {} if ids is None else {"user": ids}
-    with rejects(CheckpointError, field="ids"):
-        import_tables({"user": ROWS}, layer, optimizer, ids=given)
