@@ -13,7 +13,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.checkpoint.states import check_equal, plan_of
-from tests.checkpoint.test_one_save import REPLACEMENTS
+from tests.checkpoint.test_one_save import REPLACEMENTS, changed, places_in
 from tests.tiers import quick_cases
 from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.tables import line_exchange
@@ -134,19 +134,9 @@ def change_json(rng, path, other):
     root = step_of(path)
     file = rng.choice([*root.rglob("*.json"), *root.rglob("_*METADATA")])
     values = json.loads(file.read_text())
-    inner = values
-    while True:
-        places = list(inner) if isinstance(inner, dict) else range(len(inner))
-        place = rng.choice(places)
-        deeper = isinstance(inner[place], dict | list) and inner[place]
-        if not deeper or rng.random() < 0.2:
-            break
-        inner = inner[place]
-    if rng.random() < 0.3:
-        del inner[place]
-    else:
-        inner[place] = rng.choice([*REPLACEMENTS, 8, 20])
-    file.write_text(json.dumps(values))
+    place = rng.choice([*places_in(values)])
+    replacement = "delete" if rng.random() < 0.3 else rng.choice([*REPLACEMENTS, 8, 20])
+    file.write_text(json.dumps(changed(values, place, replacement)))
 
 
 DAMAGES = (

@@ -34,7 +34,19 @@ def places_in(values, path=()):
             yield from places_in(values[key], (*path, key))
 
 
-REPLACEMENTS = (None, True, -1, 2**70, 1, 0.5, "x", [], {}, [{}])
+def changed(values, path, replacement):
+    """Returns JSON with another value at a path, or without the value."""
+    values = inner = copy.deepcopy(values)
+    for key in path[:-1]:
+        inner = inner[key]
+    if replacement == "delete":
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = replacement
+    return values
+
+
+REPLACEMENTS = (None, True, -1, 2**70, 1, 0.5, "x", [], {}, [{}], "delete")
 
 
 @pytest.mark.parametrize("is_forged", [False, True])
@@ -44,18 +56,12 @@ def test_changed_json(saved, plan, is_forged, stride, tmp_path):
     directory = shutil.copytree(saved[0], tmp_path / "a")
     file = directory / "state.json"
     original = json.loads(file.read_text())
-    changes = [(p, r) for p in places_in(original) for r in (*REPLACEMENTS, "delete")]
+    changes = [(p, r) for p in places_in(original) for r in REPLACEMENTS]
     state = state_of(plan, 1)
     for path, replacement in changes[::stride]:
         if path[0] == "digest" and is_forged:
             continue
-        values = inner = copy.deepcopy(original)
-        for key in path[:-1]:
-            inner = inner[key]
-        if replacement == "delete":
-            del inner[path[-1]]
-        else:
-            inner[path[-1]] = replacement
+        values = changed(original, path, replacement)
         file.write_text(json.dumps(values))
         if is_forged:
             seal(directory, values)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tests.checkpoint.states import plan_of, state_of
 from tests.rejections import rejects
 from tpu_embedding.checkpoint.records import CheckpointError
 
@@ -51,15 +52,11 @@ def test_dtypes_that_no_file_holds(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-PLAN = te.make_plan(
-    te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),
-    optimizer=te.optimizers.adagrad(0.1),
-)
+PLAN = plan_of({"movie": 10}, devices=1)
 
 
 def layer(seed):
-    tables = te.functional.init_tables(PLAN, jax.random.key(seed))
-    return {"tables": tables, "slots": te.functional.init_slots(tables, PLAN)}
+    return {key: x for key, x in state_of(PLAN, seed).items() if key != "step"}
 
 
 def with_slots_apart(seed):
