@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,40 +18,44 @@ from tpu_embedding.checkpoint.records import CheckpointError
 FILES = pathlib.Path(__file__).parent / "fixtures"
 
 
-def arrays_in(directory):
-    arrays = {name: values(name, (20, 4)) for name in ("movie", "movie/m")}
+def unpacked(name, directory):
+    shutil.unpack_archive(FILES / f"{name}.zip", directory)
+    return directory
+
+
+SAVED = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
+SAVED = {name: values(name, shape) for name, shape in SAVED.items()}
+
+
+def safetensors_in(directory):
     (directory / "deep").mkdir()
-    safetensors.numpy.save_file(arrays, directory / "deep" / "some.safetensors")
-    safetensors.numpy.save_file(
-        {"user": values("user", (7, 2))}, directory / "more.safetensors"
-    )
+    for path, name in (("deep/some", "movie"), ("more", "user")):
+        arrays = {key: x for key, x in SAVED.items() if key.startswith(name)}
+        safetensors.numpy.save_file(arrays, directory / f"{path}.safetensors")
     return directory
 
 
 def npz_in(directory):
-    arrays = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
-    np.savez(directory / "a.npz", **{k: values(k, x) for k, x in arrays.items()})
+    np.savez(directory / "a.npz", **SAVED)
     return np.load(directory / "a.npz")
 
 
 def orbax_in(directory):
-    tree = {"movie": values("movie", (20, 4)), "user": values("user", (7, 2))}
-    tree["bias"] = np.float32(3)
+    tree = {name: SAVED[name] for name in ("movie", "user")} | {"bias": np.float32(3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "step" / "item", tree)
     return directory / "step"
 
 
-@pytest.mark.parametrize("write", [arrays_in, npz_in, orbax_in])
+@pytest.mark.parametrize("write", [safetensors_in, npz_in, orbax_in])
 def test_arrays_by_name(tmp_path, write):
     source = open_tables(write(tmp_path))
     assert source.tables.keys() == {"movie", "user"}
-    for name, table in source.tables.items():
-        expected = values(name, table.values.shape)
-        np.testing.assert_array_equal(np.asarray(table.values), expected)
-        np.testing.assert_array_equal(table.values.read(3, 2), expected[3:5])
-    if write is not orbax_in:
-        assert source.tables["movie"].slots.keys() == {"m"}
+    slots = [] if write is orbax_in else ["m"]
+    assert list(source.tables["movie"].slots) == slots
+    for name, array in source.arrays.items():
+        np.testing.assert_array_equal(np.asarray(array), SAVED[name])
+        np.testing.assert_array_equal(array.read(3, 2), SAVED[name][3:5])
 
 
 UNREADABLE = {
@@ -119,14 +124,11 @@ STACKED = {
 
 
 @pytest.mark.parametrize("file", STACKED)
-def test_stacks_of_sparse_cores(unpacked, file):
+def test_stacks_of_sparse_cores(file, tmp_path):
     num_sparse_cores, rotation, slots = STACKED[file]
+    options = {"num_sparse_cores": num_sparse_cores, "rotation": rotation}
     source = open_stacked_tables(
-        unpacked(file),
-        CONFIGS,
-        stacks=STACKS,
-        num_sparse_cores=num_sparse_cores,
-        rotation=rotation,
+        unpacked(file, tmp_path), CONFIGS, stacks=STACKS, **options
     )
     for name, shape in SHAPES.items():
         table = source.tables[name]
@@ -147,7 +149,7 @@ def test_stacks_of_sparse_cores(unpacked, file):
         ({"stacks": {"a_b": ["a"]}}, "a_b", [192, 8]),
     ],
 )
-def test_stacks_that_do_not_fit(unpacked, change, field, value):
+def test_stacks_that_do_not_fit(change, field, value, tmp_path):
     options = {
         "tables": CONFIGS,
         "stacks": STACKS,
@@ -155,7 +157,9 @@ def test_stacks_that_do_not_fit(unpacked, change, field, value):
         "rotation": 2,
     }
     with rejects(CheckpointError, field=field, value=value):
-        open_stacked_tables(unpacked("keras_rs/stacked"), **(options | change))
+        open_stacked_tables(
+            unpacked("keras_rs/stacked", tmp_path), **(options | change)
+        )
 
 
 def test_damaged_checkpoints_of_orbax(tmp_path):
