@@ -10,7 +10,6 @@ which each table is one array with its rows in natural order.
     arrays           reads and writes arrays on disk, chunk by chunk
     records          file names, descriptions, and CheckpointError
     state_file       writes, seals, reads and checks state.json
-    differences      lists the differences between a checkpoint and a state
     imports/         reads tables written by other libraries
 """
 

@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.records import (
     STORES,
     ArrayRecord,
@@ -243,7 +244,7 @@ class SavedArray:
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
         wanted = checksum_at(self._checksums, 0)
-        if wanted and metadata_checksum(text) != wanted:
+        if metadata_checksum(text) != wanted:
             raise ValueError(f"{METADATA_FILE} does not match its recorded checksum")
         metadata = json.loads(text)
         shape, dtype = tuple(metadata["shape"]), metadata["data_type"]
@@ -267,7 +268,7 @@ class SavedArray:
                 text = f"{chunk.name} has {num_bytes} bytes instead of {size}"
                 raise ValueError(text)
             wanted = checksum_at(self._checksums, 1 + chunk.number)
-            if wanted and crc != wanted:
+            if crc != wanted:
                 text = f"{chunk.name} does not match its recorded checksum"
                 raise ValueError(text)
 
@@ -335,16 +336,13 @@ def read_table(
     with open_checkpoint(directory) as checkpoint:
         tables = checkpoint.record.tables
         if table not in tables:
-            raise CheckpointError(
-                f"Table {table!r} is not in the checkpoint {checkpoint.root}, which "
-                f"has {sorted(tables)}."
-            )
+            rule = f"be one of {sorted(tables)} in {checkpoint.root}"
+            raise invalid("table", rule, table, "", CheckpointError)
         arrays = tables[table].arrays
         if slot not in arrays:
-            raise CheckpointError(
-                f"Table {table!r} of the checkpoint {checkpoint.root} has no slot "
-                f"variable {slot!r}. It has {sorted(filter(None, arrays))}."
-            )
+            rule = f"be one of {sorted(filter(None, arrays))} of table {table!r} in "
+            rule += f"{checkpoint.root}"
+            raise invalid("slot", rule, slot, "", CheckpointError)
         array = SavedArray(checkpoint, array_keys(table, slot), arrays[slot])
         values = array.read(_index_of(rows, arrays[slot]))
         checkpoint.check_unchanged()
@@ -360,17 +358,16 @@ def _index_of(rows: Any, array: ArrayRecord) -> Any:
     if isinstance(rows, slice):
         start, stop, step = rows.indices(size)
         if step != 1:
-            raise ValueError(f"rows must have step 1, got {rows}.")
+            raise invalid("rows", "have step 1", step)
         return slice(start, max(start, stop))
     row_ids = np.asarray(rows)
     if row_ids.ndim != 1 or (row_ids.size and row_ids.dtype.kind not in "iu"):
-        raise TypeError(
-            "rows must be a slice or an integer array [n] of row ids, got "
-            f"{row_ids.dtype}{list(row_ids.shape)}. Write [3] for a single row."
-        )
+        rule = "be a slice or an integer array [n] of row ids"
+        raise invalid("rows", rule, row_ids, "Write [3] for a single row.", TypeError)
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
-        raise IndexError(f"rows must be between 0 and {size - 1}, got {outside[0]}.")
+        rule = f"be between 0 and {size - 1}"
+        raise invalid("rows", rule, int(outside[0]), "", IndexError)
     return row_ids.astype(np.int64)
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from etils import epath
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.paths import local_path
 
 _ERRORS_OF_FILES = (
@@ -176,7 +177,7 @@ class CheckpointRecord:
       description: JSON values that the user saved with the state.
       step: name of the step's directory if a `CheckpointManager` saved it, else empty.
       checksums: array name to its checksums as one hexadecimal text: the CRC-32 of its
-        metadata, then the CRC-32C of each chunk. Empty in format 2.
+        metadata, then the CRC-32C of each chunk.
       digest: digest of all other fields. It identifies the save.
 
     Example:
@@ -245,10 +246,8 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     if "://" not in text:
         return epath.Path(os.path.realpath(local_path(text)))
     if not text.startswith(tuple(STORES)):
-        raise CheckpointError(
-            f"A checkpoint's path must be local or start with "
-            f"{' or '.join(STORES)}, got {text!r}."
-        )
+        rule = f"be local or start with {' or '.join(STORES)}"
+        raise invalid("A checkpoint's path", rule, text, "", CheckpointError)
     return epath.Path(text)
 
 

@@ -10,27 +10,16 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from itertools import pairwise
+from typing import Any, Final
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from tpu_embedding import distributed
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.checkpoint.arrays import OpenCheckpoint, SavedArray, open_checkpoint
-from tpu_embedding.checkpoint.differences import (
-    DenseChoice,
-    Difference,
-    DtypesChoice,
-    RulesChoice,
-    SlotsChoice,
-    dense_differences,
-    format_differences,
-    optimizer_differences,
-    saved_slots,
-    shared_differences,
-    table_differences,
-)
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -42,6 +31,7 @@ from tpu_embedding.checkpoint.records import (
 from tpu_embedding.checkpoint.saved_leaves import (
     CLOCK,
     ID_ARRAYS,
+    describe_leaf,
     leaf_records,
     place_saved_ids,
     restored_directory,
@@ -53,16 +43,11 @@ from tpu_embedding.checkpoint.saved_leaves import (
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_on_host import PlacedIds
-from tpu_embedding.functional.derived_state import (
-    check_has_slots,
-    restarted_slots,
-)
-from tpu_embedding.functional.steps import init_slots
+from tpu_embedding.functional.derived_state import check_has_slots, restarted_slots
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.rows.file_rows import decode_int8, file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_guard
-from tpu_embedding.tables.slot_values import NamedSlot, named_slots, with_slot_values
+from tpu_embedding.tables.slot_values import NamedSlot
 
 
 @dataclasses.dataclass
@@ -74,10 +59,6 @@ class RestoreState(ocp.args.CheckpointArgs):
       plan: the tables' plan.
       tables: names of the tables to restore. Defaults to all tables.
       rename: table name to its name in the checkpoint.
-      slots: whether to restore or reset slot variables.
-      rules: whether optimizers must match.
-      dense: whether to restore or keep the other leaves.
-      dtypes: whether row types must match or are converted.
 
     Example:
       >>> import tempfile
@@ -86,31 +67,15 @@ class RestoreState(ocp.args.CheckpointArgs):
       ...     with ocp.CheckpointManager(folder) as manager:
       ...         manager.save(3, args=te.checkpoint.SaveState({"next_batch": 17}))
       ...         manager.wait_until_finished()
-      ...         manager.restore(3, args=RestoreState({"next_batch": 0}, dense="keep"))
+      ...         manager.restore(3, args=RestoreState({"next_batch": 0}))
       True
-      {'next_batch': 0}
+      {'next_batch': 17}
     """
 
     state: Any
     plan: EmbeddingPlan | None = None
     tables: Collection[str] | None = None
     rename: Mapping[str, str] | None = None
-    slots: SlotsChoice = "restore"
-    rules: RulesChoice = "check"
-    dense: DenseChoice = "restore"
-    dtypes: DtypesChoice = "check"
-
-    def __post_init__(self):
-        for field, choices in (
-            ("slots", SlotsChoice),
-            ("rules", RulesChoice),
-            ("dense", DenseChoice),
-            ("dtypes", DtypesChoice),
-        ):
-            if (value := getattr(self, field)) not in get_args(choices):
-                raise ValueError(
-                    f"{field} must be one of {get_args(choices)}, got {value!r}."
-                )
 
     def tables_of(self, layer: LayerState) -> dict[str, str]:
         """Returns a layer's tables to restore, with their saved names."""
@@ -133,9 +98,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             digests.append(checkpoint.record.digest)
             restores = [_layer_restore(x, checkpoint, args) for x in state.layers]
             _check_fit(checkpoint, restores, state.dense, args)
-            dense = {}
-            if args.dense == "restore":
-                dense = _restored_leaves(checkpoint, state)
+            dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
             # `restored` donates the arrays, so damage must be found before that. Shapes
             # hold no values that could be lost.
@@ -156,9 +119,7 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
         if unknown := sorted(set(given) - set(names)):
-            raise ValueError(
-                f"{field} must name tables of the state {names}, got {unknown}."
-            )
+            raise invalid(field, f"name tables of the state {names}", unknown)
     for layer in layers:
         if layer.slots is None:
             derived = layer.tables_with_derived_state & set(args.tables_of(layer))
@@ -213,50 +174,86 @@ def _check_fit(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> None:
-    differences = list(_differences(checkpoint.record, restores, dense, args))
-    if not differences:  # Values can be compared only if their shapes are equal.
+    """Raises `CheckpointError` with all facts on which checkpoint and state differ."""
+    saved, now = _facts_of_both(checkpoint.record, restores, dense, args)
+    names = sorted(saved.keys() | now.keys())
+    changed = {
+        name: (saved.get(name, "missing"), now.get(name, "missing"))
+        for name in names
+        if name not in saved or name not in now or saved[name] != now[name]
+    }
+    if not changed:  # Values can be compared only if their shapes are equal.
         for restore in restores:
-            differences += restore.shared_differences()
-    if differences:
-        raise CheckpointError(
-            f"The checkpoint {checkpoint.root} does not fit the state: "
-            f"{format_differences(differences)}"
+            changed |= restore.shared_values()
+    if changed:
+        lines = [f"  {name}: {old}, now {new}" for name, (old, new) in changed.items()]
+        text = (
+            f"The checkpoint {checkpoint.root} does not fit the state in {len(lines)} "
         )
+        text += "\n".join(["places:", *lines[:_MAX_LINES], _FIX])
+        raise about(CheckpointError(text), next(iter(changed)), changed)
     for restore in restores:
         for array in restore.arrays.values():
             array.opened()
 
 
-def _differences(
+_MAX_LINES: Final = 30
+
+_FIX: Final = """\
+Restore the parts that are the same: pass tables= and rename=, or a model without its
+optimizer as (model,), or a layer alone. Read other tables and slot variables with
+te.checkpoint.read_table, change the arrays, and set them with set_embedding_tables and
+set_slot_values, or te.functional.with_table_values and with_slot_values."""
+
+
+def _facts_of_both(
     record: CheckpointRecord,
     restores: Sequence["_LayerRestore"],
     dense: Mapping[str, Any],
     args: RestoreState,
-) -> Iterator[Difference]:
-    names = {
-        restore.layer.name_of(table): saved_name
-        for restore in restores
-        for table, saved_name in args.tables_of(restore.layer).items()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what must be equal in the checkpoint and in the state, by name.
+
+    The caller may restore only the model of a saved `(model, optimizer)`. So a saved
+    leaf is left out if its path starts with a position that the state lacks.
+    """
+    positions = {name.partition(".")[0] for name in dense}
+    saved: dict[str, Any] = {
+        name: text
+        for name, text in record.dense.items()
+        if name.partition(".")[0] in positions
     }
-    for name, saved_name in sorted(names.items()):
-        if saved_name not in record.tables:
-            renamed = "" if saved_name == name else f" as {saved_name!r}"
-            text = f"not in the checkpoint{renamed}"
-            yield Difference(f"table {name!r}", text, "missing")
-    if args.tables is None:
-        for name in sorted(record.tables.keys() - set(names.values())):
-            yield Difference(f"table {name!r}", "only in the checkpoint", "extra")
+    now: dict[str, Any] = {name: describe_leaf(leaf) for name, leaf in dense.items()}
+    read = set()
     for restore in restores:
         layer = restore.layer
-        rows = "shapes" if _is_abstract(layer.tables) else "arrays"
-        for table, saved in restore.saved.items():
-            both = (layer.name_of(table), saved, restore.wanted[table])
-            yield from table_differences(*both, rows, args.dtypes)
-            with_slots = args.slots == "restore" and layer.slots is not None
-            if with_slots and args.rules == "check":
-                yield from optimizer_differences(*both)
-    if args.dense == "restore":
-        yield from dense_differences(record.dense, dense)
+        for table, saved_name in args.tables_of(layer).items():
+            read.add(saved_name)
+            owner = f"table {layer.name_of(table)!r}"
+            if (there := restore.saved.get(table)) is None:
+                now[owner] = f"restored as {saved_name!r}"
+                continue
+            here = restore.wanted[table]
+            if not _is_abstract(layer.tables):  # New rows keep the state's values.
+                size = min(here.vocabulary_size, there.vocabulary_size)
+                here = dataclasses.replace(here, vocabulary_size=size)
+            for facts, record_of_table in ((saved, there), (now, here)):
+                of_table = _facts_of_table(record_of_table, layer.slots is not None)
+                facts |= {f"{owner} {key}": x for key, x in of_table.items()}
+    if args.tables is None:
+        saved |= {f"table {name!r}": "saved" for name in record.tables.keys() - read}
+    return saved, now
+
+
+def _facts_of_table(table: TableRecord, with_slots: bool) -> dict[str, Any]:
+    facts = {"dim": table.dim, "dtype": table.dtype}
+    facts["vocabulary"] = table.vocabulary_size
+    if table.dynamic is not None:
+        facts["vocabulary"] = f"default_row {table.dynamic['default_row']!r}"
+    if with_slots:
+        facts["optimizer"] = table.optimizer
+        facts |= {f"slot {name!r}": x.row for name, x in table.slots.items()}
+    return facts
 
 
 def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
@@ -288,15 +285,14 @@ def _layer_restore(
         if (record := checkpoint.record.tables.get(saved_name)) is None:
             continue
         saved[table] = record
-        saved_slot_of: dict[str | None, str | None] = {None: None}
-        saved_slot_of |= {name: name for name in record.directory}
-        if args.slots == "restore" and layer.slots is not None:
-            saved_slot_of |= saved_slots(record, wanted[table])
-        for slot, saved_slot in saved_slot_of.items():
-            keys = array_keys(saved_name, saved_slot)
-            array = SavedArray(checkpoint, keys, record.arrays[saved_slot])
+        slots: list[str | None] = [None, *record.directory]
+        if layer.slots is not None:
+            slots += record.slots
+        for slot in slots:
+            keys = array_keys(saved_name, slot)
+            array = SavedArray(checkpoint, keys, record.arrays[slot])
             arrays[table, slot] = array
-    return _LayerRestore(layer, args.slots, wanted, saved, arrays)
+    return _LayerRestore(layer, wanted, saved, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +301,6 @@ class _LayerRestore:
 
     Attributes:
       layer: the layer, with arrays or their shapes.
-      slots: whether to restore or reset slot variables.
       wanted: the layer's description of each table, by name in the layer.
       saved: the checkpoint's description of each table to restore, by the same name.
       arrays: arrays to read, by two names in the layer: the table's name, and the name
@@ -314,7 +309,6 @@ class _LayerRestore:
     """
 
     layer: LayerState
-    slots: SlotsChoice
     wanted: Mapping[str, TableRecord]
     saved: Mapping[str, TableRecord]
     arrays: Mapping[tuple[str, str | None], SavedArray]
@@ -326,14 +320,26 @@ class _LayerRestore:
         ]
         return {name: self.arrays[name, slot] for name in names}
 
-    def shared_differences(self) -> Iterator[Difference]:
-        """Yields differences in values that stacked tables share, such as counts."""
+    def shared_values(self) -> dict[str, tuple[Any, Any]]:
+        """Returns the values that stacked tables share but disagree on, such as counts.
+
+        Tables that have not been trained have a zero count, which may be overwritten.
+        """
+        differing = {}
         for stack in self.layer.plan.stacks:
             for slot in slots_of(self.layer, stack):
                 arrays = self.of_stack(stack, slot.name)
-                if arrays and slot.kind in ("shared", "hyperparameter"):
-                    values = {table: array.read() for table, array in arrays.items()}
-                    yield from shared_differences(stack, slot, values)
+                if not arrays or slot.kind not in ("shared", "hyperparameter"):
+                    continue
+                values = {table: array.read() for table, array in arrays.items()}
+                if slot.kind == "shared" and not _is_abstract(slot.leaf):
+                    for table in stack.tables:
+                        if np.any(slot.leaf):
+                            values.setdefault(table.name, np.asarray(slot.leaf))
+                if any(not np.array_equal(*pair) for pair in pairwise(values.values())):
+                    name = f"tables {sorted(values)}, which share {slot.name!r}"
+                    differing[name] = list(map(str, values.values())), "one value"
+        return differing
 
     def place_ids(self) -> dict[str, PlacedIds]:
         """Returns the places of each dynamic table's saved ids.
@@ -388,8 +394,7 @@ class _LayerRestore:
     def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
         """Returns the layer with the saved rows and slot variables.
 
-        Rows and tables that the checkpoint lacks keep their values. If it lacks a slot
-        variable of a restored table, the slot variable is reset. The old arrays are
+        Rows and tables that the checkpoint lacks keep their values. The old arrays are
         donated.
 
         Raises:
@@ -407,17 +412,7 @@ class _LayerRestore:
         layer = dataclasses.replace(self.layer, tables=tables)
         if layer.slots is None:
             return layer
-        lacks_slots = any(
-            (table, slot) not in self.arrays
-            for table in self.saved
-            for slot in self.wanted[table].slots
-        )
         slots = dict(layer.slots)
-        if self.slots == "initialize" or lacks_slots:
-            slots = _restarted_slots(layer, self.saved)
-        if self.slots == "initialize":
-            return dataclasses.replace(layer, slots=slots)
-        layer = dataclasses.replace(layer, slots=slots)
         for stack in plan.stacks:
             if stack.name not in slots:
                 continue
@@ -429,7 +424,7 @@ class _LayerRestore:
             ]
             structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
             slots[stack.name] = structure.unflatten(leaves)
-        # The tables may hold additional rows, or rows of another type.
+        # The tables may hold additional rows.
         slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
         return dataclasses.replace(layer, slots=slots)
 
@@ -447,12 +442,7 @@ class _LayerRestore:
         arrays = self.of_stack(stack, slot)
 
         def read(table: str, start: int, num_rows: int) -> np.ndarray:
-            rows = arrays[table].read(slice(start, start + num_rows))
-            saved_dtype = self.saved[table].dtype
-            if slot is not None or saved_dtype == stack.layout.dtype_name:
-                return rows
-            rows = decode_int8(rows) if saved_dtype == "int8" else rows
-            return np.asarray(rows, file_row(packed).dtype)
+            return arrays[table].read(slice(start, start + num_rows))
 
         num_rows = {table: self.saved[table].vocabulary_size for table in arrays}
         return write_table_rows(packed, stack, plan, read, num_rows, placed)
@@ -463,7 +453,7 @@ class _LayerRestore:
         if not arrays:
             return leaf
         values = {table: array.read() for table, array in arrays.items()}
-        # `shared_differences` rejected tables whose values differ.
+        # `shared_values` rejected tables whose values differ.
         new = next(iter(values.values()))
         if slot.kind == "tables":
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -476,29 +466,3 @@ class _LayerRestore:
 
 def _is_rows(leaf: Any) -> bool:
     return isinstance(leaf, PackedRows)
-
-
-def _restarted_slots(layer: LayerState, restored: Collection[str]) -> dict[str, Any]:
-    """Returns slots, reset for restored tables and unchanged for all other tables.
-
-    Tables share step counts, so these are reset only if all trained tables are
-    restored.
-    """
-    fresh = init_slots(dict(layer.tables), layer.plan)
-    trained = {table.name for x in layer.plan.trained_stacks for table in x.tables}
-    # Shapes hold no values to keep.
-    if trained <= set(restored) or _is_abstract(layer.slots):
-        return fresh
-    slots = dict(layer.slots or {})
-    for stack in layer.plan.trained_stacks:
-        values = {table.name: {} for table in stack.tables if table.name in restored}
-        if not values:
-            continue
-        for slot in named_slots(fresh[stack.name], stack):
-            if slot.kind in ("rows", "tables"):  # Step counts are shared.
-                for table, array in slot.read(stack, layer.plan).items():
-                    if table in values:
-                        values[table][slot.name] = array
-        one_stack = {stack.name: slots[stack.name]}
-        slots |= with_slot_values(one_stack, values, layer.plan)
-    return slots

@@ -73,18 +73,6 @@ class SavedIds:
     rows: np.ndarray
 
 
-def directory_records(saved: SavedIds) -> dict[str, ArrayRecord]:
-    """Returns a description of each array of a directory."""
-    return {
-        name: ArrayRecord(
-            shape=array.shape,
-            dtype=array.dtype.name,
-            has_rows=name in (IDS, NATURAL_ROWS, LAST_USED, COUNTS),
-        )
-        for name, array in saved.arrays.items()
-    }
-
-
 def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
     """Returns the ids of each table of a dynamic stack.
 
@@ -122,7 +110,7 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
 
 def place_saved_ids(
     arrays: Mapping[str, np.ndarray],
-    capacity: int | None,
+    capacity: int,
     member: DynamicTablePlan,
 ) -> PlacedIds:
     """Returns the places of saved ids in a table.
@@ -132,20 +120,16 @@ def place_saved_ids(
 
     Args:
       arrays: arrays of the saved directory.
-      capacity: capacity of the saved table, or None if ids were saved without places.
+      capacity: capacity of the saved table.
       member: the table.
 
     Returns:
       The places. Their `sources` are row numbers in the files, including the default
       row's.
     """
-    ids, natural_rows, sketch = (
-        arrays[IDS],
-        arrays.get(NATURAL_ROWS),
-        arrays.get(SKETCH),
-    )
+    ids, natural_rows, sketch = arrays[IDS], arrays[NATURAL_ROWS], arrays.get(SKETCH)
     order = np.arange(len(ids))
-    if (capacity and Dynamic(capacity=capacity).num_buckets) != member.num_buckets:
+    if Dynamic(capacity=capacity).num_buckets != member.num_buckets:
         natural_rows = sketch = None
         value, next_value = _values(arrays, member.dynamic.evict)
         words = Ids64.of_array(ids)
@@ -315,7 +299,15 @@ def _records_of_stack(
         if not stack.vocabulary.ids_are_rows:
             size = 0
         if (saved := ids.get(table.name)) is not None:
-            size, directory = len(saved.rows), directory_records(saved)
+            size = len(saved.rows)
+            directory = {
+                name: ArrayRecord(
+                    shape=array.shape,
+                    dtype=array.dtype.name,
+                    has_rows=name in (IDS, NATURAL_ROWS, LAST_USED, COUNTS),
+                )
+                for name, array in saved.arrays.items()
+            }
         dynamic, vocabulary = None, table.config.vocabulary
         if isinstance(vocabulary, Dynamic):
             dynamic = {
@@ -377,6 +369,13 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     inner = [x for child in structure.children() for x in _type_names(child)]
     is_state = name.endswith("State") and name != RoundedState.__name__
     return [name, *inner] if is_state else inner
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Returns a leaf's type and shape, such as `float32[2, 3]`."""
+    if isinstance(leaf, bool | int | float):
+        return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:

@@ -25,14 +25,8 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.arrays import pytree_handler
-from tpu_embedding.checkpoint.differences import (
-    DenseChoice,
-    DtypesChoice,
-    RulesChoice,
-    SlotsChoice,
-    describe_leaf,
-)
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -42,7 +36,11 @@ from tpu_embedding.checkpoint.records import (
     errors_of_writing,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
-from tpu_embedding.checkpoint.saved_leaves import array_of_leaf, tables_to_save
+from tpu_embedding.checkpoint.saved_leaves import (
+    array_of_leaf,
+    describe_leaf,
+    tables_to_save,
+)
 from tpu_embedding.checkpoint.split_state import SplitState
 from tpu_embedding.checkpoint.state_file import (
     description_as_json,
@@ -243,7 +241,8 @@ def _new_path(path: epath.Path) -> Iterator[None]:
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
         if exists:
-            raise CheckpointError(f"{path} already exists. Choose a new directory.")
+            fix = "Choose a new directory."
+            raise invalid("directory", "not exist", f"{path}", fix, CheckpointError)
         if fails:
             raise error or CheckpointError(
                 f"The first process of the job cannot create {path}; see its error."
@@ -259,16 +258,15 @@ def restore(
     plan: EmbeddingPlan | None = None,
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    slots: SlotsChoice = "restore",
-    rules: RulesChoice = "check",
-    dense: DenseChoice = "restore",
-    dtypes: DtypesChoice = "check",
 ) -> Any:
     """Restores a state from a checkpoint that was saved under any plan.
 
     The number of devices, mesh, stacking, packing and placement may all differ from the
-    saved state's. Rows are written in place, so the arrays of `state` are donated. Rows
-    and tables that the checkpoint lacks keep their values in `state`.
+    saved state's. Tables must have the saved dims, types and kinds of optimizer, but
+    hyper-parameters may change. A table may have more rows than the saved one: new rows
+    keep their values in `state`. To start from a checkpoint that differs, read tables
+    and slot variables with `te.checkpoint.read_table`, and set them. Rows are written
+    in place, so the arrays of `state` are donated.
 
     All differences and damage are found before anything changes. If `state` has arrays,
     the files are therefore read twice: first to check them, then to restore the rows.
@@ -280,7 +278,7 @@ def restore(
       state: state with the saved structure. Modules are restored in place. Other
         leaves are arrays or shapes (`jax.ShapeDtypeStruct`). The last parts of a tuple
         may be left out: to restore only the model of a saved `(model, optimizer)`, pass
-        `(model,)`.
+        `(model,)`. To restore only tables, pass a layer alone.
       plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
         it.
       tables: names of the tables to restore. Defaults to all; other tables keep their
@@ -289,20 +287,6 @@ def restore(
         its other tables must be 0 or equal to the restored counts, because stacked
         tables share step counts.
       rename: table name to its name in the checkpoint.
-      slots: `"restore"` reads slot variables from the checkpoint. `"initialize"` resets
-        the slot variables of the restored tables. Step counts are reset only if all
-        tables of the layer are restored.
-      rules: `"check"` requires the types, names and shapes of each table's optimizer
-        state to be the same as in the checkpoint. Hyper-parameters may change.
-        `"ignore"` restores slot variables with equal names, types and shapes, and
-        resets the rest. It restores step counts even if their names differ. A schedule
-        that replaces a constant rate thus continues from the saved step, or starts from
-        0 if the checkpoint counts no steps.
-      dense: `"restore"` reads all other leaves from the checkpoint. `"keep"` leaves
-        them unchanged.
-      dtypes: `"check"` requires tables to have the checkpoint's types. `"convert"`
-        rounds rows to the state's type, float32 or bfloat16, and restores slot
-        variables unchanged.
 
     Returns:
       The restored state. Modules are the same objects, updated.
@@ -331,14 +315,5 @@ def restore(
       >>> te.functional.unstack_tables(new["tables"], grown)["movie"].shape
       (12, 4)
     """
-    args = RestoreState(
-        state,
-        plan=plan,
-        tables=tables,
-        rename=rename,
-        slots=slots,
-        rules=rules,
-        dense=dense,
-        dtypes=dtypes,
-    )
+    args = RestoreState(state, plan=plan, tables=tables, rename=rename)
     return restore_state(directory, args)

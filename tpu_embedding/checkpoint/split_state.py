@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.records import quote
 from tpu_embedding.dynamic.directory import IdDirectory
 from tpu_embedding.functional.steps import init_slots
@@ -189,10 +190,9 @@ class SplitState:
             or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
         ):
             fix = "Pass texts and other JSON values as description=."
-            raise TypeError(
-                f"Leaves of a state must be arrays or real numbers, got {leaf!r} at "
-                f"{name!r}. {fix if name else 'Write te.save(directory, state).'}"
-            )
+            fix = fix if name else "Write te.save(directory, state)."
+            field = f"the state's leaf {name or 'without a name'}"
+            raise invalid(field, "be an array or a real number", leaf, fix, TypeError)
         self._dense_indices[name] = index
 
     def rebuilt(self, layers: Sequence[LayerState], dense: Mapping[str, Any]) -> Any:

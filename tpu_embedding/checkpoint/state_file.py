@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from etils import epath
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.records import (
     STATE_FILE,
     ArrayRecord,
@@ -177,9 +178,7 @@ def checksum_at(checksums: str, position: int) -> str:
 
 
 FORMAT_VERSION: Final = 3
-"""File format version. Version 2 has no digest. Version 1 was never released."""
-
-UNSEALED_VERSION: Final = 2
+"""File format version. Earlier ones were never released."""
 
 MAX_STATE_FILE_BYTES: Final = 2**23
 """Maximum size of the file. The parsed values take up to 24 times as much memory."""
@@ -256,23 +255,15 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     """
     path = root / STATE_FILE
     with errors_of_reading(f"The file {path}"):
-        text = read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES)
-        values = json.loads(text)
+        values = json.loads(read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES))
         version = values["format"]
-    if version not in (UNSEALED_VERSION, FORMAT_VERSION):
-        raise CheckpointError(
-            f"The checkpoint {path.parent} has format {version!r}, but this version "
-            f"reads formats {UNSEALED_VERSION} and {FORMAT_VERSION}. Restore it with "
-            "the version of tpu_embedding that wrote it."
-        )
+    if version != FORMAT_VERSION:
+        line = "Restore it with the version of tpu_embedding that wrote it."
+        rule = f"be {FORMAT_VERSION} in this version of tpu_embedding"
+        raise invalid(f"{path}: format", rule, version, line, CheckpointError)
     with errors_of_reading(f"The file {path}"):
-        # A complete save of the current format has a digest. The old format had none,
-        # so a digest of the file's text identifies the save instead.
-        if version == FORMAT_VERSION or "digest" in values:
-            if values["digest"] != (digest := _digest_of(values)):
-                raise ValueError(f"its digest is wrong; its contents give {digest}")
-        else:
-            values["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+        if values["digest"] != (digest := _digest_of(values)):
+            raise ValueError(f"its digest is wrong; its contents give {digest}")
         record = _record_of(values)
         _check_record(record)
     _check_step(root, record.step)
@@ -365,11 +356,10 @@ def _check_step(root: epath.Path, saved: str) -> None:
         return
     (prefix, there), (own_prefix, here) = saved_match.groups(), own_match.groups()
     if prefix == own_prefix and int(there) != int(here):
-        raise CheckpointError(
-            f"The checkpoint {root} is in the directory of step {int(here)}, but was "
-            f"saved as step {int(there)}. Rename {root.parent} to {saved}, or to a "
-            f"name that doesn't end with a number, such as {saved}_copy."
-        )
+        rule = f"be in the directory of step {int(there)}, which saved it"
+        line = f"Rename {root.parent} to {saved}, or to a name that doesn't end with a "
+        line += f"number, such as {saved}_copy."
+        raise invalid(f"{root}", rule, int(here), line, CheckpointError)
 
 
 def description_as_json(description: Mapping[str, Any]) -> Json:
@@ -381,8 +371,7 @@ def description_as_json(description: Mapping[str, Any]) -> Json:
     """
     text = json.dumps(dict(description))
     if len(text) > MAX_DESCRIPTION_BYTES:
-        raise ValueError(
-            f"description must have at most {MAX_DESCRIPTION_BYTES} bytes as JSON, got "
-            f"{len(text)}. Save large values in a file next to the checkpoint."
-        )
+        rule = f"have at most {MAX_DESCRIPTION_BYTES} bytes as JSON"
+        line = "Save large values in a file next to the checkpoint."
+        raise invalid("description", rule, len(text), line)
     return json.loads(text)

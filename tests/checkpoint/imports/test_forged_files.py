@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.rejections import rejects
 from tests.tiers import full_cases
 from tpu_embedding.checkpoint.imports.named_arrays import MAX_HEADER_BYTES, map_tensors
 from tpu_embedding.checkpoint.imports.opening import open_tables
@@ -26,47 +27,33 @@ ARCHIVES = {
     "beyond_64_bits": (lambda: npy((2**60, 2**60)), "cannot be read"),
     "huge": (lambda: npy((2**34, 4)), "cannot be read"),
     "no_header": (lambda: b"\x93NUMPY\x01\0", "cannot be read"),
-    "zeros": (lambda: npy((75 * 2**20,), 300 * 2**20), "at most 10 times as large"),
+    "zeros": (lambda: npy((75 * 2**20,), 300 * 2**20), "np.savez"),
 }
 
 
 @pytest.mark.parametrize("name", full_cases(ARCHIVES, "zeros"))
 def test_an_archive_that_claims_more_than_it_has(name, tmp_path):
-    content, message = ARCHIVES[name]
+    content, fix = ARCHIVES[name]
     method = zipfile.ZIP_DEFLATED if name == "zeros" else zipfile.ZIP_STORED
     with zipfile.ZipFile(tmp_path / "a.npz", "w", method, compresslevel=1) as archive:
         archive.writestr("movie.npy", content())
-    with np.load(tmp_path / "a.npz") as arrays:
-        with pytest.raises(CheckpointError, match=f"a.npz .*{message}"):
-            open_tables(arrays)
+    with np.load(tmp_path / "a.npz") as arrays, rejects(CheckpointError, fix=fix):
+        open_tables(arrays)
 
 
-HEADERS = {
-    "long": (2**63, f"at most {MAX_HEADER_BYTES} bytes, got {2**63}"),
-    "just_too_long": (MAX_HEADER_BYTES + 8, f"at most {MAX_HEADER_BYTES} bytes"),
-    "beyond_the_file": (MAX_HEADER_BYTES - 8, "cannot be read"),
-}
-
-
-@pytest.mark.parametrize(("length", "message"), HEADERS.values(), ids=HEADERS)
-def test_a_header_that_claims_more_than_the_file_has(length, message, tmp_path):
+@pytest.mark.parametrize("length", [2**63, MAX_HEADER_BYTES + 8, MAX_HEADER_BYTES - 8])
+def test_a_header_that_claims_more_than_the_file_has(length, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match=f"a.safetensors .*{message}"):
+    fix = f"at most {MAX_HEADER_BYTES} bytes" if length > MAX_HEADER_BYTES else "copy"
+    with rejects(CheckpointError, fix=fix):
         open_tables(path)
 
 
 def test_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with rejects(CheckpointError, fix="not a regular file"):
         open_tables(tmp_path / "a.safetensors")
-
-
-def test_a_dump_of_more_ranks_than_files(tmp_path):
-    name = f"movie_emb_{{}}.rank_0.world_size_{10**18}"
-    np.arange(3).tofile(tmp_path / name.format("keys"))
-    with pytest.raises(CheckpointError, match=r"emb_keys.rank_1\.world"):
-        open_tables(tmp_path)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="it lists open files")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,64 +11,68 @@ import safetensors.numpy
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
+from tests.rejections import rejects
 from tpu_embedding.checkpoint.imports.opening import open_stacked_tables, open_tables
 from tpu_embedding.checkpoint.records import CheckpointError
 
 FILES = pathlib.Path(__file__).parent / "fixtures"
 
 
-def arrays_in(directory):
-    arrays = {name: values(name, (20, 4)) for name in ("movie", "movie/m")}
+def unpacked(name, directory):
+    shutil.unpack_archive(FILES / f"{name}.zip", directory)
+    return directory
+
+
+SAVED = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
+SAVED = {name: values(name, shape) for name, shape in SAVED.items()}
+
+
+def safetensors_in(directory):
     (directory / "deep").mkdir()
-    safetensors.numpy.save_file(arrays, directory / "deep" / "some.safetensors")
-    safetensors.numpy.save_file(
-        {"user": values("user", (7, 2))}, directory / "more.safetensors"
-    )
+    for path, name in (("deep/some", "movie"), ("more", "user")):
+        arrays = {key: x for key, x in SAVED.items() if key.startswith(name)}
+        safetensors.numpy.save_file(arrays, directory / f"{path}.safetensors")
     return directory
 
 
 def npz_in(directory):
-    arrays = {"movie": (20, 4), "movie/m": (20, 4), "user": (7, 2)}
-    np.savez(directory / "a.npz", **{k: values(k, x) for k, x in arrays.items()})
+    np.savez(directory / "a.npz", **SAVED)
     return np.load(directory / "a.npz")
 
 
 def orbax_in(directory):
-    tree = {"movie": values("movie", (20, 4)), "user": values("user", (7, 2))}
-    tree["bias"] = np.float32(3)
+    tree = {name: SAVED[name] for name in ("movie", "user")} | {"bias": np.float32(3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "step" / "item", tree)
     return directory / "step"
 
 
-@pytest.mark.parametrize("write", [arrays_in, npz_in, orbax_in])
+@pytest.mark.parametrize("write", [safetensors_in, npz_in, orbax_in])
 def test_arrays_by_name(tmp_path, write):
     source = open_tables(write(tmp_path))
     assert source.tables.keys() == {"movie", "user"}
-    for name, table in source.tables.items():
-        expected = values(name, table.values.shape)
-        np.testing.assert_array_equal(np.asarray(table.values), expected)
-        np.testing.assert_array_equal(table.values.read(3, 2), expected[3:5])
-    if write is not orbax_in:
-        assert source.tables["movie"].slots.keys() == {"m"}
+    slots = [] if write is orbax_in else ["m"]
+    assert list(source.tables["movie"].slots) == slots
+    for name, array in source.arrays.items():
+        np.testing.assert_array_equal(np.asarray(array), SAVED[name])
+        np.testing.assert_array_equal(array.read(3, 2), SAVED[name][3:5])
 
 
 UNREADABLE = {
-    "nothing": (lambda path: None, "does not exist"),
-    "unknown": (lambda path: path.write_text("x"), "The format of .* is unknown"),
-    "directory": (lambda path: path.mkdir(), "The format of .* is unknown"),
-    ".npz": (lambda path: path.write_bytes(b"PK"), "arrays of np.load"),
-    ".safetensors": (lambda path: path.write_bytes(b"\1" * 9), "as a safetensors file"),
-    ".pt": (lambda path: path.touch(), "safetensors.torch.save_file"),
+    "nothing": lambda path: None,
+    "unknown": lambda path: path.write_text("x"),
+    "directory": lambda path: path.mkdir(),
+    ".npz": lambda path: path.write_bytes(b"PK"),
+    ".safetensors": lambda path: path.write_bytes(b"\1" * 9),
+    ".pt": lambda path: path.touch(),
 }
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_what_cannot_be_read(tmp_path, kind):
-    write, message = UNREADABLE[kind]
     path = tmp_path / f"file{kind if kind.startswith('.') else ''}"
-    write(path)
-    with pytest.raises(CheckpointError, match=message):
+    UNREADABLE[kind](path)
+    with rejects(CheckpointError, fix=f"{path}"):
         open_tables(path)
 
 
@@ -119,14 +124,11 @@ STACKED = {
 
 
 @pytest.mark.parametrize("file", STACKED)
-def test_stacks_of_sparse_cores(unpacked, file):
+def test_stacks_of_sparse_cores(file, tmp_path):
     num_sparse_cores, rotation, slots = STACKED[file]
+    options = {"num_sparse_cores": num_sparse_cores, "rotation": rotation}
     source = open_stacked_tables(
-        unpacked(file),
-        CONFIGS,
-        stacks=STACKS,
-        num_sparse_cores=num_sparse_cores,
-        rotation=rotation,
+        unpacked(file, tmp_path), CONFIGS, stacks=STACKS, **options
     )
     for name, shape in SHAPES.items():
         table = source.tables[name]
@@ -139,22 +141,24 @@ def test_stacks_of_sparse_cores(unpacked, file):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field", "value"),
     [
-        (
-            {"num_sparse_cores": 16},
-            "192 rows of dim 8, but its tables .* 256 of dim 8 on 16",
-        ),
-        ({"tables": CONFIGS[:1]}, r"must be in tables=, got \['a'\]"),
-        ({"stacks": {"x": ["a"]}}, "Stack 'x' must be one of"),
-        ({"stacks": {"a_b": ["a"]}}, r"but its tables \['a'\] need 128"),
+        ({"num_sparse_cores": 16}, "a_b", [192, 8]),
+        ({"tables": CONFIGS[:1]}, "stacks", "a_b"),
+        ({"stacks": {"x": ["a"]}}, "stacks", "x"),
+        ({"stacks": {"a_b": ["a"]}}, "a_b", [192, 8]),
     ],
 )
-def test_stacks_that_do_not_fit(unpacked, change, message):
-    options = {"tables": CONFIGS, "stacks": STACKS, "num_sparse_cores": 4}
-    with pytest.raises(CheckpointError, match=message):
+def test_stacks_that_do_not_fit(change, field, value, tmp_path):
+    options = {
+        "tables": CONFIGS,
+        "stacks": STACKS,
+        "num_sparse_cores": 4,
+        "rotation": 2,
+    }
+    with rejects(CheckpointError, field=field, value=value):
         open_stacked_tables(
-            unpacked("keras_rs/stacked"), rotation=2, **(options | change)
+            unpacked("keras_rs/stacked", tmp_path), **(options | change)
         )
 
 
@@ -162,10 +166,10 @@ def test_damaged_checkpoints_of_orbax(tmp_path):
     path = orbax_in(tmp_path)
     for file in (path / "item").rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with rejects(CheckpointError, fix="item"):
         open_tables(path).tables["movie"].values.check()
     (path / "item" / "_METADATA").write_text('{"tree_metadata": 3}')
-    with pytest.raises(CheckpointError, match="_METADATA cannot be read"):
+    with rejects(CheckpointError, fix="_METADATA"):
         open_tables(path)
 
 
@@ -180,67 +184,5 @@ def test_an_array_of_orbax_that_declares_huge_chunks(tmp_path):
     array |= {"filters": None, "dimension_separator": "."}
     (tmp_path / "movie").mkdir()
     (tmp_path / "movie" / ".zarray").write_text(json.dumps(array))
-    with pytest.raises(CheckpointError, match=r"'movie' .*\(1073741824, 4\)"):
-        open_tables(tmp_path)
-
-
-DIM, NUM_KEYS, NUM_RANKS = 4, 90, 3
-KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, NUM_KEYS)
-VALUES = np.random.default_rng(1).normal(size=(NUM_KEYS, DIM)).astype(np.float32)
-SLOTS = np.random.default_rng(2).random((NUM_KEYS, 2 * DIM)).astype(np.float32)
-
-
-def dump(directory, slots, item, rule):
-    """Writes the files of one table; keys go to the ranks as dynamicemb deals them."""
-    path = directory / "model.embeddings"
-    path.mkdir(parents=True)
-    files = {"emb_keys": KEYS, "emb_values": VALUES, item: slots}
-    for rank in range(NUM_RANKS):
-        for name, array in files.items():
-            file = path / f"user_{name}.rank_{rank}.world_size_{NUM_RANKS}"
-            file.write_bytes(array[KEYS % NUM_RANKS == rank].tobytes())
-    (path / "user_opt_args.json").write_text(json.dumps({"opt_type": rule}))
-    return path
-
-
-DUMPS = {
-    "adam": (SLOTS, "emb_opt_values", {"m": SLOTS[:, :DIM], "v": SLOTS[:, DIM:]}),
-    "exact_adagrad": (SLOTS[:, :DIM], "opt_values", {"accumulator": SLOTS[:, :DIM]}),
-    "exact_row_wise_adagrad": (
-        SLOTS[:, :2],
-        "opt_values",
-        {"accumulator": SLOTS[:, 0]},
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", DUMPS)
-def test_dumps_of_dynamicemb(tmp_path, rule):
-    slots, item, expected = DUMPS[rule]
-    dump(tmp_path, slots.copy(), item, rule)
-    table = open_tables(tmp_path).tables["user"]
-    order = np.argsort(KEYS % NUM_RANKS, kind="stable")
-    np.testing.assert_array_equal(table.ids, KEYS[order])
-    np.testing.assert_array_equal(table.values.read(20, 50), VALUES[order][20:70])
-    assert table.slots.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(table.slots[name], array[order])
-
-
-def cut(path):
-    file = path / "user_emb_values.rank_1.world_size_3"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-DAMAGES = [
-    (lambda p: (p / "user_emb_values.rank_2.world_size_3").unlink(), "No such file"),
-    (cut, "same number of values for each"),
-    (lambda p: (p / "user_opt_args.json").write_text("{"), "cannot be read"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_damaged_dumps(tmp_path, damage, message):
-    damage(dump(tmp_path, SLOTS, "emb_opt_values", "adam"))
-    with pytest.raises(CheckpointError, match=message):
+    with rejects(CheckpointError, fix="(1073741824, 4)"):
         open_tables(tmp_path)

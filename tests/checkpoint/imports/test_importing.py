@@ -1,6 +1,5 @@
 """Imports into models: values and slots arrive bit for bit, under any plan."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -8,7 +7,9 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
-from tests.conftest import mesh_of
+from tests.checkpoint.states import make_layer
+from tests.rejections import ANY, rejects
+from tests.tiers import quick_cases
 from tpu_embedding.checkpoint.imports.importing import import_tables
 from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
@@ -17,17 +18,6 @@ from tpu_embedding.rows.file_rows import decode_int8
 from tpu_embedding.tables import line_exchange
 
 SHAPES = {"a": (20, 4), "deep/b.c": (7, 8)}
-
-
-def make_layer(shapes=SHAPES, rule=None, num_devices=2, **options):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=rows, dim=dim, name=name, **options)
-        )
-        for name, (rows, dim) in shapes.items()
-    }
-    mesh = mesh_of(num_devices)
-    return te.TPUEmbedding(features, rule, mesh=mesh, rngs=nnx.Rngs(0))
 
 
 def arrays_of_adagrad():
@@ -39,55 +29,86 @@ def arrays_of_adagrad():
     }
 
 
-def test_values_and_slots_arrive():
-    layer = make_layer(rule=te.optimizers.adagrad(0.1))
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    arrays = arrays_of_adagrad()
-    report = import_tables(arrays, layer, optimizer)
-    assert report.slots == dict.fromkeys(SHAPES, {"accumulators": "accumulators"})
-    for name in SHAPES:
-        np.testing.assert_array_equal(layer.embedding_tables()[name], arrays[name])
-        slots = optimizer.slot_values()[name]
-        np.testing.assert_array_equal(
-            slots["accumulators"], arrays[f"{name}/accumulators"]
-        )
+def with_optimizer(layer):
+    return layer, te.Optimizer(layer, optax.sgd(0.1))
 
 
-def test_slots_of_another_rule_are_dropped():
-    layer = make_layer(rule=te.optimizers.adam(0.1))
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    source = arrays_of_adagrad()
+def by_layer(source, layer, optimizer):
     report = import_tables(source, layer, optimizer)
+    return layer.embedding_tables(), optimizer.slot_values(), report
+
+
+def by_stacks(source, layer, optimizer):
+    state = layer.tables.get_value(), optimizer.slots.get_value()[""], layer.plan
+    *new, report = te.checkpoint.import_into_stacks(source, *state)
+    tables = te.functional.unstack_tables(new[0], layer.plan)
+    return tables, te.functional.slot_values(new[1], layer.plan), report
+
+
+@pytest.mark.parametrize("import_by", [by_layer, by_stacks])
+def test_values_and_slots_arrive(import_by):
+    layer, optimizer = with_optimizer(make_layer(SHAPES, te.optimizers.adagrad(0.1)))
+    arrays = arrays_of_adagrad()
+    tables, slots, report = import_by(arrays, layer, optimizer)
+    assert report.slots == {x: {"accumulators": f"{x}/accumulators"} for x in SHAPES}
+    for name in SHAPES:
+        np.testing.assert_array_equal(tables[name], arrays[name])
+        wanted = arrays[f"{name}/accumulators"]
+        np.testing.assert_array_equal(slots[name]["accumulators"], wanted)
+
+
+def test_slots_are_never_guessed():
+    """Adam's slots have the shape of Adagrad's, and one has the name of momentum's."""
+    layer, optimizer = with_optimizer(make_layer(SHAPES, te.optimizers.adam(0.1)))
+    source = arrays_of_adagrad()
+    fix = "rename={'a/momenta': 'array of the source', 'a/velocities': 'array"
+    with rejects(ValueError, field="accumulators", fix=fix) as raised:
+        import_tables(source, layer, optimizer)
+    assert "a: float32[20, 4], accumulators float32[20, 4]" in str(raised.value)
+    momentum = {"a": source["a"], "a/momenta": source["a"]}
+    with rejects(ValueError, field="velocities", value="a/velocities"):
+        import_tables(momentum, layer, optimizer)
+    before = optimizer.slot_values()["a"]["momenta"]
+    # A caller who knows better says so.
+    rename = {f"{name}/velocities": f"{name}/accumulators" for name in SHAPES}
+    assert not import_tables(source, layer, optimizer, rename=rename).dropped
+    slots = optimizer.slot_values()["a"]
+    np.testing.assert_array_equal(slots["velocities"], source["a/accumulators"])
+    np.testing.assert_array_equal(slots["momenta"], before)
+    report = import_tables(source, layer)
     assert report.slots == {"a": {}, "deep/b.c": {}}
     assert report.dropped == ("a/accumulators", "deep/b.c/accumulators")
-    assert not optimizer.slot_values()["a"]["velocities"].any()
-    # A caller who knows better says so.
-    slots = {"velocities": "accumulators"}
-    assert not import_tables(source, layer, optimizer, slots=slots).dropped
-    np.testing.assert_array_equal(
-        optimizer.slot_values()["a"]["velocities"], source["a/accumulators"]
-    )
-    assert import_tables(source, layer).slots == {"a": {}, "deep/b.c": {}}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_narrow_tables_are_rounded_like_set_values(dtype):
-    table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    quick_cases(
+        [("f4", "bfloat16"), ("f4", "int8"), ("f2", "float32"), ("f2", "bfloat16")],
+        *("f4-int8", "f2-bfloat16"),
+    ),
+)
+def test_narrow_tables_are_rounded_like_set_values(source, dtype):
+    """FBGEMM stores float16."""
+    table = np.random.default_rng(0).normal(size=(20, 5)).astype(source)
     layer = make_layer({"a": (20, 5)}, dtype=dtype)
     import_tables({"a": table}, layer)
     imported = layer.embedding_tables()["a"]
-    layer.set_embedding_tables({"a": table})
+    layer.set_embedding_tables({"a": np.float32(table)})
     np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float16_rows_become_those_of_the_table(dtype):
-    """As FBGEMM stores FP16 tables."""
-    table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float16)
-    layer = make_layer({"a": (20, 5)}, dtype=dtype)
-    import_tables({"a": table}, layer)
-    wanted = table.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
-    np.testing.assert_array_equal(layer.embedding_tables()["a"], wanted)
+def test_arrays_of_a_checkpoint(tmp_path):
+    """They are arrays of orbax, which a model of another dtype and rule takes."""
+    saved = with_optimizer(make_layer(SHAPES, te.optimizers.adagrad(0.1)))
+    import_tables(arrays_of_adagrad(), *saved)
+    te.save(tmp_path / "a", saved)
+    rule = te.optimizers.adam(0.1)
+    layer, optimizer = with_optimizer(make_layer({"x": (20, 4)}, rule))
+    rename = {"x": "tables/a/values", "x/velocities": "tables/a/slots/accumulators"}
+    import_tables(tmp_path / "a", layer, optimizer, rename=rename)
+    source, slots = arrays_of_adagrad(), optimizer.slot_values()["x"]
+    np.testing.assert_array_equal(layer.embedding_tables()["x"], source["a"])
+    np.testing.assert_array_equal(slots["velocities"], source["a/accumulators"])
 
 
 def test_exported_int8_rows_come_back(tmp_path):
@@ -108,40 +129,39 @@ def damaged():
 
 READ = SourceTable(values=RowArray((20, 4), np.dtype("f4"), lambda *_: None, damaged))
 WHOLE = {"a": np.zeros((20, 4)), "b": np.zeros((7, 4)), "a/accumulators": np.ones(20)}
-SLOT = {"slots": {"accumulators": "accumulators"}}
 REFUSED = {
-    "dim": (
-        {"a": np.zeros((20, 5))},
-        {},
-        "table 'a': .*20 rows of dim 5, .*20 .*dim 4",
-    ),
-    "rows": ({"b": np.zeros((9, 4))}, {}, "table 'b': .*9 rows of dim 4, .*7 of"),
-    "axes": ({"a": np.zeros(20)}, {}, r"must be \[rows, dim\], got \(20,\)"),
-    "integers": ({"a": np.zeros((20, 4), int)}, {}, "must be floating"),
-    "names": ({"x": np.zeros((20, 4))}, {}, r"model, \['a', 'b'\].*rename="),
-    "tables": (WHOLE, {"tables": ["c"]}, "tables names 'c'"),
-    "rename": (WHOLE, {"rename": {"a": "x"}}, "table 'x'"),
-    "slots": (WHOLE, SLOT | {"tables": ["a"]}, r"'accumulators': 'float64\[20\]'"),
-    "slot": (WHOLE, {"slots": {"m": "v"}}, "must map a slot of the table"),
-    "ids": (WHOLE, {"ids": {"a": np.arange(20)}}, "a static table takes none"),
-    "damage": (TableSource(origin="x", tables={"a": READ}), {}, "file is damaged"),
+    "dim": ({"a": np.zeros((20, 5))}, {}, "shape", [20, 5]),
+    "rows": ({"b": np.zeros((9, 4))}, {}, "shape", [9, 4]),
+    "axes": ({"a": np.zeros(20)}, {}, "shape", [20]),
+    "integers": ({"a": np.zeros((20, 4), int)}, {}, "dtype", "int64"),
+    "names": ({"x": np.zeros((20, 4))}, {}, "source", ["x"]),
+    "tables": (WHOLE, {"tables": ["c"]}, "tables", "c"),
+    "rename": (WHOLE, {"rename": {"a": "x"}}, "rename", "x"),
+    "slot shape": (WHOLE, {}, "accumulators", "a/accumulators"),
+    "slot": (WHOLE, {"rename": {"a/m": "a/accumulators"}}, "rename", "a/m"),
+    "array": (WHOLE, {"rename": {"a/accumulators": "v"}}, "accumulators", "v"),
+    "ids": (WHOLE, {"ids": {"b": np.arange(7)}, "tables": ["b"]}, "ids", np.arange(7)),
+    "damage": (TableSource(origin="x", tables={"a": READ}), {}, None, ANY),
 }
 
 
 @pytest.fixture(scope="module")
 def whole_model():
-    rule = te.optimizers.adagrad(0.1)
-    layer = make_layer({"a": (20, 4), "b": (7, 4)}, rule)
-    return layer, te.Optimizer(layer, optax.sgd(0.1))
+    layer = make_layer({"a": (20, 4), "b": (7, 4)}, te.optimizers.adagrad(0.1))
+    return with_optimizer(layer)
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "message"), REFUSED.values(), ids=REFUSED
+    ("source", "options", "field", "value"), REFUSED.values(), ids=REFUSED
 )
-def test_mismatches_leave_the_model(whole_model, source, options, message):
+def test_mismatches_leave_the_model(whole_model, source, options, field, value):
     layer, optimizer = whole_model
     before = layer.embedding_tables()
-    with pytest.raises(ValueError, match=message):
+    with (
+        pytest.raises(ValueError)
+        if field is None
+        else rejects(field=field, value=value)
+    ):
         import_tables(source, layer, optimizer, **options)
     for name, table in layer.embedding_tables().items():
         np.testing.assert_array_equal(table, before[name])
@@ -167,7 +187,7 @@ def test_numbers_that_are_not_finite_are_counted():
     layer, source = make_layer({"a": (20, 4)}), {"a": np.ones((20, 4), np.float32)}
     source["a"] = source["a"].astype(np.float64)
     source["a"][[3, 9], 1] = np.nan, 1e39  # beyond the range of float32
-    with pytest.warns(UserWarning, match="'a' hold 2, the first in row 3"):
+    with pytest.warns(UserWarning, match="hold 2, the first in row 3"):
         import_tables(source, layer)
 
 
@@ -189,16 +209,8 @@ def test_names_and_layers():
 
 
 def dynamic(num_devices=1, capacity=320):
-    table = te.TableConfig(
-        vocabulary_size=te.Dynamic(capacity=capacity), dim=4, name="user"
-    )
-    layer = te.TPUEmbedding(
-        {"user": te.FeatureConfig(table=table)},
-        te.optimizers.adagrad(0.1),
-        mesh=mesh_of(num_devices),
-        rngs=nnx.Rngs(0),
-    )
-    return layer, te.Optimizer(layer, optax.sgd(0.1))
+    shapes = {"user": (te.Dynamic(capacity=capacity), 4)}
+    return with_optimizer(make_layer(shapes, te.optimizers.adagrad(0.1), num_devices))
 
 
 IDS = np.random.default_rng(1).integers(-(2**63), 2**63, 100)
@@ -209,8 +221,10 @@ def looked_up(layer, ids):
     return np.asarray(layer(layer.prepare({"user": ids}))["user"])
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(8, marks=pytest.mark.full)])
-@pytest.mark.parametrize("with_slots", [True, False])
+@pytest.mark.parametrize(
+    ("num_devices", "with_slots"),
+    quick_cases([(1, True), (1, False), (8, True)], "1-False"),
+)
 def test_rows_lie_with_their_ids(num_devices, with_slots):
     layer, optimizer = dynamic(num_devices)
     old = layer.prepare({"user": np.array([5])})
@@ -229,44 +243,27 @@ def test_rows_lie_with_their_ids(num_devices, with_slots):
     np.testing.assert_array_equal(looked_up(layer, IDS), ROWS)
 
 
-def test_ids_without_a_place():
+BAD_IDS = {
+    "none": None,
+    "too few": IDS[:99],
+    "no id": np.r_[-1, IDS[1:]],
+    "twice": np.r_[IDS[1], IDS[1:]],
+    "float": IDS.astype(np.float64),
+    "no place": IDS,
+}
+
+
+def test_ids_that_do_not_fit():
+    """A bucket has 64 places."""
     layer, optimizer = dynamic(capacity=64)
-    names = np.array([f"user {i}" for i in range(100)])
-    with pytest.raises(CheckpointError, match="36 ids of table 'user' don't fit"):
-        import_tables({"user": ROWS}, layer, optimizer, ids={"user": names})
-    source = {"user": ROWS[:64]}
-    import_tables(source, layer, optimizer, ids={"user": names[:64]})
-    found = looked_up(layer, te.inputs.fingerprint_ids(names[:64]))
-    np.testing.assert_array_equal(found, ROWS[:64])
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (None, "te.Dynamic table needs ids"),
-        (IDS[:99], r"100 rows, got shape \(99,\)"),
-        (np.r_[-1, IDS[1:]], "distinct and not 2"),
-        (np.r_[IDS[1], IDS[1:]], "distinct and not 2"),
-        (IDS.astype(np.float64), "one integer or string .* dtype float64"),
-    ],
-)
-def test_ids_that_do_not_fit(ids, message):
-    layer, optimizer = dynamic()
-    given = {} if ids is None else {"user": ids}
-    with pytest.raises(CheckpointError, match=message):
-        import_tables({"user": ROWS}, layer, optimizer, ids=given)
-
-
-def test_stacks_without_a_layer():
-    layer, optimizer = dynamic(2)
-    tables, slots, report = te.checkpoint.import_into_stacks(
-        {"user": ROWS},
-        layer.tables.get_value(),
-        optimizer.slots.get_value()[""],
-        layer.plan,
-        ids={"user": IDS},
-    )
-    assert report.tables == {"user": "user"}
-    words = te.functional.Ids64.of_array(IDS)
-    looked = te.functional.lookup(tables, {"user": words}, layer.plan)
-    np.testing.assert_array_equal(looked.activations["user"], ROWS)
+    for name, ids in BAD_IDS.items():
+        given = {} if ids is None else {"user": ids}
+        value = 36 if name == "no place" else ANY
+        with rejects(CheckpointError, field="ids", value=value):
+            import_tables({"user": ROWS}, layer, optimizer, ids=given)
+    names = np.array([f"user {i}" for i in range(64)])
+    import_tables({"user": ROWS[:64]}, layer, optimizer, ids={"user": names})
+    found = te.functional.dynamic_rows(layer.tables.get_value(), layer.plan)["user"]
+    order = np.argsort(te.inputs.fingerprint_ids(names))
+    rows = layer.embedding_tables()["user"][found.rows]
+    np.testing.assert_array_equal(rows, ROWS[:64][order])

@@ -6,7 +6,7 @@
 
 Formats:
 
-    named_arrays   dicts of arrays, safetensors, and TorchRec's and dynamicemb's files
+    named_arrays   dicts of arrays, safetensors, and TorchRec's state dicts
     tensorflow     TensorFlow checkpoints
     orbax          arrays of Orbax checkpoints, by path
 """

@@ -1,30 +1,25 @@
 """Imports a source's tables into a model, block by block.
 
-Tables are matched by name. Names, shapes, types and checksums are checked before the
-model changes, and an error lists all mismatches. The report says what was imported,
-dropped and kept.
+Tables and slot variables are matched by name, or as `rename` says. A slot variable with
+a different name may mean something else, so it is never matched by its shape. Names,
+shapes, types and checksums are checked before the model changes, and an error lists all
+mismatches. The report says what was imported, dropped and kept.
 """
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.checkpoint.imports.opening import open_tables
-from tpu_embedding.checkpoint.imports.source import (
-    RowArray,
-    SourceTable,
-    TableSource,
-    array_of,
-)
-from tpu_embedding.checkpoint.records import CheckpointError
-from tpu_embedding.checkpoint.saved_leaves import slots_of, write_table_rows
+from tpu_embedding.checkpoint.imports.source import RowArray, TableSource, array_of
+from tpu_embedding.checkpoint.records import CheckpointError, TableRecord
+from tpu_embedding.checkpoint.saved_leaves import table_records, write_table_rows
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
-from tpu_embedding.config import TableConfig
 from tpu_embedding.dynamic.directory import directory_name, dynamic_tables
 from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.dynamic.ids_on_host import PlacedIds, place_ids, with_placed_ids
@@ -53,9 +48,9 @@ class ImportReport:
       origin: format and path of the source.
       tables: name of each imported table to its name in the source.
       slots: name of each imported table to a dict of its imported slots, from slot name
-        in the model to slot name in the source.
-      dropped: slots of the imported tables that were not imported, as `"table/slot"`.
-        Either the optimizer's rule has different slots, or no optimizer was passed.
+        in the model to the name of its array in the source.
+      dropped: arrays of the source with slots of the imported tables that were not
+        imported, because no optimizer was passed or `rename` left them out.
       kept: tables of the model that kept their values, because the source lacks them or
         `tables` left them out.
       unused: tables of the source that were not imported.
@@ -80,7 +75,7 @@ class ImportReport:
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
         for table, name in self.tables.items():
-            slots = [f"{own} of {other}" for own, other in self.slots[table].items()]
+            slots = [f"{own} of {array}" for own, array in self.slots[table].items()]
             lines.append(f"  {table} of {name}: {', '.join(['values', *slots])}")
         for heading, names in (
             ("Dropped slot variables:", self.dropped),
@@ -92,69 +87,26 @@ class ImportReport:
         return "\n".join(lines)
 
 
-ImportedSlots = Literal["same_rule"] | Mapping[str, str]
-"""Slots to import: `"same_rule"`, or slot name in the model to name in the source."""
-
-_SAME_SLOTS: Final[Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
-    ("accumulators",): (("accumulator",), ("momentum1",), ("0",)),
-    ("accumulators", "linears"): (("accumulator", "linear"), ("0", "1")),
-    ("accumulators", "momenta"): (("accumulator", "momentum"), ("0", "1")),
-    ("momenta", "velocities"): (
-        ("momentum", "velocity"),
-        ("momentum1", "momentum2"),
-        ("m", "v"),
-        ("0", "1"),
-    ),
-}
-"""Slot names of this library's rules to their names in other libraries. Numbers are
-positions in slots that were saved as a plain tuple."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetTable:
-    """A table of the model that may be imported.
-
-    Attributes:
-      name: name of the table, as in `import_tables`.
-      config: config of the table.
-      slots: row shape and type of each slot variable by name. Empty without an
-        optimizer.
-    """
-
-    name: str
-    config: TableConfig
-    slots: Mapping[str, jax.ShapeDtypeStruct]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatchedTable:
     """A table to import.
 
     Attributes:
       source_name: name of the table in the source.
-      source: the table of the source.
-      slot_names: slot variables to import: name in the model to name in the source.
+      values: values of the table.
+      slot_names: slot variables to import: name in the model to name of the array in
+        the source.
+      slots: arrays of these slot variables, by name in the model.
       ids: uint64 ids of a dynamic table's rows. None for a static table.
       placed: places of these ids in the model, once they are known.
     """
 
     source_name: str
-    source: SourceTable
+    values: RowArray
     slot_names: Mapping[str, str]
+    slots: Mapping[str, RowArray]
     ids: np.ndarray | None
     placed: PlacedIds | None = None
-
-    @property
-    def slots(self) -> dict[str, RowArray]:
-        """Slot variables to import, by their names in the model."""
-        return {own: self.source.slots[k] for own, k in self.slot_names.items()}
-
-    @property
-    def dropped(self) -> list[str]:
-        """Slot variables of the source that are not imported, as `"table/slot"`."""
-        used = self.slot_names.values()
-        slots = [slot for slot in self.source.slots if slot not in used]
-        return [f"{self.source_name}/{slot}" for slot in slots]
 
 
 @moves_arrays
@@ -165,7 +117,6 @@ def import_tables(
     *,
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Imports a model's tables and slot variables from another library's files.
@@ -183,14 +134,14 @@ def import_tables(
       tables: names of the model's tables to import. Defaults to every table that the
         source has. If the model has several layers, the layer's path precedes the name:
         `"user/movie"`.
-      rename: name of a table in the model to its name in the source, where they differ.
-      slots: `"same_rule"` imports a table's slot variables if the source has exactly
-        the same slots as the optimizer's rule, under the names of any known library. A
-        mapping from slot names in the model to names in the source imports only the
-        slots that it lists.
-      ids: name of a dynamic table in the model to the ids `[rows]` of the source's
-        rows, as 64-bit integers or strings. Needed unless the source has ids. The new
-        ids replace all ids of the table and count as just used.
+      rename: name in the model to name in the source, where they differ. Tables are
+        named `"movie"`, slot variables `"movie/accumulators"`, and `print(source)`
+        shows the source's names. If this names slot variables of a table, only these
+        are imported. Otherwise the source must have exactly the slot variables of the
+        optimizer's rule, or none.
+      ids: name of each dynamic table in the model to the ids `[rows]` of the source's
+        rows, as 64-bit integers or strings. The new ids replace all ids of the table
+        and count as just used.
 
     Returns:
       What was imported, dropped and kept.
@@ -215,14 +166,12 @@ def import_tables(
     """
     layers = set(embedding_layers(model))
     if optimizer is not None and set(optimizer.slots.get_value()) != layers:
-        raise ValueError(
-            "import_tables needs the optimizer that was made for the model, got a "
-            f"model with layers {sorted(layers)} and an optimizer with layers "
-            f"{sorted(optimizer.slots.get_value())}."
-        )
+        rule = f"have the model's layers {sorted(layers)}"
+        found = sorted(optimizer.slots.get_value())
+        raise invalid("import_tables: the optimizer's layers", rule, found)
     state = SplitState((model,) if optimizer is None else (model, optimizer))
-    options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    imports, report = _match(source, state.layers, **options, ids=ids or {})
+    options = {"tables": tables, "rename": rename or {}, "ids": ids or {}}
+    imports, report = _match(source, state.layers, **options)
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
         for layer, tables_of_layer in zip(state.layers, imports, strict=True):
@@ -242,7 +191,6 @@ def import_into_stacks(
     *,
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    slots: ImportedSlots = "same_rule",
     ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
     """Imports tables and slot variables into the stacks of the functional API.
@@ -255,7 +203,6 @@ def import_into_stacks(
       plan: plan of the stacks.
       tables: see `import_tables`.
       rename: see `import_tables`.
-      slots: see `import_tables`.
       ids: see `import_tables`.
 
     Returns:
@@ -277,8 +224,8 @@ def import_into_stacks(
       1.0
     """
     layer = LayerState(path="", plan=plan, tables=stacks, slots=states)
-    options = {"tables": tables, "rename": rename or {}, "slots": slots}
-    (imports,), report = _match(source, [layer], **options, ids=ids or {})
+    options = {"tables": tables, "rename": rename or {}, "ids": ids or {}}
+    (imports,), report = _match(source, [layer], **options)
     new = _import_into_layer(layer, imports)
     return dict(new.tables), dict(new.slots or {}), report
 
@@ -292,34 +239,33 @@ def _match(
       CheckpointError: if the tables do not fit or the source is damaged.
     """
     source = source if isinstance(source, TableSource) else open_tables(source)
-    targets = []
-    for layer in layers:
-        for stack in layer.plan.stacks:
-            slots = {k: file_row(rows) for k, rows in _slot_rows(layer, stack).items()}
-            targets += [
-                TargetTable(name=layer.name_of(x.name), config=x.config, slots=slots)
-                for x in stack.tables
-            ]
+    targets = {
+        layer.name_of(table): record
+        for layer in layers
+        for table, record in table_records(layer).items()
+    }
     matched = match_tables(source, targets, **options)
     for table in matched.values():
-        for array in (table.source.values, *table.slots.values()):
+        for array in (table.values, *table.slots.values()):
             array.check()
     imports = [_place_ids(layer, matched) for layer in layers]
     source_names = {name: table.source_name for name, table in matched.items()}
+    slot_names = {name: table.slot_names for name, table in matched.items()}
+    used = {name for slots in slot_names.values() for name in slots.values()}
+    slots_of_tables = {
+        f"{name}/{slot}"
+        for name in source_names.values()
+        for slot in (source.tables[name].slots if name in source.tables else ())
+    }
     report = ImportReport(
         origin=source.origin,
         tables=source_names,
-        slots={name: table.slot_names for name, table in matched.items()},
-        dropped=tuple(slot for table in matched.values() for slot in table.dropped),
-        kept=tuple(sorted({target.name for target in targets} - set(matched))),
-        unused=tuple(sorted(set(source.tables) - set(source_names.values()))),
+        slots=slot_names,
+        dropped=tuple(sorted(slots_of_tables - used)),
+        kept=tuple(sorted(targets.keys() - matched.keys())),
+        unused=tuple(sorted(set(source.tables) - {*source_names.values(), *used})),
     )
     return imports, report
-
-
-def _slot_rows(layer: LayerState, stack: StackPlan) -> dict[str, PackedRows]:
-    slots = slots_of(layer, stack)
-    return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
 def _place_ids(
@@ -336,11 +282,10 @@ def _place_ids(
             if match.ids is not None:
                 placed = place_ids(match.ids, members[table.name])
                 if placed.num_left_out:
-                    raise CheckpointError(
-                        f"{placed.num_left_out} ids of table {name!r} don't fit, "
-                        "because the 64 places of their buckets are full. Set the "
-                        "capacity of te.Dynamic to at least 1.35 times the ids."
-                    )
+                    text = f"{placed.num_left_out} ids of table {name!r} don't fit, "
+                    text += "because the 64 places of their buckets are full. Set the "
+                    text += "capacity of te.Dynamic to at least 1.35 times the ids."
+                    raise about(CheckpointError(text), "ids", placed.num_left_out)
                 match = dataclasses.replace(match, placed=placed)
             imports[table.name] = match
     return imports
@@ -355,7 +300,7 @@ def _import_into_layer(
     not_finite = NotFinite()
     for stack in plan.stacks:
         matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
-        rows = {name: match.source.values for name, match in matches.items()}
+        rows = {name: match.values for name, match in matches.items()}
         packed = tables[stack.name]
         tables[stack.name] = _write(packed, rows, stack, plan, placed, not_finite)
         if own_placed := {name: placed[name] for name in matches if name in placed}:
@@ -434,11 +379,10 @@ def _write(
 
 def match_tables(
     source: TableSource,
-    targets: Sequence[TargetTable],
+    targets: Mapping[str, TableRecord],
     *,
     tables: Collection[str] | None,
     rename: Mapping[str, str],
-    slots: ImportedSlots,
     ids: Mapping[str, Any],
 ) -> dict[str, MatchedTable]:
     """Returns the tables to import, by their names in the model.
@@ -446,107 +390,114 @@ def match_tables(
     The options are explained in `import_tables`.
 
     Raises:
-      CheckpointError: if tables do not fit. The message lists each mismatch with a
-        fix.
+      CheckpointError: if tables do not fit. The message lists each mismatch with a fix,
+        and the source's arrays.
     """
-    own = [target.name for target in targets]
-    names = _names(source, own, tables, rename, ids)
+    arrays = source.arrays
+    own = [*targets]
+    slots = [f"{k}/{slot}" for k, target in targets.items() for slot in target.slots]
+    given = {"tables": tables or (), "rename": rename, "ids": ids}
+    problems: list[ValueError] = [
+        invalid(argument, f"name {own} of the model, or of {slots}", name)
+        for argument, named in given.items()
+        for name in named
+        if name not in own and (argument != "rename" or name not in slots)
+    ]
     matched: dict[str, MatchedTable] = {}
-    problems: list[str] = []
-    for target in targets:
-        if (other := names.get(target.name)) is None:
+    for table, target in targets.items():
+        name = rename.get(table, table)
+        is_wanted = name in arrays or table in rename
+        if not (is_wanted if tables is None else table in tables):
             continue
-        table = source.tables[other]
         try:
-            slot_names = _slot_names(target, table, slots)
-            _check_rows(target, table.values)
-            ids_of_rows = _ids(target, table, ids.get(target.name))
+            if name not in arrays:
+                line = f"Write rename={{{table!r}: 'array of the source'}}."
+                field = f"table {table!r}: rename"
+                raise invalid(field, "name an array", name, line, CheckpointError)
+            values = arrays[name]
+            _check_values(table, target, values)
+            slot_names = _slot_names(table, target, name, source, rename)
+            matched[table] = MatchedTable(
+                source_name=name,
+                values=values,
+                slot_names=slot_names,
+                slots={slot: arrays[array] for slot, array in slot_names.items()},
+                ids=_ids(table, target, values, ids.get(table)),
+            )
         except CheckpointError as error:
-            renamed = "" if other == target.name else f" from {other!r}"
-            problems.append(f"table {target.name!r}{renamed}: {error}")
-            continue
-        matched[target.name] = MatchedTable(
-            source_name=other, source=table, slot_names=slot_names, ids=ids_of_rows
-        )
+            problems.append(error)
+    if not problems and not matched:
+        line = "Write rename={'table of the model': 'array of the source'}."
+        problems = [invalid("source", f"include {own}", [*arrays], line)]
     if problems:
-        raise CheckpointError(
-            f"These tables of {source.origin} do not fit the model:\n  "
-            + "\n  ".join(problems)
-        )
+        lines = "\n  ".join(map(str, problems))
+        text = f"The tables do not fit the model:\n  {lines}\nThe source is {source}"
+        first: Any = problems[0]
+        raise about(CheckpointError(text), first.field, first.value)
     return matched
 
 
-def _names(
+def _check_values(table: str, target: TableRecord, values: RowArray) -> None:
+    shape = [*values.shape]
+    wanted = [target.vocabulary_size, target.dim]
+    if target.dynamic is not None:
+        wanted = [*shape[:1], target.dim]
+    if values.holds_int8_rows(target.dim):
+        shape[-1] = target.dim
+    elif not values.is_floating:
+        field, dtype = f"table {table!r}: dtype", values.dtype.name
+        raise invalid(field, "be floating", dtype, "Convert it.", CheckpointError)
+    if shape != wanted:
+        line = "Set TableConfig.vocabulary_size and dim, or import other rows."
+        field = f"table {table!r}: shape"
+        raise invalid(field, f"be {wanted}", shape, line, CheckpointError)
+
+
+def _slot_names(
+    table: str,
+    target: TableRecord,
+    name: str,
     source: TableSource,
-    own: Sequence[str],
-    tables: Collection[str] | None,
     rename: Mapping[str, str],
-    ids: Collection[str],
 ) -> dict[str, str]:
-    """Returns the tables to import: name in the model to name in the source."""
-    wanted = own if tables is None else tables
-    given = {"tables": wanted, "rename": rename, "ids": ids}
-    problems = [
-        f"{argument} names {name!r}, but the model has the tables {sorted(own)}."
-        for argument, named in given.items()
-        for name in named
-        if name not in own
-    ]
-    names = {name: rename.get(name, name) for name in own if name in wanted}
-    if tables is None:
-        names = {
-            name: other
-            for name, other in names.items()
-            if name in rename or other in source.tables
-        }
-    problems += [
-        f"table {name!r}: the source has no table {other!r}. Pass its name there as "
-        f"rename={{{name!r}: ...}}, or leave the table out of tables=."
-        for name, other in names.items()
-        if other not in source.tables
-    ]
-    if not problems and not names:
-        problems = [
-            f"no table of the model, {sorted(own)}, is in the source; pass "
-            "rename={name in the model: name in the source}."
-        ]
-    if problems:
-        raise CheckpointError(
-            f"Table names do not match {source.origin}, which has the tables "
-            f"{sorted(source.tables)}:\n  " + "\n  ".join(problems)
-        )
+    """Returns the slots to import: name in the model to array of the source.
+
+    Slots of the same names count as the same only if both sides have all of them:
+    momentum and Adam both have `momenta`, which they use differently.
+    """
+    slots = {key: slot for key, slot in target.slots.items() if slot.has_rows}
+    names = {x: rename[f"{table}/{x}"] for x in slots if f"{table}/{x}" in rename}
+    theirs = source.tables[name].slots if name in source.tables else {}
+    if slots and theirs and not names:
+        names = {x: f"{name}/{x}" for x in sorted({*slots, *theirs})}
+    arrays, rows = source.arrays, source.arrays[name].shape[:1]
+    shapes = {f"{table}/{k}": [*rows, *x.shape[1:]] for k, x in slots.items()}
+    for slot, array_name in names.items():
+        array, wanted = arrays.get(array_name), slots.get(slot)
+        if wanted is not None and array is not None:
+            fits = array.is_floating
+            if not jnp.issubdtype(jnp.dtype(wanted.dtype), jnp.floating):
+                fits = np.can_cast(array.dtype, wanted.dtype)
+            if fits and array.shape == (*rows, *wanted.shape[1:]):
+                continue
+        rule = f"be an array of the source and one of the model's {shapes}"
+        line = "If arrays of the source have the same meaning, write "
+        line += f"rename={dict.fromkeys(shapes, 'array of the source')}. "
+        line += "To import the values alone, pass no optimizer."
+        field = f"table {table!r}: slot {slot}"
+        raise invalid(field, rule, array_name, line, CheckpointError)
     return names
 
 
-def _check_rows(target: TargetTable, values: RowArray) -> None:
-    if len(values.shape) != 2:
-        raise CheckpointError(f"the shape must be [rows, dim], got {values.shape}.")
-    num_rows, dim = values.shape
-    if values.holds_int8_rows(target.config.dim):
-        dim = target.config.dim
-    elif not values.is_floating:
-        raise CheckpointError(
-            f"the dtype must be floating, got {values.dtype}. Convert it first."
-        )
-    ids_are_rows = target.config.vocabulary.ids_are_rows
-    size = target.config.max_rows if ids_are_rows else num_rows
-    if (num_rows, dim) != (size, target.config.dim):
-        raise CheckpointError(
-            f"the source has {num_rows} rows of dim {dim}, the model {size} of dim "
-            f"{target.config.dim}; set TableConfig.vocabulary_size and dim, import "
-            "other rows, or leave the table out of tables=."
-        )
-
-
-def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | None:
+def _ids(
+    table: str, target: TableRecord, values: RowArray, given: Any
+) -> np.ndarray | None:
     """Returns a dynamic table's ids as uint64, or None for a static table."""
-    given = table.ids if given is None else given
-    if (given is None) != target.config.vocabulary.ids_are_rows:
-        raise CheckpointError(
-            "a te.Dynamic table needs ids, and a static table takes none. Pass "
-            f"ids={{{target.name!r}: array}}, or set TableConfig.vocabulary_size to "
-            "te.Dynamic(capacity=...)."
-        )
+    field = f"table {table!r}: ids"
+    if (given is None) != (target.dynamic is None):
+        rule = "be one per row of a te.Dynamic table, and None for others"
+        line = f"Pass ids={{{table!r}: array}} or set TableConfig.vocabulary_size."
+        raise invalid(field, rule, given, line, CheckpointError)
     if given is None:
         return None
     array = given.to_numpy() if isinstance(given, Ids64) else np.asarray(given)
@@ -555,50 +506,10 @@ def _ids(target: TargetTable, table: SourceTable, given: Any) -> np.ndarray | No
     if array.dtype != np.uint64 and np.issubdtype(array.dtype, np.integer):
         # Negative ids keep their bits.
         array = array.astype(np.int64).view(np.uint64)
-    if array.shape != table.values.shape[:1] or array.dtype != np.uint64:
-        raise CheckpointError(
-            "ids must have one integer or string for each of the source's "
-            f"{table.values.shape[0]} rows, got shape {array.shape} and dtype "
-            f"{array.dtype}."
-        )
+    if array.shape != values.shape[:1] or array.dtype != np.uint64:
+        rule = f"have one integer or string for each of {values.shape[0]} rows"
+        raise invalid(field, rule, array, "", CheckpointError)
     if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
-        raise CheckpointError(
-            "ids must be distinct and not 2**64 - 1 (-1 if signed), which means 'no "
-            "id'. Keep one row per id."
-        )
+        rule = "be distinct and not 2**64 - 1 (-1 if signed), which means 'no id'"
+        raise invalid(field, rule, array, "Keep one row per id.", CheckpointError)
     return array
-
-
-def _slot_names(
-    target: TargetTable, table: SourceTable, slots: ImportedSlots
-) -> dict[str, str]:
-    """Returns the slots to import: name in the model to name in the source."""
-    if slots == "same_rule":
-        own = tuple(sorted(target.slots))
-        for theirs in (own, *_SAME_SLOTS.get(own, ())):
-            names = dict(zip(own, theirs, strict=True))
-            fits = (_slot_fits(target, table, k, x) for k, x in names.items())
-            if set(theirs) == set(table.slots) and all(fits):
-                return names
-        return {}
-    names = dict(slots)
-    for own, theirs in names.items():
-        if not _slot_fits(target, table, own, theirs):
-            shapes = [f"{k} {list(slot.shape)}" for k, slot in target.slots.items()]
-            known = f"{', '.join(shapes)} per row" if shapes else "no slot variables"
-            raise CheckpointError(
-                f"slots={{{own!r}: {theirs!r}}} must map a slot of the table to a slot "
-                f"of the same shape. The table has {known}, and the source has "
-                f"{ ({k: str(x) for k, x in table.slots.items()}) }."
-            )
-    return names
-
-
-def _slot_fits(target: TargetTable, table: SourceTable, own: str, theirs: str) -> bool:
-    slot, array = target.slots.get(own), table.slots.get(theirs)
-    if slot is None or array is None:
-        return False
-    fits = np.can_cast(array.dtype, slot.dtype)
-    if jnp.issubdtype(slot.dtype, jnp.floating):
-        fits = array.is_floating
-    return fits and array.shape == (table.values.shape[0], *slot.shape)

@@ -6,14 +6,6 @@ safetensors library checks their headers.
 TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
 for sequences. Whatever its rule, a fused optimizer names its slot variables
 `...NAME.momentum1` and `...NAME.momentum2`, or `...NAME.weight.momentum_1`.
-
-dynamicemb dumps the keys and values of dynamic tables. Each rank of a job writes its
-own binary files without headers: keys (int64), values (float32) and optionally slot
-variables (float32), all in the same order. A JSON file names the optimizer. Scores are
-not read, so all ids count as just used. The host holds each of these tables whole. The
-format is defined in github.com/NVIDIA/recsys-examples at 43465ae,
-`corelib/dynamicemb/dynamicemb/batched_dynamicemb_tables.py`, `key_value_table.py` and
-`optimizer.py`. Older versions, such as 0c45b80, name the slot variables `_opt_values`.
 """
 
 import json
@@ -34,7 +26,6 @@ from tpu_embedding.checkpoint.imports.source import (
     SourceTable,
     TableSource,
     array_of,
-    by_shortest_names,
     max_bytes_of_files,
 )
 from tpu_embedding.checkpoint.records import CheckpointError
@@ -224,25 +215,24 @@ _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weig
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
 
-def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
-    """Returns True if any name has the form of a table in TorchRec's collections."""
-    return any(_WEIGHT.fullmatch(name) for name in arrays)
-
-
-def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns the tables of a TorchRec state dict.
+def tables_of_state_dict(
+    arrays: Mapping[str, RowArray], origin: str
+) -> TableSource | None:
+    """Returns the tables of a TorchRec state dict, or None for other arrays.
 
     A table whose name occurs in several collections is named by its tensor's full name.
     Tensors that aren't tables, such as dense weights, are left out.
     """
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
+    if not matches:
+        return None
     names = list(matches.values())
     tables = {}
     for key, name in matches.items():
         slots = _slots_of_state_dict(arrays, key, name)
         table = SourceTable(values=arrays[key], slots=slots)
         tables[key if names.count(name) > 1 else name] = table
-    return TableSource(origin=origin, tables=tables)
+    return TableSource(origin=f"TorchRec state dict {origin}", tables=tables)
 
 
 def _slots_of_state_dict(
@@ -264,78 +254,3 @@ def _slots_of_state_dict(
             is_column = array.shape[1:] == (1,) and arrays[key].shape[1:] != (1,)
             slots[slot] = array.squeezed() if is_column else array
     return slots
-
-
-_FIRST_KEYS: Final = re.compile(r"(.+)_emb_keys\.rank_0\.world_size_(\d+)")
-
-
-def tables_of_dump(directory: pathlib.Path) -> TableSource | None:
-    """Opens the tables of a dynamicemb dump. Returns None if the directory has none.
-
-    If a name occurs in several collections, the names of its directories precede it.
-
-    Raises:
-      CheckpointError: if a file's size doesn't fit the number of keys, or the file that
-        names the optimizer is invalid.
-      OSError: if a rank's file is missing.
-    """
-    tables: dict[tuple[str, ...], SourceTable] = {}
-    for file in sorted(directory.rglob("*_emb_keys.rank_0.*")):
-        if match := _FIRST_KEYS.fullmatch(file.name):
-            path = file.with_name(match[1])
-            table = _table_of_dump(path, int(match[2]))
-            tables[path.relative_to(directory).parts] = table
-    if not tables:
-        return None
-    return TableSource(
-        origin=f"dynamicemb dump {directory}", tables=by_shortest_names(tables)
-    )
-
-
-def _table_of_dump(path: pathlib.Path, num_ranks: int) -> SourceTable:
-    """Returns the table whose files' names start with `path`."""
-
-    def read(item: str, dtype: Any) -> np.ndarray:
-        # Generators, because the number of ranks comes from a file name and may be
-        # huge.
-        names = (f"_{item}.rank_{i}.world_size_{num_ranks}" for i in range(num_ranks))
-        files = (path.with_name(path.name + name) for name in names)
-        return np.concatenate([np.fromfile(file, dtype) for file in files])
-
-    keys = read("emb_keys", np.int64)
-
-    def read_rows(item: str) -> np.ndarray:
-        numbers = read(item, np.float32)
-        if numbers.size % max(1, len(keys)):
-            raise CheckpointError(
-                f"{path}_{item} must have the same number of values for each of "
-                f"{len(keys)} keys, got {numbers.size}. Copy the whole dump again."
-            )
-        return numbers.reshape(len(keys), numbers.size // max(1, len(keys)))
-
-    values, slots = read_rows("emb_values"), {}
-    items = [
-        item
-        for item in ("emb_opt_values", "opt_values")
-        if path.with_name(f"{path.name}_{item}.rank_0.world_size_{num_ranks}").exists()
-    ]
-    if items:
-        rows = read_rows(items[0])
-        file = path.with_name(f"{path.name}_opt_args.json")
-        try:
-            rule = json.loads(file.read_text())["opt_type"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
-        match rule:
-            case "adam":
-                first, second = np.split(rows, 2, axis=1)
-                slots = {"m": first, "v": second}
-            case "exact_adagrad":
-                slots = {"accumulator": rows}
-            case "exact_row_wise_adagrad":
-                # Older versions also write padding columns.
-                slots = {"accumulator": rows[:, 0]}
-            case _:
-                slots = {"opt_values": rows}
-    slots = {name: array_of(slot) for name, slot in slots.items()}
-    return SourceTable(values=array_of(values), slots=slots, ids=keys)

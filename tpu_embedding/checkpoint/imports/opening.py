@@ -19,14 +19,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.imports import tensorflow
 from tpu_embedding.checkpoint.imports.named_arrays import (
     arrays_of_mapping,
     arrays_of_path,
-    is_state_dict,
     tables_by_name,
-    tables_of_dump,
     tables_of_state_dict,
 )
 from tpu_embedding.checkpoint.imports.orbax import arrays_of_checkpoint
@@ -53,7 +51,6 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 
         * a `.safetensors` file, or a directory of them. Arrays are named `"table"` and
           `"table/slot"`, or as in a TorchRec state dict.
-        * a directory dumped by dynamicemb.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
           SavedModel's directory. Reading it requires TensorFlow, from the extra `tf`.
         * an Orbax checkpoint: the directory of an item, a step or a CheckpointManager.
@@ -77,10 +74,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     if isinstance(source, Mapping):
         return _named_tables(arrays_of_mapping(source), "arrays")
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            "A source of tables must be a path or a dict of arrays, got "
-            f"{describe_value(source)}. Write {{'movie': array}}."
-        )
+        rule, line = "be a path or a dict of arrays", "Write {'movie': array}."
+        raise invalid("source", rule, source, line, TypeError)
     try:
         return _open(local_path(source))
     except OSError as error:
@@ -93,15 +88,11 @@ def _open(path: pathlib.Path) -> TableSource:
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
         named = {"/".join(leaf): array for leaf, array in arrays.items()}
         return tables_by_name(named, f"orbax checkpoint {path}")
-    if path.is_dir() and (dump := tables_of_dump(path)):
-        return dump
     return _named_tables(arrays_of_path(path), str(path))
 
 
 def _named_tables(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    if is_state_dict(arrays):
-        return tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
-    return tables_by_name(arrays, origin)
+    return tables_of_state_dict(arrays, origin) or tables_by_name(arrays, origin)
 
 
 def open_stacked_tables(
@@ -157,14 +148,24 @@ def open_stacked_tables(
     result: dict[str, SourceTable] = {}
     for stack_name, names in stacks.items():
         if stack_name not in known_stacks or not configs.keys() >= set(names):
-            raise CheckpointError(
-                f"Stack {stack_name!r} must be one of {sorted(known_stacks)} in "
-                f"{path}, and its tables {list(names)} must be in tables=, got "
-                f"{sorted(configs)}."
+            rule = (
+                f"be a stack of {path}, which has {sorted(known_stacks)}, with tables "
             )
+            rule += f"{list(names)} that tables= describes"
+            raise invalid("stacks", rule, stack_name, "", CheckpointError)
         stack, members = known_stacks[stack_name], [configs[name] for name in names]
-        owner = f"Stack {stack_name!r} of {path}"
-        _check_shape(stack, members, num_sparse_cores, owner)
+        rows = num_sparse_cores * sum(
+            rows_in_shard(x.max_rows, num_sparse_cores) for x in members
+        )
+        shape, dim = [*stack.values.shape], max(config.dim for config in members)
+        if shape[0] != rows or shape[1] < dim:
+            rule = (
+                f"have {rows} rows of dim {dim} on {num_sparse_cores} SparseCores for "
+            )
+            rule += f"its tables {list(names)}"
+            line = "Check num_sparse_cores and the tables' vocabulary sizes and dims."
+            field = f"{path}: stack {stack_name}"
+            raise invalid(field, rule, shape, line, CheckpointError)
         row_offset = 0
         for i, config in enumerate(members):
             rows_of_table = functools.partial(
@@ -180,21 +181,6 @@ def open_stacked_tables(
             )
             row_offset += rows_in_shard(config.max_rows, num_sparse_cores)
     return TableSource(origin=f"stacked checkpoint {path}", tables=result)
-
-
-def _check_shape(
-    stack: SourceTable, tables: Sequence[TableConfig], num_shards: int, owner: str
-) -> None:
-    rows = num_shards * sum(rows_in_shard(x.max_rows, num_shards) for x in tables)
-    stack_rows, stack_dim = stack.values.shape
-    widest = max(table.dim for table in tables)
-    if stack_rows != rows or stack_dim < widest:
-        raise CheckpointError(
-            f"{owner} has {stack_rows} rows of dim {stack_dim}, but its tables "
-            f"{[table.name for table in tables]} need {rows} of dim {widest} on "
-            f"{num_shards} SparseCores. Check num_sparse_cores and the tables' "
-            "vocabulary sizes and dims."
-        )
 
 
 def _stacks_of(source: TableSource) -> dict[str, SourceTable]:

@@ -85,13 +85,10 @@ class SourceTable:
     Attributes:
       values: `[rows, dim]`.
       slots: slot variables by name in the source.
-      ids: integer ids `[rows]` of a dynamic table's rows, or None if the ids are the
-        row numbers.
     """
 
     values: RowArray
     slots: Mapping[str, RowArray] = dataclasses.field(default_factory=dict)
-    ids: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,29 +111,17 @@ class TableSource:
     origin: str
     tables: Mapping[str, SourceTable]
 
+    @property
+    def arrays(self) -> dict[str, RowArray]:
+        """All arrays: tables by name, and slot variables as `"table/slot"`."""
+        arrays = {name: table.values for name, table in self.tables.items()}
+        for name, table in self.tables.items():
+            arrays |= {f"{name}/{slot}": array for slot, array in table.slots.items()}
+        return arrays
+
     def __str__(self) -> str:
         lines = [self.origin]
         for name, table in sorted(self.tables.items()):
             slots = [f"{slot} {array}" for slot, array in sorted(table.slots.items())]
-            ids = [] if table.ids is None else ["rows by id"]
-            lines.append(f"  {name}: {', '.join([str(table.values), *ids, *slots])}")
+            lines.append(f"  {name}: {', '.join([str(table.values), *slots])}")
         return "\n".join(lines)
-
-
-def by_shortest_names(
-    tables: Mapping[tuple[str, ...], SourceTable],
-) -> dict[str, SourceTable]:
-    """Returns tables keyed by the shortest unique suffixes of their paths.
-
-    Example:
-      >>> table = SourceTable(values=array_of(np.zeros((5, 2))))
-      >>> list(by_shortest_names({("a", "x"): table, ("b", "x"): table}))
-      ['a/x', 'b/x']
-    """
-    named = {}
-    for path, table in tables.items():
-        length = 1
-        while sum(other[-length:] == path[-length:] for other in tables) > 1:
-            length += 1
-        named["/".join(path[-length:])] = table
-    return named

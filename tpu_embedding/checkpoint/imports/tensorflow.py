@@ -18,12 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.checkpoint.imports.source import (
-    RowArray,
-    SourceTable,
-    TableSource,
-    by_shortest_names,
-)
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.checkpoint.records import CheckpointError
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -79,7 +74,7 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
             slots = _slots_of(path, variables)
             tables[path] = SourceTable(values=variable.values, slots=slots)
     return TableSource(
-        origin=f"TensorFlow checkpoint {prefix}", tables=by_shortest_names(tables)
+        origin=f"TensorFlow checkpoint {prefix}", tables=_by_shortest_names(tables)
     )
 
 
@@ -157,3 +152,16 @@ def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
         for other, variable in variables.items()
         if other[:-1] == tuple(parent) and other[-1].startswith(f"{name}/")
     }
+
+
+def _by_shortest_names(
+    tables: Mapping[tuple[str, ...], SourceTable],
+) -> dict[str, SourceTable]:
+    """Returns tables keyed by the shortest unique suffixes of their paths."""
+    named = {}
+    for path, table in tables.items():
+        length = 1
+        while sum(other[-length:] == path[-length:] for other in tables) > 1:
+            length += 1
+        named["/".join(path[-length:])] = table
+    return named
