@@ -261,6 +261,10 @@ NUM_BINS: Final = 4096
 """Default number of bins: 64 KiB of sums."""
 
 
+_NONE: Final[Any] = object()
+"""Marks sums not yet created, whose shape depends on the number of bins."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AUC(ClickMetric):
@@ -286,15 +290,19 @@ class AUC(ClickMetric):
       0.75
     """
 
-    positives: Sum
-    negatives: Sum
+    positives: Sum = _NONE
+    negatives: Sum = _NONE
     num_bins: int = dataclasses.field(default=NUM_BINS, metadata={"static": True})
+
+    def __post_init__(self):
+        for name in ("positives", "negatives"):
+            if getattr(self, name) is _NONE:
+                object.__setattr__(self, name, Sum.zeros((self.num_bins,)))
 
     @classmethod
     def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
         """Returns the metric without samples."""
-        none = Sum.zeros((num_bins,))
-        return cls(positives=none, negatives=none, num_bins=num_bins)
+        return cls(num_bins=num_bins)
 
     @classmethod
     def _of_clicks(
