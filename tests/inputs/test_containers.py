@@ -1,7 +1,6 @@
 """Containers of ids: read if their meaning is clear, else refused with a way out."""
 
 import dataclasses
-import re
 import types
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import scipy.sparse
 
 import tpu_embedding as te
+from tests.rejections import rejects
 from tpu_embedding.inputs.containers import read_ids
 from tpu_embedding.types import batch_shape_of
 
@@ -103,63 +103,51 @@ def cyclic():
     return items
 
 
+# Name: ids, type and field of the error, code that it shows.
 UNCLEAR = {
-    "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "row_splits=m.indptr"),
-    "masked": (np.ma.masked_array([1, 2], [0, 1]), TypeError, ".filled(2147483647)"),
+    "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "Ids", "row_splits=m.indptr"),
     "masked in a list": (
-        [np.ma.masked_array([1, 2], [0, 1])],
-        TypeError,
-        ".filled(2147483647)",
+        [np.ma.masked_array([1, 2], [0, 1])], TypeError, "Ids", ".filled(2147483647)"
     ),
-    "set": ({1, 2}, TypeError, "got set"),
-    "iterator": (iter([1]), TypeError, "got list_iterator"),
-    "dataset": (Batches(), TypeError, "got Batches"),
-    "hostile": (Hostile(), TypeError, "Hostile, which NumPy cannot read: no"),
-    "cyclic list": (cyclic(), ValueError, "got lists within these lists"),
-    "uneven, three deep": (
-        [[[1], []], [[2, 3], [4]]],
-        ValueError,
-        "got lists within these lists; merge them",
-    ),
+    "iterator": (iter([1]), TypeError, "Ids", ""),
+    "dataset": (Batches(), TypeError, "Ids", "Batches"),
+    "hostile": (Hostile(), TypeError, "Ids", ""),
+    "cyclic list": (cyclic(), ValueError, "Ids", "te.SparseIds"),
+    "uneven, three deep": ([[[1], []], [[2, 3], [4]]], ValueError, "Ids", ""),
     "nested ragged": (
-        tf_ragged(tf_ragged([7, 8, 9], [0, 1, 3]), [0, 2]),
-        ValueError,
-        "one ragged axis, got several",
+        tf_ragged(tf_ragged([7, 8, 9], [0, 1, 3]), [0, 2]), ValueError, "Ids", ""
     ),
     "dense_shape whose product overflows": (
-        tf_sparse([[0, 0, 0]], [1], [2**33, 2**31, 2]),
-        ValueError,
-        f"got [{2**33}, {2**31}, 2]",
+        tf_sparse([[0, 0, 0]], [1], [2**33, 2**31, 2]), ValueError, "dense_shape", ""
     ),
     "indices of floats": (
-        tf_sparse([[0.0, 0.0]], [1], [1, 2]),
-        TypeError,
-        "indices of feature 'f' must be integers, got dtype float64",
+        tf_sparse([[0.0, 0.0]], [1], [1, 2]), TypeError, "indices", ""
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("ids", "kind", "text"), UNCLEAR.values(), ids=UNCLEAR)
-def test_containers_without_a_clear_meaning(ids, kind, text):
-    with pytest.raises(kind, match=re.escape(text)) as error:
+@pytest.mark.parametrize(("ids", "kind", "part", "fix"), UNCLEAR.values(), ids=UNCLEAR)
+def test_containers_without_a_clear_meaning(ids, kind, part, fix):
+    with rejects(kind, field=f"{part} of feature 'f'", fix=fix):
         read(ids)
-    assert "feature 'f'" in str(error.value)
 
 
 def test_traced_ids():
-    with pytest.raises(TypeError, match="'f' must be on the host.*outside jit"):
+    with rejects(TypeError, field="'f'", fix="outside jit"):
         jax.jit(lambda ids: read(ids).ids)(jnp.arange(3))
 
 
-def test_weights_come_with_their_container():
-    ids = te.RaggedIds(values=[1], row_splits=[0, 1], weights=[2.5])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        te.RaggedIds(values=[1], row_splits=[0, 1], weights=[2.5]),
+        te.DenseIds(ids=[1], weights=[2.5]),
+        te.SparseIds(indices=[[0, 0]], values=[1], dense_shape=[1, 1], weights=[2.5]),
+    ],
+    ids=["ragged", "dense", "sparse"],
+)
+def test_weights_come_with_their_container(ids):
     assert read(ids).weights == [2.5]
-    dense = te.DenseIds(ids=[1], weights=[2.5])
-    assert read(dense).weights == [2.5]
-    sparse = te.SparseIds(
-        indices=[[0, 0]], values=[1], dense_shape=[1, 1], weights=[2.5]
-    )
-    assert read(sparse).weights == [2.5]
 
 
 def test_ragged_ids_from_lengths():
@@ -181,5 +169,5 @@ def test_ragged_ids_from_lengths():
     ],
 )
 def test_lengths_that_do_not_fit(lengths, weights, error):
-    with pytest.raises(error, match=r"RaggedIds\.from_lengths: lengths"):
+    with rejects(error, fix="RaggedIds.from_lengths: lengths"):
         te.RaggedIds.from_lengths([1, 2, 3], lengths, weights)

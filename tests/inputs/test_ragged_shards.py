@@ -1,7 +1,5 @@
 """Ragged ids, split by shard and padded."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -13,20 +11,6 @@ from tests.inputs.prepare_cases import (
     ragged,
     sparse,
 )
-
-ROW_SPLITS = {
-    "ends_late": (ragged([1, 2, 3], [0, 1, 4]), "got 0 and 4"),
-    "starts_below_0": (ragged([1, 2, 3], [-1, 2, 3]), "begin with 0"),
-    "beyond_and_back": (ragged([1, 2], [0, 5, 2]), "got 5 and then 2 at sample 1"),
-    "no_sample": (ragged([], [0]), "at least one sample, got (1,)"),
-}
-
-
-@pytest.mark.parametrize(("ids", "shown"), ROW_SPLITS.values(), ids=ROW_SPLITS)
-def test_wrong_row_splits(ids, shown):
-    with pytest.raises(ValueError, match=re.escape(shown)) as error:
-        prepare(ids)
-    assert "row_splits of feature 'the_feature'" in str(error.value)
 
 
 @pytest.mark.parametrize(
