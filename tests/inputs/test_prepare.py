@@ -22,22 +22,6 @@ from tests.rejections import rejects
 
 # What is accepted.
 
-INTEGERS = [
-    np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.__name__)
-def test_any_integer_type(dtype):
-    ids = np.array([0, 9, 3], dtype)
-    prepared = prepare(ids)
-    assert prepared.dtype == np.int32
-    np.testing.assert_array_equal(prepared, [0, 9, 3])
-    prepared = prepare(ragged(ids, [0, 3]))
-    assert prepared.values.dtype == np.int32
-    np.testing.assert_array_equal(prepared.values[0, :3], [0, 9, 3])
-
-
 BEYOND = {
     "int64": (
         np.array([2**32 + 3, 2**31, 10, -1, -(2**40), PADDING, 5]),
@@ -120,20 +104,6 @@ def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
         np.testing.assert_allclose(
             np.asarray(result.activations)[0], expected, rtol=1e-6
         )
-
-
-@pytest.mark.parametrize("given", ["in_the_ids", "as_nest_of_plain_ids"])
-def test_dense_weights(given):
-    ids, weights = np.array([[1, 2], [3, PADDING]]), np.array([[1, 0], [-2, 5]])
-    match given:
-        case "in_the_ids":
-            prepared = prepare(dense(ids, weights))
-        case _:
-            prepared = prepare(ids, weights)
-    assert isinstance(prepared, te.DenseIds)
-    assert prepared.weights.dtype == np.float32
-    np.testing.assert_array_equal(prepared.weights, weights)
-    np.testing.assert_array_equal(prepared.ids, ids)
 
 
 def test_weights_of_the_nest_win():

@@ -11,29 +11,6 @@ from tests.inputs.prepare_cases import (
 )
 
 
-def test_two_ids_at_one_place_are_both_combined():
-    prepared = prepare(sparse([[0, 0], [0, 0]], [1, 2]), num_devices=1)
-    assert sorted(prepared.values[0, :2]) == [1, 2]
-    assert prepared.row_splits.tolist() == [[0, 2, 2, 2]]
-
-
-def test_sparse_ids_of_higher_rank_are_flattened_to_samples():
-    ids = sparse([[1, 0, 0], [0, 1, 4], [1, 2, 1]], [7, 8, 9], (2, 3, 5))
-    prepared = prepare(ids, num_devices=1, output_shape=(2, 3))
-    assert prepared.batch_size == 6
-    assert prepared.row_splits.tolist() == [[0, 0, 1, 1, 2, 2, 3]]
-    assert prepared.values[0, :3].tolist() == [8, 7, 9]
-
-
-def test_sparse_sequences_keep_their_places():
-    ids = sparse([[2, 3], [0, 1], [2, 0]], [7, 8, 9])
-    prepared = prepare(ids, max_sequence_length=2)
-    # As wide as the sequence, whatever the batch; column 3 is beyond it.
-    expected = np.full((3, 2), PADDING)
-    expected[0, 1], expected[2, 0] = 8, 9
-    np.testing.assert_array_equal(prepared, expected)
-
-
 @st.composite
 def coordinates(draw):
     """Draws a dense shape and places in it, in any order, some of them equal."""
