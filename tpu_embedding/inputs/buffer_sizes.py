@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpu_embedding import distributed
-from tpu_embedding.argument_checks import invalid
+from tpu_embedding.argument_checks import about, invalid
 
 _SMALLEST_BUFFER: Final = 8
 
@@ -288,11 +288,12 @@ def _agreed(
     ]
     for process, process_features in enumerate(features):
         if process_features != features[0]:
-            raise invalid(
-                f"Ragged features of process {process}",
-                f"have process 0's numbers of samples per device, {dict(features[0])}",
-                list(process_features),
+            text = (
+                "All processes must have the same ragged features and numbers of "
+                f"samples per device, got {dict(features[0])} on process 0 and "
+                f"{dict(process_features)} on process {process}."
             )
+            raise about(ValueError(text), "features", process_features)
     return [
         dataclasses.replace(
             same_feature[0],
