@@ -57,43 +57,33 @@ def nodes(document, path=()):
             yield from nodes(value, (*path, key))
 
 
-def damage_document(path, draw):
-    """Gives one field another kind, removes or renames it, or breaks the text."""
-    document = json.loads(path.read_text())
+def damaged(text, draw):
+    """Gives one field another kind, renames it, or breaks the text."""
     if draw.random() < 0.1:
-        path.write_text(draw.choice(TEXTS))
-        return
+        return draw.choice(TEXTS)
+    document = json.loads(text)
     *outer, last = draw.choice(list(nodes(document)))
     parent = document
     for key in outer:
         parent = parent[key]
-    value = parent[last]
     if isinstance(parent, dict) and draw.random() < 0.3:
         parent[draw.choice(OUTSIDE)] = parent.pop(last)
     else:
-        others = [x for x in KINDS if not isinstance(x, type(value))]
+        others = [x for x in KINDS if not isinstance(x, type(parent[last]))]
         parent[last] = draw.choice(others)
-    path.write_text(json.dumps(document))
+    return json.dumps(document)
 
 
 def damage_tensors(path, draw):
-    """Changes the header of a file of tensors, or the length of its rows."""
+    """Damages the header of a file of tensors, or changes the length of its rows."""
     content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header, rows = json.loads(content[8 : 8 + length]), content[8 + length :]
-    entry = header[draw.choice(list(header))]
-    match draw.choice(["field", "name", "text", "length"]):
-        case "field":
-            field = draw.choice(["dtype", "shape", "data_offsets"])
-            entry[field] = draw.choice([None, 5, "F63", [-1], [2**70], [1] * 40])
-        case "name":
-            header = {"other": entry}
-        case "text":
-            header = draw.choice([[], 7, None, {"a": 1}])
-        case "length":
-            rows = draw.choice([rows + b"0", rows[:-1]])
-    encoded = json.dumps(header).encode()
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + rows)
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, rows = content[8:end], content[end:]
+    if draw.random() < 0.2:
+        rows = draw.choice([rows + b"0", rows[:-1]])
+    else:
+        header = damaged(header, draw).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + rows)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -105,7 +95,10 @@ def test_random_damage_is_refused_or_harmless(seed, originals, tmp_path):
     name = draw.choice(names) if is_document else MOVIE
 
     def forge(path):
-        (damage_document if is_document else damage_tensors)(path / name, draw)
+        if not is_document:
+            damage_tensors(path / name, draw)
+        else:
+            (path / name).write_text(damaged((path / name).read_text(), draw))
 
     problem, error = outcome_of((forge, function, is_document), originals, work)
     assert problem is None

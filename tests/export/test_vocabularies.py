@@ -1,6 +1,5 @@
 """An export with vocabularies takes strings, and treats unknown ones by choice."""
 
-import shutil
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.rejections import rejects
-from tpu_embedding.export.documents import read_document, write_document
 from tpu_embedding.export.program_inputs import Input, Signature, by_input
 
 ExportError = te.export.ExportError
@@ -86,16 +84,3 @@ def test_vocabularies_by_input():
     ):
         with rejects(ExportError, field=field, value=value):
             by_input(wrong, signature)
-
-
-def test_deltas_carry_vocabularies(directory, tmp_path):
-    newer, path = tmp_path / "newer", "vocabularies/0.json"
-    shutil.copytree(directory, newer)
-    te.inputs.Vocabulary(["comedy", "opera"], mask_token="").save(newer / path)
-    write_document(newer, read_document(directory).signature)
-    te.export.save_delta(newer, directory, tmp_path / "delta")
-    changed = [x.name for x in (tmp_path / "delta").rglob("*") if x.is_file()]
-    assert sorted(changed) == ["0.json", "base.json", "export.json"]
-    te.export.apply_delta(directory, tmp_path / "delta", tmp_path / "made")
-    made = te.inputs.Vocabulary.load(tmp_path / "made" / path)
-    assert made.tokens == ("comedy", "opera")

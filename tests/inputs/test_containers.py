@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.sparse
 
 import tpu_embedding as te
 from tests.rejections import rejects
@@ -86,50 +85,6 @@ READ = {
 @pytest.mark.parametrize(("ids", "expected"), READ.values(), ids=READ)
 def test_containers_of_clear_meaning(ids, expected):
     assert shown(ids) == expected
-
-
-class Hostile:
-    def __array__(self, *args, **kwargs):
-        raise RuntimeError("no")
-
-
-class Batches:
-    element_spec = None
-
-
-def cyclic():
-    items = []
-    items.append(items)
-    return items
-
-
-# Name: ids, type and field of the error, code that it shows.
-UNCLEAR = {
-    "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "Ids", "row_splits=m.indptr"),
-    "masked in a list": (
-        [np.ma.masked_array([1, 2], [0, 1])], TypeError, "Ids", ".filled(2147483647)"
-    ),
-    "iterator": (iter([1]), TypeError, "Ids", ""),
-    "dataset": (Batches(), TypeError, "Ids", "Batches"),
-    "hostile": (Hostile(), TypeError, "Ids", ""),
-    "cyclic list": (cyclic(), ValueError, "Ids", "te.SparseIds"),
-    "uneven, three deep": ([[[1], []], [[2, 3], [4]]], ValueError, "Ids", ""),
-    "nested ragged": (
-        tf_ragged(tf_ragged([7, 8, 9], [0, 1, 3]), [0, 2]), ValueError, "Ids", ""
-    ),
-    "dense_shape whose product overflows": (
-        tf_sparse([[0, 0, 0]], [1], [2**33, 2**31, 2]), ValueError, "dense_shape", ""
-    ),
-    "indices of floats": (
-        tf_sparse([[0.0, 0.0]], [1], [1, 2]), TypeError, "indices", ""
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("ids", "kind", "part", "fix"), UNCLEAR.values(), ids=UNCLEAR)
-def test_containers_without_a_clear_meaning(ids, kind, part, fix):
-    with rejects(kind, field=f"{part} of feature 'f'", fix=fix):
-        read(ids)
 
 
 def test_traced_ids():

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -30,6 +30,7 @@ BEYOND = {
     "uint64": (np.array([2**63 + 3, 10, PADDING, 5], np.uint64), [9, 9, PADDING, 5]),
     "uint32": (np.array([2**32 - 1, 10, PADDING, 5], np.uint32), [9, 9, PADDING, 5]),
     "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
+    "int8": (np.array([10, -1, 5], np.int8), [9, 0, 5]),
 }
 
 
@@ -181,47 +182,24 @@ def test_wide_ids_outside_jit_read_no_other_row():
 
 
 def test_shard_batch():
-    plan = plan_of(8)
-    divides, ragged_ids = np.arange(16) % 10, prepare(RAGGED, num_devices=8)
-    batch = {
-        "divides": divides,
-        "does_not": np.arange(9),
-        "matrix": np.zeros((8, 3)),
-        "by_second_axis": np.zeros((3, 8)),
-        "scalar": np.float32(3),
-        "none": None,
-        "weighted": dense(divides, np.ones(16, np.float32)),
-        "ragged": ragged_ids,
-    }
-    placed = te.inputs.shard_batch(batch, plan)
-    assert jax.tree.structure(placed) == jax.tree.structure(batch)
-    jax.tree.map(np.testing.assert_array_equal, placed, batch)
+    plan, divides = plan_of(8), np.arange(16) % 10
     split, whole = PartitionSpec(("shard",)), PartitionSpec()
-    expected = {
-        "divides": split,
-        "does_not": whole,
-        "matrix": split,
-        "by_second_axis": whole,
-        "scalar": whole,
+    batch = {
+        "divides": (divides, split),
+        "does_not": (np.arange(9), whole),
+        "matrix": (np.zeros((8, 3)), split),
+        "by_second_axis": (np.zeros((3, 8)), whole),
+        "scalar": (np.float32(3), whole),
+        "none": (None, None),
+        "weighted": (dense(divides, np.ones(16, np.float32)), split),
+        "ragged": (prepare(RAGGED, num_devices=8), split),
     }
-    for name, spec in expected.items():
-        assert isinstance(placed[name], jax.Array)
-        assert placed[name].sharding.spec == spec
-        assert placed[name].sharding.mesh == plan.mesh
-    for name in ("weighted", "ragged"):
+    given = {name: value for name, (value, _) in batch.items()}
+    placed = te.inputs.shard_batch(given, plan)
+    assert jax.tree.structure(placed) == jax.tree.structure(given)
+    jax.tree.map(np.testing.assert_array_equal, placed, given)
+    for name, (_, spec) in batch.items():
         for leaf in jax.tree.leaves(placed[name]):
-            assert leaf.sharding.spec == split
-    assert placed["ragged"].batch_size == ragged_ids.batch_size
-
-
-def test_placed_batches_give_the_same():
-    plan = plan_of(2)
-    tables = init(plan)
-    look_up = jax.jit(te.functional.lookup, static_argnames="plan")
-    batch = {"the_feature": prepare(RAGGED, num_devices=2)}
-    table = te.functional.unstack_tables(tables, plan)["table"]
-    # One or two terms: the sum is the same in any order.
-    expected = [table[1], np.zeros(4), table[2] + table[3]]
-    for features in (batch, te.inputs.shard_batch(batch, plan)):
-        activations = look_up(tables, features, plan).activations["the_feature"]
-        np.testing.assert_array_equal(activations, expected)
+            assert leaf.sharding == NamedSharding(plan.mesh, spec)
+    with rejects(field="shard_batch: batch", value=[0, 2**40]):
+        te.inputs.shard_batch(np.array([0, 2**40]), plan)

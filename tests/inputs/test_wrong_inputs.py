@@ -29,6 +29,23 @@ from tests.tiers import quick_cases
 UNEVEN = [[1], [2, 3]]
 MASKED = np.ma.masked_array([1.5, 2.0], [False, True])
 
+
+class Hostile:
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("no")
+
+
+def cyclic():
+    items = []
+    items.append(items)
+    return items
+
+
+def ragged_of(inner):
+    """Returns an object with the fields of a `tf.RaggedTensor` of two ragged axes."""
+    return types.SimpleNamespace(values=inner, row_splits=np.array([0, 2]))
+
+
 # Name: ids, type and field of the error, its value or code that it shows.
 WRONG_IDS = {
     "none": (None, ValueError, "Ids", ""),
@@ -37,7 +54,9 @@ WRONG_IDS = {
     "booleans": (np.array([True, False]), TypeError, "Ids", ""),
     "none in a list": ([1, None], TypeError, "Ids", "None"),
     "generator": ((i for i in [1]), TypeError, "Ids", ""),
-    "csr": (scipy.sparse.csr_array(np.eye(3)), TypeError, "Ids", ""),
+    "hostile": (Hostile(), TypeError, "Ids", "Hostile"),
+    "cyclic list": (cyclic(), ValueError, "Ids", "te.SparseIds"),
+    "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "Ids", "row_splits=m.indptr"),
     "jagged": (types.SimpleNamespace(values=[1], offsets=[0, 1]), TypeError, "Ids", ""),
     "scalar": (np.int64(3), ValueError, "Ids", ""),
     "no samples": (np.zeros(0, int), ValueError, "Ids", "[0]"),
@@ -49,6 +68,8 @@ WRONG_IDS = {
     "lists beside ids": ([[1, 2], 3], ValueError, "Ids", "got 3"),
     "uneven outer lists": ([[[1]], [[1], [2]]], ValueError, "Ids", "te.SparseIds"),
     "masked": (MASKED, TypeError, "Ids", ".filled(2147483647)"),
+    "masked in a list": ([MASKED], TypeError, "Ids", ".filled(2147483647)"),
+    "nested ragged": (ragged_of(ragged([1, 2], [0, 1, 2])), ValueError, "Ids", ""),
     "DenseIds of lists": (te.DenseIds(ids=UNEVEN), TypeError, "DenseIds.ids", ""),
     "ragged strings": (ragged(["a"], [0, 1]), TypeError, "Ids", "te.inputs.hash_ids"),
     "splits of floats": (ragged([1], [0, 1.0]), TypeError, "row_splits", ""),
@@ -72,6 +93,10 @@ WRONG_IDS = {
     "64 bits of int64": (sparse([[2**32, 0]], [1]), ValueError, "indices", f"{2**32}"),
     "one axis": (sparse([[0]], [1], dense_shape=(3,)), ValueError, "indices", ""),
     "indices of floats": (sparse([[0, 0.5]], [1]), TypeError, "indices", ""),
+    "dense_shape whose product overflows": (
+        sparse([[0, 0, 0]], [1], dense_shape=(2**33, 2**31, 2)), ValueError,
+        "dense_shape", f"{2**33}",
+    ),
     "sparse of 8 TiB": (
         sparse([[0, 0]], [1], dense_shape=(2**40, 4)), ValueError, "dense_shape",
         f"{2**40}",
@@ -230,13 +255,9 @@ SCALARS = st.one_of(
     st.none(),
 )
 DTYPES = st.one_of(
-    hnp.integer_dtypes(),
-    hnp.unsigned_integer_dtypes(),
-    hnp.floating_dtypes(sizes=(16, 32, 64)),
-    hnp.boolean_dtypes(),
+    hnp.scalar_dtypes(),
     hnp.unicode_string_dtypes(max_len=2),
     hnp.byte_string_dtypes(max_len=2),
-    hnp.datetime64_dtypes(),
 )
 ARRAYS = DTYPES.flatmap(
     lambda dtype: hnp.arrays(
