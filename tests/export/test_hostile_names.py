@@ -7,6 +7,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tpu_embedding.export.saved_model import _flat_names
 
 IDS = np.array([[1, 2], [3, 4], [5, 6]])
 NAMES = (
@@ -93,3 +94,12 @@ def test_equal_names_are_refused(field, name, arguments, tmp_path):
     with rejects(te.export.ExportError, field=field, value=[name]):
         te.export.save(Model(*arguments), tmp_path / "served", {"w": IDS})
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_a_saved_model():
+    # TensorFlow takes letters, digits and underscores; see `_tf_name`.
+    flat = {"user/geo": "user_geo", "x y": "x_y", "é": "x__xe9", "_x": "x__x"}
+    flat |= {"self": "x_self", "features": "features", "a\nb": "a_b", "%2F": "x__2F"}
+    assert _flat_names(flat) == flat
+    with rejects(te.export.ExportError, field="inputs", value=["a b", "a_b"]):
+        _flat_names(["a b", "a_b"])

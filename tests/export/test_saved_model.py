@@ -1,23 +1,16 @@
 """SavedModels give the numbers of the live model, without JAX."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.export.dynamic_models import DynamicTrainer, dynamic_batch, evaluated
 from tests.export.served_models import (
-    FEATURES,
     batch_of,
     live_outputs,
     trained_model,
 )
-from tests.rejections import rejects
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")
 
@@ -70,54 +63,8 @@ def test_outputs_are_those_of_the_live_model(tmp_path):
         np.testing.assert_array_equal(loaded.tables[name].numpy(), values)
 
 
-SERVER = """
-import sys
-import tensorflow as tf
-
-loaded = tf.saved_model.load(sys.argv[1])
-splits = tf.constant([0, 2, 2], tf.int64)
-rows = loaded.signatures["serving_default"](
-    tags_values=tf.constant([1, 2], tf.int64), tags_row_splits=splits
-)
-print(rows["tags"].shape)
-assert not {"jax", "tpu_embedding"} & set(sys.modules)
-"""
-
-
-def test_server_needs_tensorflow_only(tmp_path):
-    layer = te.TPUEmbedding(
-        {"tags": FEATURES["ragged"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
-    )
-    batch = {"tags": te.RaggedIds.from_lists([[1], [2, 3], []])}
-    te.export.save_tensorflow(layer, tmp_path / "served", batch)
-    command = [sys.executable, "-c", SERVER, str(tmp_path / "served")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "(2, 8)\n", done.stderr
-
-
 def test_dynamic_tables_find_ids_of_64_bits(tmp_path):
     model = DynamicTrainer(default_row="learned").train(3).model
     te.export.save_tensorflow(model, tmp_path / "served", dynamic_batch(16))
     batch = dynamic_batch(9, seed=7, first=100)
     check(served(tmp_path / "served", batch), evaluated(model, batch))
-
-
-def test_hostile_names_are_served(tmp_path):
-    # An array has the letters and digits of its input's name; see `_tf_name`.
-    flat = {"user/geo": "user_2Fgeo", "x y": "x_y", "é": "x__xe9", "_x": "x__x"}
-    flat |= {"self": "x_self", "features": "features", "a\nb": "a_b"}
-
-    def save(names, path):
-        config = dict.fromkeys(names, FEATURES["user"])
-        layer = te.TPUEmbedding(config, mesh=mesh_of(1), rngs=nnx.Rngs(0))
-        batch = {name: np.array([3, 5 + i]) for i, name in enumerate(names)}
-        te.export.save_tensorflow(layer, path, batch)
-        return batch, layer(layer.prepare(batch))
-
-    batch, wanted = save(flat, tmp_path / "served")
-    tensors = {flat[name]: tf.constant(ids, tf.int64) for name, ids in batch.items()}
-    loaded = tf.saved_model.load(str(tmp_path / "served"))
-    check(loaded.signatures["serving_default"](**tensors), wanted)
-    with rejects(te.export.ExportError, field="inputs"):
-        save(["a.b", "a_b"], tmp_path / "refused")
-    assert not (tmp_path / "refused").exists()

@@ -1,6 +1,5 @@
 """An export with vocabularies takes strings, and treats unknown ones by choice."""
 
-
 import numpy as np
 import pytest
 from flax import nnx

@@ -6,12 +6,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.inputs.prepare_cases import (
     PADDING,
     RAGGED,
     SPARSE,
-    TABLE,
     VOCABULARY_SIZE,
     dense,
     plan_of,
@@ -32,19 +30,6 @@ BEYOND = {
     "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
     "int8": (np.array([10, -1, 5], np.int8), [9, 0, 5]),
 }
-
-
-@pytest.mark.parametrize("wide", [2**32 + 5, -(2**32) + 5])
-def test_prepare_sees_the_bits_that_jit_drops(wide):
-    """`jax.jit` itself makes its arguments int32, so no check inside can see it."""
-    ids = np.array([wide])
-    assert jax.jit(lambda x: x)(ids)[0] == 5
-    with rejects(fix=f"{wide}"):
-        prepare(ids)
-    plan = te.make_plan(te.FeatureConfig(table=TABLE), mesh_of(1))
-    assert (
-        te.functional.lookup(init(plan), ids, plan).stats.out_of_range["feature"] == 1
-    )
 
 
 @pytest.mark.parametrize("container", ["dense", "ragged"])
@@ -79,34 +64,6 @@ def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
     np.testing.assert_array_equal(prepared[is_inside], ids[is_inside])
 
 
-LARGEST = {
-    "ragged": lambda dtype: ragged(np.array([PADDING, 1], dtype), [0, 2]),
-    "lists": lambda dtype: [[PADDING, 1], [1]],
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "dtype"), [("ragged", np.uint32), ("lists", np.int64)]
-)
-def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
-    ids = LARGEST[form](dtype)
-    with rejects(fix=f"{PADDING}"):
-        prepare(ids)
-    for policy, row in (("clip", VOCABULARY_SIZE - 1), ("drop", None)):
-        feature = te.FeatureConfig(table=TABLE, out_of_range_ids=policy)
-        plan = te.make_plan(feature, mesh_of(1))
-        tables = init(plan)
-        result = te.functional.lookup(
-            tables, te.inputs.prepare_features(ids, plan), plan
-        )
-        values = te.functional.unstack_tables(tables, plan)[TABLE.name]
-        expected = values[1] + (0 if row is None else values[row])
-        assert result.stats.out_of_range["feature"] == 1
-        np.testing.assert_allclose(
-            np.asarray(result.activations)[0], expected, rtol=1e-6
-        )
-
-
 def test_weights_of_the_nest_win():
     prepared = prepare(dense([1], np.array([2.0])), np.array([3.0]))
     assert prepared.weights.tolist() == [3]
@@ -134,15 +91,6 @@ REFUSED_BY_SHAPE = {
     "masked": (np.ma.masked_array([1], [1]), {}, TypeError, "Ids", "prepare"),
     "strings": (np.array(["a"]), {}, TypeError, "Ids", "te.inputs.hash_ids"),
     "list of weights": (dense([1], [1.0]), {}, TypeError, "Weights", "prepare"),
-    "float": (np.ones(3), {}, TypeError, "Ids", ""),
-    "weights": (dense([1], np.ones(2)), {}, ValueError, "Weights", ""),
-    "weighted_sequence": (
-        dense([[1]], np.ones((1, 1))),
-        dict(max_sequence_length=2),
-        ValueError,
-        "Weights",
-        "max_sequence_length=2",
-    ),
 }
 
 

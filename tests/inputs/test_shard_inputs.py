@@ -151,22 +151,19 @@ def as_lists(given):
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, [1, 4]), (2, [1, 2, 4, 5]), (3, [1, 2, P, 4, 5, P])],
+    ("length", "dense", "ragged"),
+    [
+        (1, [1, 4], [7, P, 9]),
+        (2, [1, 2, 4, 5], [7, 8, P, P, 9, P]),
+        (3, [1, 2, P, 4, 5, P], [7, 8, P, P, P, P, 9, P, P]),
+    ],
 )
-def test_dense_sequences_are_cut_or_filled(length, expected):
+def test_sequences_are_cut_or_filled(length, dense, ragged):
     given = stage_input([[1, 2], [4, 5]], length=length)
-    assert as_lists(given) == [expected, None, None]
+    assert as_lists(given) == [dense, None, None]
     assert (given.num_samples, given.valence) == (2 * length, 1)
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, [7, P, 9]), (2, [7, 8, P, P, 9, P]), (3, [7, 8, P, P, P, P, 9, P, P])],
-)
-def test_ragged_sequences_are_cut_or_filled(length, expected):
     given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], samples=3, length=length)
-    assert as_lists(given) == [expected, None, None]
+    assert as_lists(given) == [ragged, None, None]
     assert (given.num_samples, given.valence) == (3 * length, 1)
 
 

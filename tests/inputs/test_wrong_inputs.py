@@ -63,6 +63,7 @@ WRONG_IDS = {
     "too large": ([1, 10], ValueError, None, "10 at position (1,)"),
     "negative": ([[1], [-1]], ValueError, None, "-1 at position (1, 0)"),
     "padding of others": ([[1, -1]], ValueError, None, "te.inputs.PADDING_ROW_ID"),
+    "padding in lists": ([[PADDING], [1, 2]], ValueError, None, f"{PADDING}"),
     "64 bits": ([2**32 + 3], ValueError, None, f"{2**32 + 3}"),
     "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, None, f"{2**63}"),
     "lists beside ids": ([[1, 2], 3], ValueError, "Ids", "got 3"),
