@@ -63,6 +63,7 @@ def test_single_rows_are_equal_bit_for_bit_and_unknown_ids_read_the_default_row(
     np.testing.assert_array_equal(outputs[-1], outputs[-2])
 
 
+@pytest.mark.full
 def test_strings_are_served_and_a_model_without_an_id(tmp_path):
     te.export.save(DynamicModel(), tmp_path / "served", dynamic_batch(8))
     batch = dynamic_batch(4) | {

@@ -1,7 +1,6 @@
 """One batch in many forms is prepared alike."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +24,7 @@ INDICES = [[0, 0], [0, 1], [2, 3]]
 
 RAGGED_FORMS = {
     "lists": (LISTS, LISTS_OF_WEIGHTS),
-    "list of arrays": (
-        [np.array(x, int) for x in LISTS],
-        [np.array([0.5, 1.5]), [], [2.5]],
-    ),
-    "from_lists": (
-        te.RaggedIds.from_lists(LISTS),
-        te.RaggedIds.from_lists(LISTS_OF_WEIGHTS),
-    ),
     "weights as ids": (ragged([1, 2, 3], ROW_SPLITS), ragged(FLAT_WEIGHTS, ROW_SPLITS)),
-    "fields of tf.RaggedTensor": (
-        types.SimpleNamespace(
-            values=jnp.array([1, 2, 3]), row_splits=np.array(ROW_SPLITS)
-        ),
-        types.SimpleNamespace(values=FLAT_WEIGHTS, row_splits=np.array(ROW_SPLITS)),
-    ),
     "sparse, unsorted": (
         sparse(INDICES[::-1], [3, 2, 1]),
         sparse(INDICES[::-1], FLAT_WEIGHTS[::-1]),
