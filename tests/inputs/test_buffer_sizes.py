@@ -13,7 +13,6 @@ from tpu_embedding.inputs.buffer_sizes import (
     BufferSizes,
     RaggedDemand,
     _round_up,
-    usual_ids,
 )
 
 NUM_FEATURES = 9
@@ -38,7 +37,9 @@ def demand_of(lengths, name="f", num_shards=1, expected_valence=None):
         expected_valence=expected_valence,
         samples_per_shard=len(shards[0]),
         num_ids=int(max(shard.sum() for shard in shards)),
-        usual_ids=usual_ids(np.asarray(lengths, float), len(shards[0])),
+        num_samples=len(lengths),
+        valence_sum=float(sum(lengths)),
+        valence_square_sum=float(sum(n * n for n in lengths)),
     )
 
 

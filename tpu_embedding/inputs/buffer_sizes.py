@@ -18,14 +18,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from tpu_embedding import distributed
 from tpu_embedding.argument_checks import about, invalid
 
 _SMALLEST_BUFFER: Final = 8
 
-DEVIATIONS: Final = 6.0
+_DEVIATIONS: Final = 6.0
 """Headroom above the mean number of ids of a shard, in standard deviations."""
 
 _GROWTH_FACTOR: Final = 1.25
@@ -47,14 +45,26 @@ class RaggedDemand:
       expected_valence: see `FeatureConfig`.
       samples_per_shard: samples per shard, including padding.
       num_ids: ids of the fullest shard, which the buffer must hold.
-      usual_ids: ids that a shard of a similar batch rarely exceeds.
+      num_samples: samples of the batch.
+      valence_sum: sum of the numbers of ids per sample.
+      valence_square_sum: sum of their squares.
     """
 
     feature_name: str
     expected_valence: float | int | None
     samples_per_shard: int
     num_ids: int
-    usual_ids: float
+    num_samples: int
+    valence_sum: float
+    valence_square_sum: float
+
+    @property
+    def usual_ids(self) -> float:
+        """Ids that a shard of a similar batch rarely exceeds."""
+        mean = self.valence_sum / self.num_samples
+        variance = max(0.0, self.valence_square_sum / self.num_samples - mean**2)
+        deviation = math.sqrt(self.samples_per_shard * variance)
+        return self.samples_per_shard * mean + _DEVIATIONS * deviation
 
 
 class BufferSizes:
@@ -221,17 +231,6 @@ def _warn_of_growth(
     )
 
 
-def usual_ids(lengths: np.ndarray, num_samples: int) -> float:
-    """Returns the ids of some samples that is rarely exceeded.
-
-    Args:
-      lengths: float64 `[batch]`, ids per sample of a batch.
-      num_samples: number of independent samples.
-    """
-    deviation = DEVIATIONS * math.sqrt(num_samples) * lengths.std()
-    return float(num_samples * lengths.mean() + deviation)
-
-
 _numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
 _new_numbers = itertools.count(1)
 
@@ -298,7 +297,10 @@ def _agreed(
         dataclasses.replace(
             same_feature[0],
             num_ids=max(demand.num_ids for demand in same_feature),
-            usual_ids=max(demand.usual_ids for demand in same_feature),
+            **{
+                name: sum(getattr(demand, name) for demand in same_feature)
+                for name in ("num_samples", "valence_sum", "valence_square_sum")
+            },
         )
         for same_feature in zip(*by_process, strict=True)
     ]

@@ -17,12 +17,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import about, invalid
-from tpu_embedding.inputs.buffer_sizes import (
-    BufferSizes,
-    RaggedDemand,
-    choose_sizes,
-    usual_ids,
-)
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
@@ -379,13 +374,14 @@ def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedD
     """Returns the facts that a feature's buffer size depends on."""
     splits = _splits_of_shards(ids, num_shards)
     lengths = np.diff(np.asarray(ids.row_splits)).astype(np.float64)
-    samples_per_shard = splits.shape[1] - 1
     return RaggedDemand(
         feature_name=feature.name,
         expected_valence=feature.config.expected_valence,
-        samples_per_shard=samples_per_shard,
+        samples_per_shard=splits.shape[1] - 1,
         num_ids=int((splits[:, -1] - splits[:, 0]).max()),
-        usual_ids=usual_ids(lengths, samples_per_shard),
+        num_samples=lengths.shape[0],
+        valence_sum=float(lengths.sum()),
+        valence_square_sum=float(lengths @ lengths),
     )
 
 

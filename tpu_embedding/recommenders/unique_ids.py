@@ -14,12 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tpu_embedding.inputs.buffer_sizes import (
-    DEVIATIONS,
-    BufferSizes,
-    RaggedDemand,
-    choose_sizes,
-)
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
@@ -183,15 +178,17 @@ def unique_ids(
         unique_of_device, index[own_samples] = _rank(joined[own_samples], padding)
         unique.append(unique_of_device)
     counts = list(map(len, unique))
-    # The number of unique ids is not a sum over samples. Its deviation is estimated as
-    # if ids arrived independently at random.
-    mean = per_device * sum(counts) / batch_size
+    # The number of unique ids is not a sum over samples. The sum of squares is
+    # estimated as if ids arrived independently at random.
+    mean = sum(counts) / batch_size
     demand = RaggedDemand(
         feature_name=feature,
         expected_valence=expected_valence,
         samples_per_shard=per_device,
         num_ids=max(counts),
-        usual_ids=mean + DEVIATIONS * mean**0.5,
+        num_samples=batch_size,
+        valence_sum=float(sum(counts)),
+        valence_square_sum=batch_size * (mean**2 + mean),
     )
     (size,) = choose_sizes([demand], sizes, num_processes)
     size = max(1, min(size, per_device * num_positions))
