@@ -181,13 +181,9 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
     if samples == "global":
         return 1
     if plan.num_process_parts is None:
-        raise invalid(
-            "samples",
-            "be 'global' if the mesh doesn't have equally many consecutive devices per "
-            "process",
-            samples,
-            "Sort the mesh's devices by process_index, or pass the global batch.",
-        )
+        rule = "be 'global' unless devices of each process are consecutive in the mesh "
+        fix = "Sort the mesh's devices by process_index, or pass the global batch."
+        raise invalid("samples", f"{rule}and equal in number", samples, fix)
     return plan.num_process_parts
 
 
