@@ -50,7 +50,6 @@ def objects(*items):
 READ = {
     "array": (np.arange(3), ("DenseIds", [0, 1, 2], (3,))),
     "matrix": (np.ones((2, 1), int), ("DenseIds", [[1], [1]], (2,))),
-    "scalar": (np.int64(3), ("DenseIds", 3, ())),
     "list": ([1, np.int64(2)], ("DenseIds", [1, 2], (2,))),
     "lists": ([[1, 2], [3, 4]], ("DenseIds", [[1, 2], [3, 4]], (2,))),
     "empty list": ([], ("DenseIds", [], (0,))),
