@@ -6,8 +6,9 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
+from tpu_embedding.export.saved_model import _flat_names
 
-ROWS, DIM = 7, 2
 IDS = np.array([[1, 2], [3, 4], [5, 6]])
 NAMES = (
     *("w", "w/values", "w/row_splits", "w/weights", "w/ids", "w_values", "w/", "/w"),
@@ -33,10 +34,7 @@ def layer_of(names, tables="{}"):
     features = {
         name: te.FeatureConfig(
             table=te.TableConfig(
-                vocabulary_size=ROWS,
-                dim=DIM,
-                combiner="sum",
-                name=tables.format(name),
+                vocabulary_size=7, dim=2, combiner="sum", name=tables.format(name)
             )
         )
         for name in names
@@ -73,31 +71,35 @@ def test_hostile_names_are_served(tmp_path):
 
 
 class Model(nnx.Module):
-    """Looks up the input "w" in two layers, and returns a function of the rows."""
+    """Two layers and two outputs, whose joined names may be equal."""
 
-    def __init__(self, returned, tables):
-        self.layers = nnx.Dict(
-            {name: layer_of(["w"], table) for name, table in tables.items()}
-        )
-        self.returned = returned
+    def __init__(self, tables, outputs):
+        self.layers = nnx.Dict({k: layer_of(["w"], x) for k, x in tables.items()})
+        self.outputs = outputs
 
     def __call__(self, features):
         rows = [layer({"w": features["w"]})["w"] for layer in self.layers.values()]
-        return self.returned(sum(rows))
+        first, second = self.outputs
+        return {first: sum(rows), "a": {second: rows[0]}}
 
 
-def nested(rows):
-    return {"a/b": rows, "a": {"b": 2 * rows}}
-
-
-REFUSED = {
-    "outputs of an export.*'a/b'": (nested, {"layer": "{}"}),
-    "tables of an export.*'layers/a/b/w'": (abs, {"a": "b/{}", "a/b": "{}"}),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_equal_names_are_refused(message, tmp_path):
-    with pytest.raises(te.export.ExportError, match=message):
-        te.export.save(Model(*REFUSED[message]), tmp_path / "served", {"w": IDS})
+@pytest.mark.parametrize(
+    ("field", "name", "arguments"),
+    [
+        ("outputs", "a/b", ({"x": "{}"}, ("a/b", "b"))),
+        ("tables", "layers/a/b/w", ({"a": "b/{}", "a/b": "{}"}, ("c", "d"))),
+    ],
+)
+def test_equal_names_are_refused(field, name, arguments, tmp_path):
+    with rejects(te.export.ExportError, field=field, value=[name]):
+        te.export.save(Model(*arguments), tmp_path / "served", {"w": IDS})
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_a_saved_model():
+    # TensorFlow takes letters, digits and underscores; see `_tf_name`.
+    flat = {"user/geo": "user_geo", "x y": "x_y", "é": "x__xe9", "_x": "x__x"}
+    flat |= {"self": "x_self", "features": "features", "a\nb": "a_b", "%2F": "x__2F"}
+    assert _flat_names(flat) == flat
+    with rejects(te.export.ExportError, field="inputs", value=["a b", "a_b"]):
+        _flat_names(["a b", "a_b"])

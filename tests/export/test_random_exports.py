@@ -49,14 +49,11 @@ def batch_of(example, number):
 
 
 def may_be_exported(example):
-    """Returns True if the batch is checked, and its weights are inside its features.
-
-    Sparse ids of a served model have one axis of samples.
-    """
-    features = example.features
-    forms = [feature.form for feature in features]
-    shapes = [x.config.output_shape for x in features if x.form == "sparse"]
-    return example.is_prepared and "lists" not in forms and not any(shapes)
+    """Returns True if the batch is checked, and holds no lists or nested sparse ids."""
+    return example.is_prepared and not any(
+        x.form == "lists" or (x.form == "sparse" and x.config.output_shape)
+        for x in example.features
+    )
 
 
 @pytest.mark.full

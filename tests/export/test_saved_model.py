@@ -1,18 +1,12 @@
 """SavedModels give the numbers of the live model, without JAX."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.export.dynamic_models import DynamicTrainer, dynamic_batch, evaluated
 from tests.export.served_models import (
-    FEATURES,
     batch_of,
     live_outputs,
     trained_model,
@@ -69,68 +63,8 @@ def test_outputs_are_those_of_the_live_model(tmp_path):
         np.testing.assert_array_equal(loaded.tables[name].numpy(), values)
 
 
-SERVER = """
-import sys
-import tensorflow as tf
-
-loaded = tf.saved_model.load(sys.argv[1])
-splits = tf.constant([0, 2, 2], tf.int64)
-rows = loaded.signatures["serving_default"](
-    tags_values=tf.constant([1, 2], tf.int64), tags_row_splits=splits
-)
-print(rows["tags"].shape)
-assert not {"jax", "tpu_embedding"} & set(sys.modules)
-"""
-
-
-def test_server_needs_tensorflow_only(tmp_path):
-    layer = te.TPUEmbedding(
-        {"tags": FEATURES["ragged"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
-    )
-    batch = {"tags": te.RaggedIds.from_lists([[1], [2, 3], []])}
-    te.export.save_tensorflow(layer, tmp_path / "served", batch)
-    command = [sys.executable, "-c", SERVER, str(tmp_path / "served")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "(2, 8)\n", done.stderr
-
-
-def test_narrow_tables_of_a_single_layer(tmp_path):
-    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    ids = np.arange(307)
-    te.export.save_tensorflow(layer, tmp_path / "tf", ids[:5], dtype="int8")
-    te.export.save(layer, tmp_path / "jax", ids[:5], dtype="int8")
-    rows = served(tmp_path / "tf", {"features": ids})["output"]
-    np.testing.assert_array_equal(rows, te.export.load(tmp_path / "jax")(ids))
-
-
 def test_dynamic_tables_find_ids_of_64_bits(tmp_path):
     model = DynamicTrainer(default_row="learned").train(3).model
     te.export.save_tensorflow(model, tmp_path / "served", dynamic_batch(16))
     batch = dynamic_batch(9, seed=7, first=100)
     check(served(tmp_path / "served", batch), evaluated(model, batch))
-
-
-def test_hostile_names_are_served(tmp_path):
-    names = ("user/geo", "x y", "é", "_x", "self", "features", "a\nb")
-    layer = te.TPUEmbedding(
-        {name: FEATURES["user"] for name in names}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
-    )
-    batch = {name: np.array([3, 5 + i]) for i, name in enumerate(names)}
-    te.export.save_tensorflow(layer, tmp_path / "served", batch)
-    # An array has the letters and digits of its input's name; see `_tf_name`.
-    flat = ("user_2Fgeo", "x_y", "_xe9", "_x", "self", "features", "a_b")
-    flat = [f"x_{x}" if x in ("_xe9", "_x", "self") else x for x in flat]
-    tensors = {
-        key: tf.constant(batch[name], tf.int64)
-        for key, name in zip(flat, names, strict=True)
-    }
-    loaded = tf.saved_model.load(str(tmp_path / "served"))
-    found = loaded.signatures["serving_default"](**tensors)
-    check(found, layer(layer.prepare(batch)))
-    names = {f"a{x}b": FEATURES["user"] for x in "._"}
-    layer = te.TPUEmbedding(names, mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    with pytest.raises(te.export.ExportError, match="'a_b'.*rename a feature"):
-        te.export.save_tensorflow(
-            layer, tmp_path / "refused", dict.fromkeys(names, np.array([1]))
-        )
-    assert not (tmp_path / "refused").exists()

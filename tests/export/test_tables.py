@@ -10,11 +10,11 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.rejections import rejects
 from tpu_embedding.export.table_files import (
     decode,
     encode,
     read_tensors,
-    stored_spec,
     write_rows,
     write_tensors,
 )
@@ -35,7 +35,7 @@ def fbgemm_rows(rows):
 def test_int8_rows_are_those_of_fbgemm():
     rows = np.random.default_rng(0).standard_normal((50, 12)).astype(np.float32)
     found, expected = encode(rows, "int8", "rows"), fbgemm_rows(rows)
-    assert found.shape == stored_spec(50, 12, "int8").shape
+    assert found.shape == (50, 12 + 8)
     # A product with a rounded reciprocal rounds a few codes to the neighbour.
     codes = found[:, :12].astype(int) - expected[:, :12]
     assert np.abs(codes).max() <= 1 and (codes != 0).mean() < 0.01
@@ -45,9 +45,10 @@ def test_int8_rows_are_those_of_fbgemm():
 
 
 def test_int8_rows_of_one_value_and_not_finite():
-    rows = np.array([[0.25] * 3, [0.0] * 3, [3e38, -3e38, 0.0]], np.float32)
+    big = np.float32(3e38)
+    rows = np.array([[0.25] * 3, [0.0] * 3, [big, -big, 0.0]], np.float32)
     np.testing.assert_array_equal(decode(encode(rows[:2], "int8", "rows")), rows[:2])
-    with pytest.raises(te.export.ExportError, match=r"Rows of table 't'.*finite"):
+    with rejects(te.export.ExportError, field="table 't'", value=[-big, big]):
         encode(rows, "int8", "table 't'")
 
 
@@ -72,7 +73,7 @@ def test_tables_of_a_stored_type_keep_their_bits(tmp_path, dtype):
         file = tmp_path / "int8" / "tables" / "a.safetensors"
         error = decode(read_tensors(file)["a"]) - layer.embedding_tables()["a"]
         assert 0 < np.abs(error).max() < 1e-2
-    with pytest.raises(te.export.ExportError, match="holds tables but no program"):
+    with rejects(te.export.ExportError, value=None, fix=f"{tmp_path / 'tables'}"):
         te.export.load(tmp_path / "tables")
 
 
@@ -86,9 +87,9 @@ ROW_IDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8])
 @pytest.mark.parametrize("row_ids", ROW_IDS.values(), ids=ROW_IDS)
-def test_rows_are_written_at_their_places(row_ids, dtype, tmp_path):
+def test_rows_are_written_at_their_places(row_ids, tmp_path):
+    dtype = ml_dtypes.bfloat16
     tensors = {
         name: np.random.default_rng(0).integers(0, 99, (40, 3)).astype(dtype)
         for name in ("before", "written")
@@ -104,7 +105,7 @@ def test_rows_are_written_at_their_places(row_ids, dtype, tmp_path):
 def test_a_name_that_the_format_reserves(tmp_path):
     table = te.TableConfig(vocabulary_size=5, dim=2, name="__metadata__")
     layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
-    with pytest.raises(te.export.ExportError, match=r"name .*'__metadata__'.*Rename"):
+    with rejects(te.export.ExportError, field="TableConfig.name", value="__metadata__"):
         te.export.save_tables(layer, tmp_path / "tables")
     assert not list(tmp_path.iterdir())
 

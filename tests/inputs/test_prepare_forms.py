@@ -1,7 +1,6 @@
 """One batch in many forms is prepared alike."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import tpu_embedding as te
 from tests.inputs.prepare_cases import (
     PADDING,
     dense,
-    plan_of,
     prepare,
     ragged,
     sparse,
@@ -26,21 +24,7 @@ INDICES = [[0, 0], [0, 1], [2, 3]]
 
 RAGGED_FORMS = {
     "lists": (LISTS, LISTS_OF_WEIGHTS),
-    "list of arrays": (
-        [np.array(x, int) for x in LISTS],
-        [np.array([0.5, 1.5]), [], [2.5]],
-    ),
-    "from_lists": (
-        te.RaggedIds.from_lists(LISTS),
-        te.RaggedIds.from_lists(LISTS_OF_WEIGHTS),
-    ),
     "weights as ids": (ragged([1, 2, 3], ROW_SPLITS), ragged(FLAT_WEIGHTS, ROW_SPLITS)),
-    "fields of tf.RaggedTensor": (
-        types.SimpleNamespace(
-            values=jnp.array([1, 2, 3]), row_splits=np.array(ROW_SPLITS)
-        ),
-        types.SimpleNamespace(values=FLAT_WEIGHTS, row_splits=np.array(ROW_SPLITS)),
-    ),
     "sparse, unsorted": (
         sparse(INDICES[::-1], [3, 2, 1]),
         sparse(INDICES[::-1], FLAT_WEIGHTS[::-1]),
@@ -62,6 +46,10 @@ def test_forms_of_one_ragged_batch(form):
 
 
 DENSE_FORMS = {
+    "weights within": (
+        dense([[1, 2], [3, PADDING]], np.array([[0.5, 1], [2, 0]])),
+        None,
+    ),
     "lists": ([[1, 2], [3, PADDING]], [[0.5, 1], [2, 0]]),
     "jax": (jnp.array([[1, 2], [3, PADDING]]), jnp.array([[0.5, 1], [2, 0]])),
     "half": (np.array([[1, 2], [3, PADDING]]), np.float16([[0.5, 1], [2, 0]])),
@@ -82,25 +70,3 @@ def test_forms_of_one_dense_batch(form):
     assert (prepared.ids.dtype, prepared.weights.dtype) == (np.int32, np.float32)
     assert prepared.ids.tolist() == [[1, 2], [3, PADDING]]
     assert prepared.weights.tolist() == [[0.5, 1], [2, 0]]
-
-
-NESTED = [[[1, 2], []], [[], [3]], [[4], [5, 6]]]
-
-
-def test_ids_of_three_axes_are_combined_into_an_output_shape():
-    flat = [sample for row in NESTED for sample in row]
-    expected = te.RaggedIds.from_lists(flat)
-    places = [
-        [i, j, k]
-        for i, row in enumerate(NESTED)
-        for j, sample in enumerate(row)
-        for k in range(len(sample))
-    ]
-    ids = sparse(places, expected.values, (3, 2, 4))
-    prepared = prepare(ids, output_shape=(3, 2))
-    of_samples = prepare(expected, output_shape=(3, 2))
-    jax.tree.map(np.testing.assert_array_equal, prepared, of_samples)
-    shapes = te.functional.activation_shapes(
-        {"the_feature": prepared}, plan_of(output_shape=(3, 2))
-    )
-    assert shapes["the_feature"].shape == (3, 2, 4)

@@ -1,7 +1,5 @@
 """Ragged ids, split by shard and padded."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -13,20 +11,6 @@ from tests.inputs.prepare_cases import (
     ragged,
     sparse,
 )
-
-ROW_SPLITS = {
-    "ends_late": (ragged([1, 2, 3], [0, 1, 4]), "got 0 and 4"),
-    "starts_below_0": (ragged([1, 2, 3], [-1, 2, 3]), "begin with 0"),
-    "beyond_and_back": (ragged([1, 2], [0, 5, 2]), "got 5 and then 2 at sample 1"),
-    "no_sample": (ragged([], [0]), "at least one sample, got (1,)"),
-}
-
-
-@pytest.mark.parametrize(("ids", "shown"), ROW_SPLITS.values(), ids=ROW_SPLITS)
-def test_wrong_row_splits(ids, shown):
-    with pytest.raises(ValueError, match=re.escape(shown)) as error:
-        prepare(ids)
-    assert "row_splits of feature 'the_feature'" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -57,31 +41,20 @@ def test_samples_are_dealt_to_shards_in_order(num_devices, values, row_splits):
     assert prepare(RAGGED, num_devices=num_devices).weights is None
 
 
-@pytest.mark.parametrize(("most", "size"), [(0, 8), (8, 8), (9, 16), (100, 128)])
-def test_buffers_are_powers_of_two(most, size):
-    # The fullest shard decides: here the second of two.
-    prepared = prepare(ragged(np.zeros(most, int), [0, 0, 0, most]))
-    assert prepared.values.shape == (2, size)
-
-
 @pytest.mark.parametrize(
     ("expected_valence", "batch", "most", "size"),
     [
-        (3, 8, 0, 12),
-        (3, 8, 12, 12),
-        (3, 8, 13, 24),
-        (3, 7, 12, 12),  # 4 samples a shard
-        (2.5, 8, 10, 10),
-        (0.01, 8, 0, 1),
+        *((None, 3, 0, 8), (None, 3, 8, 8), (None, 3, 9, 16), (None, 3, 100, 128)),
+        *((3, 8, 0, 12), (3, 8, 12, 12), (3, 8, 13, 24), (2.5, 8, 10, 10)),
+        *((3, 7, 12, 12), (0.01, 8, 0, 1)),  # 7 samples are 4 a shard.
     ],
 )
-def test_buffers_of_the_expected_valence(expected_valence, batch, most, size):
-    splits = [0, *[most] * batch]
-    ids = ragged(np.zeros(most, int), splits)
+def test_buffers_hold_the_fullest_shard(expected_valence, batch, most, size):
+    """Buffers begin at the expected valence, or 8 ids, and double."""
+    ids = ragged(np.zeros(most, int), [0, *[0] * (batch - 1), most])
     prepared = prepare(ids, expected_valence=expected_valence)
     assert prepared.values.shape == (2, size)
-    # Never an id lost.
-    assert (prepared.values != PADDING).sum() == most
+    assert (prepared.values != PADDING).sum() == most  # Never an id lost.
 
 
 def test_empty_values_of_any_type():

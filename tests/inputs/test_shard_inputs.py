@@ -46,11 +46,8 @@ RAGGED = sharded([[1, 2, P], [3, P, P]], [[0, 1, 2], [0, 1, 1]], 3)
 @pytest.mark.parametrize(
     ("ids", "num_devices", "options", "expected"),
     [
-        (np.zeros(6, int), 1, {}, (6, 6, 0, (6, 4))),
-        (np.zeros(6, int), 2, {}, (6, 3, 0, (6, 4))),
         (np.zeros(7, int), 2, {}, (7, 4, 0, (7, 4))),
         (np.zeros((1, 3), int), 8, {}, (1, 1, 0, (1, 4))),
-        (np.zeros((7, 3), int), 2, {}, (7, 4, 0, (7, 4))),
         (np.zeros((7, 0), int), 2, {}, (7, 4, 0, (7, 4))),
         (np.zeros((7, 3), int), 2, dict(max_sequence_length=5), (7, 4, 5, (7, 5, 4))),
         (np.zeros((6, 2), int), 2, dict(output_shape=(2, 3)), (6, 3, 0, (2, 3, 4))),
@@ -74,46 +71,30 @@ def test_sizes_of_a_feature(ids, num_devices, options, expected):
     )
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.array([0, 5, -1, -128], np.int8),
-        np.array([0, 255], np.uint8),
-        np.array([0, 2**15 - 1, -(2**15)], np.int16),
-        np.array([0, -1, P, P - 1, -(2**31)], np.int32),
-        np.array([0, 1, P - 1, P], np.int64),
-        np.array([0, P - 1, P], np.uint32),
-        np.array([0, P - 1, P], np.uint64),
-        jnp.array([0, -1, P, -(2**31)], jnp.int32),
-        jnp.array([0, P - 1, P], jnp.uint32),
-        jnp.array([-1, 7], jnp.int16),
-    ],
-    ids=lambda values: f"{type(values).__name__}-{values.dtype}",
-)
-def test_integers_that_an_int32_holds_stay(values):
-    converted = shard_inputs._to_int32(values)
-    assert converted.dtype == jnp.int32
-    is_wide = np.dtype(values.dtype).itemsize >= 4 and values.dtype != np.int32
-    expected = np.asarray(values).astype(np.int64)
-    if is_wide:
-        expected = np.where(expected < 0, -1, expected)
-    np.testing.assert_array_equal(converted, expected)
+LOW, HIGH = -1, P - 1  # Ids out of range stay at their end.
+INTEGERS = {
+    "int8": (np.array([0, 5, -1, -128], np.int8), [0, 5, -1, -128]),
+    "uint8": (np.array([0, 255], np.uint8), [0, 255]),
+    "int32": (np.array([0, LOW, P, HIGH], np.int32), [0, LOW, P, HIGH]),
+    "int64": (
+        np.array([1, HIGH, P, 2**31, 2**32 + 3, 2**62, -1, 3 - 2**32, -(2**63)]),
+        [1, HIGH, P, HIGH, HIGH, HIGH, LOW, LOW, LOW],
+    ),
+    "uint64": (
+        np.array([0, HIGH, P, 2**31, 2**32 + 3, 2**64 - 1], np.uint64),
+        [0, HIGH, P, HIGH, HIGH, HIGH],
+    ),
+    "jax-int16": (jnp.array([-1, 7], jnp.int16), [-1, 7]),
+    "jax-uint32": (
+        jnp.array([0, HIGH, P, 2**31, 2**32 - 1], jnp.uint32), [0, HIGH, P, HIGH, HIGH]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.array([2**31, 2**32 + 3, 2**62, -1, -(2**32) + 3, -(2**63)]),
-        np.array([2**31, 2**32 + 3, 2**64 - 1], np.uint64),
-        np.array([2**31, 2**32 - 1], np.uint32),
-        jnp.array([2**31, 2**32 - 1], jnp.uint32),
-    ],
-    ids=lambda values: f"{type(values).__name__}-{values.dtype}",
-)
-def test_other_integers_stay_too_large_or_too_small(values):
+@pytest.mark.parametrize(("values", "expected"), INTEGERS.values(), ids=INTEGERS)
+def test_integers_of_any_type(values, expected):
     converted = shard_inputs._to_int32(values)
     assert converted.dtype == jnp.int32
-    expected = [P - 1 if value > 0 else -1 for value in np.asarray(values).tolist()]
     assert converted.tolist() == expected
 
 
@@ -170,22 +151,19 @@ def as_lists(given):
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, [1, 4]), (2, [1, 2, 4, 5]), (3, [1, 2, P, 4, 5, P])],
+    ("length", "dense", "ragged"),
+    [
+        (1, [1, 4], [7, P, 9]),
+        (2, [1, 2, 4, 5], [7, 8, P, P, 9, P]),
+        (3, [1, 2, P, 4, 5, P], [7, 8, P, P, P, P, 9, P, P]),
+    ],
 )
-def test_dense_sequences_are_cut_or_filled(length, expected):
+def test_sequences_are_cut_or_filled(length, dense, ragged):
     given = stage_input([[1, 2], [4, 5]], length=length)
-    assert as_lists(given) == [expected, None, None]
+    assert as_lists(given) == [dense, None, None]
     assert (given.num_samples, given.valence) == (2 * length, 1)
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, [7, P, 9]), (2, [7, 8, P, P, 9, P]), (3, [7, 8, P, P, P, P, 9, P, P])],
-)
-def test_ragged_sequences_are_cut_or_filled(length, expected):
     given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], samples=3, length=length)
-    assert as_lists(given) == [expected, None, None]
+    assert as_lists(given) == [ragged, None, None]
     assert (given.num_samples, given.valence) == (3 * length, 1)
 
 
@@ -197,16 +175,7 @@ def test_a_default_id_gets_a_place_in_each_ragged_sample():
     assert weights == [1, 2, 0, 0, 3, 0, 4]
 
 
-@pytest.mark.parametrize(
-    ("row_splits", "num_values", "expected"),
-    [
-        ([0, 3], 3, [0, 0, 0]),
-        ([0, 1], 3, [0, 1, 1]),
-        ([0, 0, 0, 2], 3, [2, 2, 3]),
-        ([0, 2, 2, 2], 2, [0, 0]),
-        ([0, 0], 2, [1, 1]),
-    ],
-)
-def test_samples_of_values(row_splits, num_values, expected):
-    result = shard_inputs.sample_ids_of(jnp.array(row_splits, jnp.int32), num_values)
-    assert result.tolist() == expected
+def test_samples_of_values():
+    for row_splits, expected in (([0, 1], [0, 1, 1]), ([0, 0, 0, 2], [2, 2, 3])):
+        row_splits = jnp.array(row_splits, jnp.int32)
+        assert shard_inputs.sample_ids_of(row_splits, 3).tolist() == expected

@@ -1,14 +1,12 @@
 """Wrong batches: one error each, which names the feature and shows the value."""
 
 import dataclasses
-import re
 import types
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
@@ -20,164 +18,174 @@ from tests.inputs.prepare_cases import (
     TABLE,
     VOCABULARY_SIZE,
     dense,
+    plan_of,
     prepare,
     ragged,
     sparse,
 )
+from tests.rejections import ANY, rejects
+from tests.tiers import quick_cases
 
+UNEVEN = [[1], [2, 3]]
 MASKED = np.ma.masked_array([1.5, 2.0], [False, True])
-INFINITY = np.array([np.inf, 1])
 
-# Name: ids, error, a part of the message that shows the value.
+
+class Hostile:
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("no")
+
+
+def cyclic():
+    items = []
+    items.append(items)
+    return items
+
+
+def ragged_of(inner):
+    """Returns an object with the fields of a `tf.RaggedTensor` of two ragged axes."""
+    return types.SimpleNamespace(values=inner, row_splits=np.array([0, 2]))
+
+
+# Name: ids, type and field of the error, its value or code that it shows.
 WRONG_IDS = {
-    "none": (None, ValueError, "is None"),
-    "string": (
-        "movie",
-        TypeError,
-        "dtype <U5; turn strings into ids with te.inputs.hash_ids",
+    "none": (None, ValueError, "Ids", ""),
+    "string": ("movie", TypeError, "Ids", "te.inputs.hash_ids"),
+    "float in a list": ([1, 2.5], TypeError, "Ids", ".astype(int)"),
+    "booleans": (np.array([True, False]), TypeError, "Ids", ""),
+    "none in a list": ([1, None], TypeError, "Ids", "None"),
+    "generator": ((i for i in [1]), TypeError, "Ids", ""),
+    "hostile": (Hostile(), TypeError, "Ids", "Hostile"),
+    "cyclic list": (cyclic(), ValueError, "Ids", "te.SparseIds"),
+    "coo": (scipy.sparse.coo_array([[0, 1]]), TypeError, "Ids", "row_splits=m.indptr"),
+    "jagged": (types.SimpleNamespace(values=[1], offsets=[0, 1]), TypeError, "Ids", ""),
+    "scalar": (np.int64(3), ValueError, "Ids", ""),
+    "no samples": (np.zeros(0, int), ValueError, "Ids", "[0]"),
+    "too large": ([1, 10], ValueError, None, "10 at position (1,)"),
+    "negative": ([[1], [-1]], ValueError, None, "-1 at position (1, 0)"),
+    "padding of others": ([[1, -1]], ValueError, None, "te.inputs.PADDING_ROW_ID"),
+    "padding in lists": ([[PADDING], [1, 2]], ValueError, None, f"{PADDING}"),
+    "64 bits": ([2**32 + 3], ValueError, None, f"{2**32 + 3}"),
+    "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, None, f"{2**63}"),
+    "lists beside ids": ([[1, 2], 3], ValueError, "Ids", "got 3"),
+    "uneven outer lists": ([[[1]], [[1], [2]]], ValueError, "Ids", "te.SparseIds"),
+    "masked": (MASKED, TypeError, "Ids", ".filled(2147483647)"),
+    "masked in a list": ([MASKED], TypeError, "Ids", ".filled(2147483647)"),
+    "nested ragged": (ragged_of(ragged([1, 2], [0, 1, 2])), ValueError, "Ids", ""),
+    "DenseIds of lists": (te.DenseIds(ids=UNEVEN), TypeError, "DenseIds.ids", ""),
+    "ragged strings": (ragged(["a"], [0, 1]), TypeError, "Ids", "te.inputs.hash_ids"),
+    "splits of floats": (ragged([1], [0, 1.0]), TypeError, "row_splits", ""),
+    "splits end early": (ragged([1, 2], [0, 1]), ValueError, "row_splits", "[0, 1]"),
+    "splits end late": (ragged([1, 2, 3], [0, 4]), ValueError, "row_splits", "[0, 4]"),
+    "splits start below 0": (ragged([1], [-1, 1]), ValueError, "row_splits", "[-1, 1]"),
+    "splits fall": (ragged([1, 2], [0, 5, 2]), ValueError, "row_splits", "[5, 2]"),
+    "splits of no sample": (ragged([], [0]), ValueError, "row_splits", "(1,)"),
+    "splits of 64 bits": (
+        ragged([1], np.array([0, 2**63, 1], np.uint64)), ValueError, "row_splits",
+        f"[{2**63}, 1]",
     ),
-    "float in a list": ([1, 2.5], TypeError, "dtype float64"),
-    "booleans": (np.array([True, False]), TypeError, "dtype bool"),
-    "none in a list": ([1, None], TypeError, "they hold None"),
-    "dict": ({"ids": [1]}, TypeError, "got dict"),
-    "generator": ((i for i in [1]), TypeError, "got generator"),
-    "csr": (scipy.sparse.csr_array(np.eye(3)), TypeError, "got csr_array"),
-    "jagged": (
-        types.SimpleNamespace(values=[1], offsets=[0, 1]),
-        TypeError,
-        "got SimpleNamespace",
+    "beyond the batch": (sparse([[3, 0]], [1]), ValueError, "indices", "[3, 0]"),
+    "beyond the positions": (sparse([[0, 4]], [1]), ValueError, "indices", "[0, 4]"),
+    "below the batch": (sparse([[-1, 0]], [1]), ValueError, "indices", "[-1, 0]"),
+    # As an int64, the first would be -1; as an int32, the second would be 0.
+    "64 bits of uint64": (
+        sparse(np.array([[2**64 - 1, 0]], np.uint64), [1]), ValueError, "indices",
+        f"[{2**64 - 1}, 0]",
     ),
-    "scalar": (np.int64(3), ValueError, "a scalar"),
-    "no samples": (np.zeros(0, int), ValueError, "a batch of shape (0,)"),
-    "too large": ([1, 10], ValueError, "got 10 at position (1,)"),
-    "negative": ([[1], [-1]], ValueError, "got -1 at position (1, 0)"),
-    "a mark of another library": ([[1, -1]], ValueError, "te.inputs.PADDING_ROW_ID"),
-    "64 bits": ([2**32 + 3], ValueError, f"got {2**32 + 3}"),
-    "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, f"got {2**63}"),
-    "lists beside ids": ([[1, 2], 3], ValueError, "got 3 among lists"),
-    "uneven outer lists": ([[[1]], [[1], [2]]], ValueError, "within these lists"),
-    "masked": (MASKED, TypeError, "got a masked array; write .filled(2147483647)"),
-    "DenseIds of lists": (
-        te.DenseIds(ids=[[1], [2, 3]]),
-        TypeError,
-        "DenseIds.ids must be an array, got list",
+    "64 bits of int64": (sparse([[2**32, 0]], [1]), ValueError, "indices", f"{2**32}"),
+    "one axis": (sparse([[0]], [1], dense_shape=(3,)), ValueError, "indices", ""),
+    "indices of floats": (sparse([[0, 0.5]], [1]), TypeError, "indices", ""),
+    "dense_shape whose product overflows": (
+        sparse([[0, 0, 0]], [1], dense_shape=(2**33, 2**31, 2)), ValueError,
+        "dense_shape", f"{2**33}",
     ),
-    "ragged strings": (ragged(["a"], [0, 1]), TypeError, "te.inputs.hash_ids"),
-    "row_splits of floats": (ragged([1], [0, 1.0]), TypeError, "dtype float64"),
-    "row_splits end early": (ragged([1, 2], [0, 1]), ValueError, "got 0 and 1"),
-    "row_splits fall": (
-        ragged([1, 2], [0, 2, 1, 2]),
-        ValueError,
-        "got 2 and then 1 at sample 1",
-    ),
-    "row_splits of 64 bits": (
-        ragged([1], np.array([0, 2**63, 1], np.uint64)),
-        ValueError,
-        f"got {2**63} and then 1",
-    ),
-    "sparse, beyond the batch": (sparse([[3, 0]], [1]), ValueError, "got [3, 0]"),
-    "sparse, beyond the positions": (sparse([[0, 4]], [1]), ValueError, "got [0, 4]"),
-    "sparse, indices of floats": (sparse([[0, 0.5]], [1]), TypeError, "dtype float64"),
     "sparse of 8 TiB": (
-        sparse([[0, 0]], [1], dense_shape=(2**40, 4)),
-        ValueError,
-        f"got [{2**40}, 4]",
+        sparse([[0, 0]], [1], dense_shape=(2**40, 4)), ValueError, "dense_shape",
+        f"{2**40}",
     ),
-}
+    "prepared ragged": (prepare(ragged([1], [0, 1])), TypeError, "Ids", ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("ids", "kind", "text"), WRONG_IDS.values(), ids=WRONG_IDS)
-def test_wrong_ids(ids, kind, text):
-    with pytest.raises((ValueError, TypeError), match=re.escape(text)) as error:
+@pytest.mark.parametrize(
+    ("ids", "kind", "part", "fix"), WRONG_IDS.values(), ids=WRONG_IDS
+)
+def test_wrong_ids(ids, kind, part, fix):
+    field = part and f"{part} of feature 'the_feature'"
+    with rejects(kind, field=field, fix=fix) as error:
         prepare(ids)
-    assert type(error.value) is kind
     assert "eature 'the_feature'" in str(error.value)
 
 
 RAGGED = ragged([1, 2, 3], [0, 1, 3])
 SPARSE = sparse([[0, 0], [1, 1], [2, 0]], [1, 2, 3])
+OTHER_PLACES = sparse([[0, 0], [1, 2], [2, 0]], [1.0, 2.0, 3.0])
+OTHER_SHAPE = sparse([[0, 0], [1, 1], [2, 0]], [1.0, 2.0, 3.0], dense_shape=(4, 4))
+OWN_WEIGHTS = ragged([1, 2, 3], [0, 1, 3], np.ones(3))
 
-# Name: ids, weights, error, a part of the message.
+# Name: ids, weights, type of the error, code that it shows.
 WRONG_WEIGHTS = {
-    "strings": ([1], ["2"], TypeError, "real numbers, got dtype object"),
-    "infinite": ([1, 2], INFINITY, ValueError, "got inf at (0,)"),
-    "too large": ([1], [1e39], ValueError, "got inf at (0,)"),
-    "masked": ([1, 2], MASKED, TypeError, "got a masked array"),
-    "fewer": ([1, 2], [1.0], ValueError, "(2,), got (1,)"),
-    "ragged for dense": ([1, 2], RAGGED, TypeError, "DenseIds, like its ids, got R"),
-    "ragged, fewer": (RAGGED, [1.0, 2.0], ValueError, "(3,), got (2,)"),
-    "ragged, other lengths": (
-        RAGGED,
-        [[1.0, 2.0], [3.0]],
-        ValueError,
-        "weights: [0, 2, 3]",
-    ),
-    "ragged with weights of its own": (
-        RAGGED,
-        ragged([1, 2, 3], [0, 1, 3], np.ones(3)),
-        ValueError,
-        "a RaggedIds that has weights of its own",
-    ),
-    "sparse for ragged": (
-        RAGGED,
-        SPARSE,
-        TypeError,
-        "RaggedIds, like its ids, got S",
-    ),
-    "sparse, other places": (
-        SPARSE,
-        sparse([[0, 0], [1, 2], [2, 0]], [1.0, 2.0, 3.0]),
-        ValueError,
-        "the same indices as its ids",
-    ),
-    "sparse, other shape": (
-        SPARSE,
-        sparse([[0, 0], [1, 1], [2, 0]], [1.0, 2.0, 3.0], dense_shape=(4, 4)),
-        ValueError,
-        "weights: [4, 4]",
-    ),
+    "strings": ([1], ["2"], TypeError, ""),
+    "infinite": ([1, 2], np.array([np.inf, 1]), ValueError, "(0,)"),
+    "too large": ([1], [1e39], ValueError, "(0,)"),
+    "masked": ([1, 2], MASKED, TypeError, ".filled(0)"),
+    "fewer": ([1, 2], [1.0], ValueError, "(1,)"),
+    "ragged for dense": ([1, 2], RAGGED, TypeError, "DenseIds"),
+    "ragged, fewer": (RAGGED, [1.0, 2.0], ValueError, "(2,)"),
+    "ragged, other lengths": (RAGGED, [[1.0, 2.0], [3.0]], ValueError, "[0, 2, 3]"),
+    "ragged with weights of its own": (RAGGED, OWN_WEIGHTS, ValueError, "RaggedIds"),
+    "sparse for ragged": (RAGGED, SPARSE, TypeError, "RaggedIds"),
+    "sparse, other places": (SPARSE, OTHER_PLACES, ValueError, "indices"),
+    "sparse, other shape": (SPARSE, OTHER_SHAPE, ValueError, "[4, 4]"),
 }
 
 
 @pytest.mark.parametrize(
-    ("ids", "weights", "kind", "text"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS
+    ("ids", "weights", "kind", "fix"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS
 )
-def test_wrong_weights(ids, weights, kind, text):
-    with pytest.raises((ValueError, TypeError), match=re.escape(text)) as error:
+def test_wrong_weights(ids, weights, kind, fix):
+    with rejects(kind, field="Weights of feature 'the_feature'", fix=fix):
         prepare(ids, weights)
-    assert type(error.value) is kind
-    assert "Weights of feature 'the_feature'" in str(error.value)
 
 
-# Name: ids, options of the feature, a part of the message; all are ValueErrors.
+# Name: ids, options of the feature, field of the ValueError and its value.
 WRONG_SHAPES = {
-    "sequence of one axis": ([1, 2], dict(max_sequence_length=2), "got shape (2,)"),
+    "sequence of one axis": (np.array([1, 2]), dict(max_sequence_length=2), "Ids", ANY),
     "sequence with weights": (
-        dense([[1]], np.ones((1, 2))),
-        dict(max_sequence_length=2),
-        "max_sequence_length=2: a sequence is not combined",
+        dense([[1]], np.ones((1, 1))), dict(max_sequence_length=2), "Weights", ANY
+    ),
+    "sparse sequence with weights": (
+        sparse([[0, 0]], [1], weights=np.ones(1)), dict(max_sequence_length=2),
+        "Weights", ANY,
     ),
     "sequence with two ids at one place": (
-        sparse([[1, 1], [1, 1]], [1, 2]),
-        dict(max_sequence_length=2),
-        "got sample 1 and position 1 2 times",
+        sparse([[1, 1], [1, 1]], [1, 2]), dict(max_sequence_length=2), "indices", [1, 1]
     ),
-    "output shape of another batch": ([1, 2, 3], dict(output_shape=(2,)), "got (2,)"),
+    "output shape of another batch": (
+        [1, 2, 3], dict(output_shape=(2,)), "FeatureConfig.output_shape", [2]
+    ),
     "sequence of 2**40 places": (
         sparse([[0, 0]], [1], dense_shape=(2**27, 4)),
-        dict(max_sequence_length=2**13),
-        "at most 16384 samples, got 134217728",
+        dict(max_sequence_length=2**13), "dense_shape", 2**27,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("ids", "options", "text"), WRONG_SHAPES.values(), ids=WRONG_SHAPES
+    ("ids", "options", "part", "value"), WRONG_SHAPES.values(), ids=WRONG_SHAPES
 )
-def test_shapes_that_do_not_fit_the_feature(ids, options, text):
-    with pytest.raises(ValueError, match=re.escape(text)) as error:
+def test_shapes_that_do_not_fit_the_feature(ids, options, part, value):
+    with rejects(field=f"{part} of feature 'the_feature'", value=value):
         prepare(ids, **options)
-    assert "'the_feature'" in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["features", "weights"])
+def test_another_structure_shows_both(what):
+    plan, features = plan_of(), {"the_feature": 1, "other": 1}
+    arguments = [{"the_feature": np.arange(3)}, plan, features]
+    if what == "features":
+        arguments = [features, plan]
+    with rejects(ValueError, fix="['the_feature', 'other']"):
+        te.inputs.prepare_features(*arguments)
 
 
 def two_features(**options):
@@ -188,24 +196,30 @@ def two_features(**options):
     return te.make_plan(config, mesh_of(1))
 
 
-@pytest.mark.parametrize("movie", [[1, 2, 3], [[1, 2], [], [3]]])
-def test_unequal_batches_name_both_features(movie):
-    with pytest.raises(
-        ValueError, match="got 3 for feature 'movie' and 2 for feature 'user'"
-    ):
-        te.inputs.prepare_features({"user": [1, 2], "movie": movie}, two_features())
-
-
-@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
-def test_a_lookup_refuses_unequal_batches(wrap):
-    """Also without `prepare`."""
+def looked_up(features):
     plan = two_features()
     tables = te.functional.init_tables(plan, jax.random.key(0))
-    features = {"user": jnp.zeros(2, jnp.int32), "movie": jnp.zeros(3, jnp.int32)}
-    with pytest.raises(
-        ValueError, match="got 3 for feature 'movie' and 2 for feature 'user'"
-    ):
-        wrap(lambda x: te.functional.lookup(tables, x, plan).activations)(features)
+    return te.functional.lookup(tables, features, plan).activations
+
+
+def prepared(features):
+    return te.inputs.prepare_features(features, two_features())
+
+
+@pytest.mark.parametrize(
+    ("function", "movie"),
+    [
+        (prepared, np.zeros(3, int)),
+        (prepared, [[1, 2], [], [3]]),
+        (looked_up, np.zeros(3, int)),
+        (jax.jit(looked_up), np.zeros(3, int)),
+    ],
+    ids=["dense", "ragged", "lookup", "jit"],
+)
+def test_unequal_batches_name_both_features(function, movie):
+    features = {"user": np.zeros(2, int), "movie": movie}
+    with rejects(field="'user'", value=2, fix="feature 'movie'"):
+        function(features)
 
 
 # Ids, of which the first sample has two, and weights of which the last one is NaN.
@@ -215,7 +229,7 @@ NAN_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("combiner", quick_cases(["sum", "mean", "sqrtn"], "mean"))
 @pytest.mark.parametrize("ids", NAN_WEIGHTS.values(), ids=NAN_WEIGHTS)
 def test_a_weight_of_nan_that_no_step_can_refuse_is_seen(ids, combiner):
     table = dataclasses.replace(TABLE, combiner=combiner)
@@ -226,7 +240,7 @@ def test_a_weight_of_nan_that_no_step_can_refuse_is_seen(ids, combiner):
     )
     assert np.isfinite(activations[0]).all()
     assert np.isnan(activations[1]).all()
-    with pytest.raises(ValueError, match="must be finite"):
+    with rejects(field="Weights of feature 'feature'"):
         te.inputs.prepare_features(ids, plan)
 
 
@@ -242,13 +256,9 @@ SCALARS = st.one_of(
     st.none(),
 )
 DTYPES = st.one_of(
-    hnp.integer_dtypes(),
-    hnp.unsigned_integer_dtypes(),
-    hnp.floating_dtypes(sizes=(16, 32, 64)),
-    hnp.boolean_dtypes(),
+    hnp.scalar_dtypes(),
     hnp.unicode_string_dtypes(max_len=2),
     hnp.byte_string_dtypes(max_len=2),
-    hnp.datetime64_dtypes(),
 )
 ARRAYS = DTYPES.flatmap(
     lambda dtype: hnp.arrays(
@@ -327,7 +337,7 @@ def expected_bags(ids):
 
 
 @hypothesis.settings(
-    max_examples=150, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=100, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(ids=BATCHES, weights=st.none() | st.none() | BATCHES)
 def test_any_batch_is_read_rightly_or_refused_by_name(ids, weights):

@@ -61,31 +61,18 @@ def test_an_export_retrieves(model, wanted, tmp_path):
     np.testing.assert_array_equal(served({"user": IDS[:1]})["ids"], wanted[:1])
 
 
-@pytest.mark.parametrize(
-    "transform_of",
-    [lambda model: None, lambda model: model.tower, lambda model: model.tower.__call__],
-    ids=["rows", "module", "method"],
-)
-def test_the_second_eager_call_compiles_nothing(transform_of, caplog):
+def test_the_second_eager_call_compiles_nothing(caplog):
     model = TwoTowers(nnx.Rngs(1))
 
     def scores(seed):
         queries = np.random.default_rng(seed).normal(size=(3, 4))
-        best = te.nn.top_k(
-            model.embedding, queries, 2, table="movies", transform=transform_of(model)
-        )
+        best = te.nn.top_k(model.embedding, queries, 2, table="movies")
         return np.asarray(best.scores)
 
     first = scores(0)
-    trained_kernel = 2 * model.tower.kernel.get_value()
     with jax.log_compiles():
         second = scores(1)
-        model.tower.kernel.set_value(trained_kernel)
-        after_training = scores(1)
     assert not [x.message for x in caplog.records if "compil" in x.message.lower()]
-    # The bias is 0. Doubling is exact.
-    factor = 1 if transform_of(model) is None else 2
-    np.testing.assert_array_equal(after_training, factor * second)
     assert not np.array_equal(first, second)
 
 

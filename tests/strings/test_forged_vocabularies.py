@@ -18,7 +18,6 @@ FIELDS = {
     "format": "tpu_embedding.vocabulary 1",
     "num_oov_buckets": 1,
     "mask_token": None,
-    "strip_whitespace": False,
     "tokens": ["[UNK]", "a", "b"],
 }
 _opened: list[str] | None = None
@@ -88,7 +87,7 @@ FILES = {
     "buckets are NaN": forged(num_oov_buckets=float("nan")),
     "buckets are text": forged(num_oov_buckets="1"),
     "buckets are missing": forged(num_oov_buckets=...),
-    "strip is text": forged(strip_whitespace="no"),
+    "strips": forged(strip_whitespace=True),
     "many fields": json.dumps({str(i): "" for i in range(99_999)}),
     "nested too deep": "[" * MIB,
     "nested lists": bomb("[", "]", 8 * MIB),

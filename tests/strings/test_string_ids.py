@@ -18,19 +18,16 @@ PADDING = te.inputs.PADDING_ROW_ID
 
 
 @pytest.mark.parametrize(
-    ("strings", "num_buckets", "salt", "expected"),
+    ("strings", "num_buckets", "expected"),
     [
         # keras.layers.Hashing, from its documentation.
-        (["A", "B", "C", "D", "E"], 3, None, [1, 0, 1, 1, 2]),
-        (["A", "B", "C", "D", "E"], 3, (133, 137), [1, 2, 1, 0, 2]),
-        (["A", "B", "C", "D", "E"], 3, 133, [0, 0, 2, 1, 0]),
-        # tf.strings.to_hash_bucket_fast and to_hash_bucket_strong, from theirs.
-        (["Hello", "TensorFlow", "2.x"], 3, None, [0, 2, 2]),
-        (["Hello", "TF"], 3, [1, 2], [2, 0]),
+        (["A", "B", "C", "D", "E"], 3, [1, 0, 1, 1, 2]),
+        # tf.strings.to_hash_bucket_fast, from its.
+        (["Hello", "TensorFlow", "2.x"], 3, [0, 2, 2]),
     ],
 )
-def test_hashes_are_those_of_keras_and_tensorflow(strings, num_buckets, salt, expected):
-    ids = te.inputs.hash_ids(strings, num_buckets, salt=salt)
+def test_hashes_are_those_of_keras_and_tensorflow(strings, num_buckets, expected):
+    ids = te.inputs.hash_ids(strings, num_buckets)
     assert ids.dtype == np.int32
     assert ids.tolist() == expected
 
@@ -182,12 +179,6 @@ WRONG_CALLS = {
         "num_buckets",
         "got 0",
     ),
-    "salt": (
-        lambda: te.inputs.hash_ids(["a"], 2, salt=-1),
-        ValueError,
-        "salt",
-        "got -1",
-    ),
     "floats": (
         lambda: te.inputs.hash_ids([1.5], 2),
         TypeError,
@@ -225,7 +216,6 @@ VOCABULARIES = {
         ["a", "[UNK]", "b"], num_oov_buckets=2, mask_token=""
     ),
     "nothing unknown": te.inputs.Vocabulary(["3", "-4"], num_oov_buckets=0),
-    "strips": te.inputs.Vocabulary(["a"], mask_token="", strip_whitespace=True),
     "own token": te.inputs.Vocabulary(["[UNK]", "b"], oov_token="<unknown>"),
 }
 
@@ -282,21 +272,6 @@ def test_integers_stand_for_their_digits_if_tokens_are_numbers():
         te.inputs.Vocabulary(["b"]).ids(np.array([17]))
 
 
-def test_white_space_is_stripped_by_choice():
-    tokens = ["u0", "é"]
-    vocabulary = te.inputs.Vocabulary(
-        tokens, num_oov_buckets=2, mask_token="", strip_whitespace=True
-    )
-    spaced = [" u0", "u0\t", "\u00a0é\u3000", "  ", " x ", b"u0 ", "é\u3000".encode()]
-    plain = ["u0", "u0", "é", "", "x", b"u0", "é".encode()]
-    assert vocabulary.ids(spaced).tolist() == vocabulary.ids(plain).tolist()
-    assert vocabulary.ids([b" \xff "]).tolist() == vocabulary.ids([b"\xff"]).tolist()
-    exact = te.inputs.Vocabulary(tokens)
-    assert exact.ids([" u0", b"u0", "u0"]).tolist() == [0, 1, 1]
-    with pytest.raises(ValueError, match="token 0 must have no white space.*'u0 '"):
-        te.inputs.Vocabulary(["u0 "], strip_whitespace=True)
-
-
 def test_a_file_of_tokens_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "tokens.txt"
     path.write_bytes(b"\xef\xbb\xbfcomedy\r\ndrama\r\n")
@@ -330,10 +305,9 @@ def test_a_full_disk_leaves_the_old_file(failing, tmp_path, monkeypatch):
     [
         te.inputs.fingerprint_ids,
         lambda strings: te.inputs.hash_ids(strings, 9),
-        lambda strings: te.inputs.hash_ids(strings, 9, salt=1),
         te.inputs.Vocabulary(["a"], num_oov_buckets=2).ids,
     ],
-    ids=["fingerprint", "hash", "salt", "vocabulary"],
+    ids=["fingerprint", "hash", "vocabulary"],
 )
 def test_strings_of_megabytes_are_not_hashed(call):
     with pytest.raises(ValueError, match="at most 65,536 bytes.*10,000,000"):

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.export.documents import (
     DOCUMENT_FILE,
     check_files,
@@ -34,6 +35,7 @@ from tpu_embedding.paths import local_path
 
 BASE_FILE: Final = "base.json"
 _BLOCK_BYTES: Final = 2**24
+_IN_FULL: Final = "Serve the newer export in full."
 
 
 def save_delta(
@@ -76,10 +78,8 @@ def save_delta(
     check_files(new, new_files)
     check_files(old, old_files)
     if different := sorted(new_files.keys() ^ old_files.keys()):
-        raise ExportError(
-            f"A delta needs two exports with the same files, but {different} are in "
-            f"only one of {new} and {old}. Serve the newer export in full."
-        )
+        rule = f"have the same files as {old} for a delta"
+        raise invalid(str(new), rule, different, _IN_FULL, ExportError)
     with new_directory(directory) as path:
         if path is None:
             return
@@ -104,11 +104,9 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
         other = before.get(name, np.zeros(0))
         is_table = tensor.ndim == 2 and tensor.size
         if not is_table or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-            raise ExportError(
-                f"Tensor {name!r} of {new} and {old} must have one shape and dtype, "
-                f"got {tensor.dtype}{list(tensor.shape)} and "
-                f"{other.dtype}{list(other.shape)}. Serve the newer export in full."
-            )
+            rule = f"be {other.dtype}{list(other.shape)}, as in {old}"
+            owner = f"Tensor {name!r} of {new}"
+            raise invalid(owner, rule, tensor, _IN_FULL, ExportError)
         size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
         for start in range(0, len(tensor), size):
@@ -162,9 +160,8 @@ def apply_delta(
     changed, base = files_of(change), change / BASE_FILE
     if not base.is_file() or base.read_bytes() != (old / DOCUMENT_FILE).read_bytes():
         raise ExportError(
-            f"The delta {change} does not follow the export {old}: its {BASE_FILE} is "
-            "different or missing. Apply deltas in the order in which they were made, "
-            "or copy the newer export in full."
+            f"The delta {change} does not follow the export {old}. Apply deltas in the "
+            "order in which they were made, or copy the newer export in full."
         )
     with new_directory(directory) as path:
         if path is None:
@@ -195,9 +192,8 @@ def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
             and (row_ids[1:] > row_ids[:-1]).all()
         )
         if not is_valid:
-            raise ExportError(
-                f"{source} must hold rows of {name!r}, {tensor.dtype} of shape "
-                f"{list(tensor.shape[1:])}, and their ascending int64 row numbers in "
-                f"'{name}:rows'. Make the delta again."
-            )
+            rule = f"have {tensor.dtype}{list(tensor.shape[1:])} rows of {name!r} and "
+            rule += f"their ascending int64 row numbers in '{name}:rows'"
+            fix = "Make the delta again."
+            raise invalid(str(source), rule, rows, fix, ExportError)
         write_rows(table, name, row_ids, rows)

@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import uuid
@@ -24,6 +23,7 @@ import jax
 from jax.experimental import multihost_utils
 
 import tpu_embedding
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.export.program_inputs import ExportError, Signature
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
@@ -33,10 +33,10 @@ from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None]:
     """Yields a temporary directory to fill, and renames it at the end.
 
-    Files are written to `.export-NUMBER.partial` next to the directory, and flushed to
-    disk before the rename. If several writers use the same path, the first to finish
-    wins, and later renames fail. If there is an error, the temporary directory is
-    removed. Only a killed process leaves it on disk.
+    Files are written to `.export-NUMBER.partial` next to the directory. If several
+    writers use the same path, the first to finish wins, and later renames fail. If
+    there is an error, the temporary directory is removed. Only a killed process leaves
+    it on disk. Digests reveal files that a crash of the machine cut off.
 
     All processes of a job must call this together. The first process writes, and if it
     fails, the job ends.
@@ -59,9 +59,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
             yield partial
-            _flush(partial)
             partial.rename(path)  # Replaces only an empty directory.
-            _flush_names(path.parent)
         except OSError as error:
             # If another writer was faster, this error is clearer than the rename's.
             check_new_directory(path)
@@ -80,35 +78,14 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
 def check_new_directory(path: pathlib.Path) -> None:
     """Raises ExportError if a path exists and is not an empty directory."""
     try:
-        is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return
+        problem = "it already exists"
     except OSError as error:
-        raise ExportError(
-            f"{path} must be a new directory: {error}. Choose another name."
-        ) from error
-    if not is_free:
-        raise ExportError(
-            f"{path} must be a new directory, but it already exists. Remove it, or "
-            "export to another directory."
-        )
-
-
-def _flush(directory: pathlib.Path) -> None:
-    """Flushes a directory's files to disk, which may reveal that the disk is full."""
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            with open(os.path.join(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-        _flush_names(pathlib.Path(folder))
-
-
-def _flush_names(directory: pathlib.Path) -> None:
-    """Flushes a directory's names to disk, on file systems that support it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        problem = str(error)
+    raise ExportError(
+        f"{path} must be a new directory, but {problem}. Choose another name."
+    )
 
 
 DOCUMENT_FILE: Final = "export.json"
@@ -119,7 +96,7 @@ MAX_DOCUMENT_BYTES: Final = 2**23
 """Maximum size, enough for 50,000 tables. Parsing takes about 25 times the memory."""
 
 _SUFFIXES: Final = (".safetensors", ".stablehlo")
-AGAIN: Final = "export the model again, or copy the whole directory again."
+AGAIN: Final = "Export the model again, or copy the whole directory again."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,14 +119,12 @@ class ExportDocument:
 
 def write_document(directory: pathlib.Path, signature: Signature | None = None) -> None:
     """Writes the document of an export. All other files must already exist."""
+    versions = {"tpu_embedding": tpu_embedding.__version__, "jax": jax.__version__}
     document = ExportDocument(
         files=digests_of_files(directory),
         signature=signature,
         written=str(datetime.datetime.now(datetime.UTC).date()),
-        versions={
-            "tpu_embedding": tpu_embedding.__version__,
-            "jax": jax.__version__,
-        },
+        versions=versions,
     )
     text = json.dumps(dataclasses.asdict(document), indent=2) + "\n"
     (directory / DOCUMENT_FILE).write_text(text, encoding="utf-8")
@@ -163,10 +138,8 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
     """
     path = directory / DOCUMENT_FILE
     if path.is_symlink() or not path.is_file():
-        raise ExportError(
-            f"{directory} must be a directory written by te.export, but it has no "
-            f"regular file {path.name}."
-        )
+        rule = f"be a directory written by te.export, with a regular file {path.name}"
+        raise ExportError(f"{directory} must {rule}.")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_DOCUMENT_BYTES + 1)
@@ -177,29 +150,15 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
             raise ValueError(
                 f"format must be {ExportDocument.format!r}, got {document.format!r}"
             )
-        digests = list(document.files.values())
-        if not all(isinstance(digest, str) for digest in digests):
+        if not all(isinstance(digest, str) for digest in document.files.values()):
             raise ValueError("files must map each file's path to its SHA-256")
         signature: Any = document.signature
         if signature is not None:
             signature = Signature.of_json(signature)
         return dataclasses.replace(document, signature=signature)
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        OSError,
-    ) as error:
+    except Exception as error:  # A damaged document may raise anything.
         problem = (str(error) or type(error).__name__)[:300]
-        raise ExportError(f"{path} cannot be read: {problem}; {AGAIN}") from None
-
-
-def file_digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise ExportError(f"{path} cannot be read: {problem}. {AGAIN}") from None
 
 
 def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -212,11 +171,10 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     for path in sorted(directory.rglob("*")):
         is_link = path.is_symlink()
         if is_link or not (path.is_file() or path.is_dir()):
-            raise ExportError(
-                f"{path} must be a file or directory, got a "
-                f"{'symbolic link' if is_link else 'special file'}. If you trust its "
-                "links, copy the export with the files that they lead to."
-            )
+            kind = "symbolic link" if is_link else "special file"
+            fix = "If you trust its links, copy the files that they lead to."
+            rule = "be a file or directory"
+            raise invalid(str(path), rule, kind, fix, ExportError)
         if not path.is_dir() and (
             path.suffix in _SUFFIXES or path.parent.name == VOCABULARIES_DIR
         ):
@@ -226,7 +184,11 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     """Returns the SHA-256 of each file that `files_of` returns, by path."""
-    return {name: file_digest(path) for name, path in files_of(directory).items()}
+    digests = {}
+    for name, path in files_of(directory).items():
+        with path.open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def check_files(
@@ -242,10 +204,10 @@ def check_files(
     try:
         found = digests_of_files(directory)
     except OSError as error:
-        raise ExportError(f"{directory} cannot be read: {error}; {AGAIN}") from None
+        raise ExportError(f"{directory} cannot be read: {error}. {AGAIN}") from None
     if found != files:
         differ = [k for k in {*found, *files} if found.get(k) != files.get(k)]
         raise ExportError(
             f"The files {sorted(differ)} of {owner or directory} must have the SHA-256 "
-            f"listed in {DOCUMENT_FILE}; {AGAIN}"
+            f"listed in {DOCUMENT_FILE}. {AGAIN}"
         )

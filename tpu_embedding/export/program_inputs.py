@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding import types
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.dynamic.ids_64 import Ids64
 from tpu_embedding.dynamic.vocabulary import Dynamic
@@ -30,12 +31,13 @@ from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.containers import read_ids
 from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan, InputPlan
-from tpu_embedding.strings.string_ids import Unknown, Vocabulary
+from tpu_embedding.strings.string_ids import Vocabulary
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
     RaggedIds,
     ShardedRaggedIds,
+    SparseIds,
     is_integer,
 )
 
@@ -165,11 +167,8 @@ def check_distinct(kind: str, names: Iterable[str]) -> None:
     """Raises ExportError if a name occurs twice."""
     repeated = sorted(k for k, n in collections.Counter(names).items() if n > 1)
     if repeated:
-        raise ExportError(
-            f"The {kind} of an export must have different names, but several have "
-            f"the name {', '.join(map(repr, repeated))}. Rename a feature, table or "
-            "attribute."
-        )
+        rule, fix = "be distinct", "Rename a feature, table or attribute."
+        raise invalid(f"Names of exported {kind}", rule, repeated, fix, ExportError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,11 +213,10 @@ class Example:
         )
         for input_, (_, leaf) in zip(inputs, leaves, strict=True):
             if input_.kind != "ragged_ids" and not hasattr(ids_of(leaf), "shape"):
-                raise ExportError(
-                    f"Input {input_.name!r} of the example must be an array, RaggedIds "
-                    f"or DenseIds, got {type(leaf).__name__}. Use np.asarray(...) for "
-                    "numbers and te.RaggedIds.from_lists(...) for lists of ids."
-                )
+                rule = "be an array, RaggedIds or DenseIds"
+                fix = "Use np.asarray(...), or te.RaggedIds.from_lists(...) for lists."
+                owner = f"Example's input {input_.name!r}"
+                raise invalid(owner, rule, leaf, fix, ExportError)
         return cls(
             arguments=names,
             inputs=inputs,
@@ -280,9 +278,9 @@ class Example:
                 is_ids = jnp.issubdtype(array.dtype, jnp.integer)
                 (ids if is_ids else rest).append(int(array.shape[0]))
         if not ragged + ids + rest:
-            raise ExportError(
-                "The example must hold at least one array with a batch axis. Pass a "
-                "batch as you would pass it to the model."
+            rule, fix = "have an array with a batch axis", "Pass a batch of the model."
+            raise invalid(
+                "te.export.save: example", rule, self.leaves, fix, ExportError
             )
         return ragged + ids + rest
 
@@ -322,18 +320,15 @@ def ids_of(leaf: Any) -> Any:
     return ids.low if isinstance(ids, Ids64) else ids
 
 
+_RAGGED: Final = RaggedIds | SparseIds | ShardedRaggedIds
+
+
 def _is_container(leaf: Any) -> bool:
-    return isinstance(leaf, DenseIds | Ids64) or _is_ragged(leaf)
-
-
-def _is_ragged(leaf: Any) -> bool:
-    is_mapping = isinstance(leaf, Mapping)
-    names = ("row_splits", "dense_shape")
-    return not is_mapping and any(hasattr(leaf, name) for name in names)
+    return isinstance(leaf, DenseIds | Ids64 | _RAGGED)
 
 
 def _kind_of(leaf: Any) -> InputKind:
-    if _is_ragged(leaf):
+    if isinstance(leaf, _RAGGED):
         return "ragged_ids"
     return "dense_ids" if isinstance(leaf, DenseIds) else "array"
 
@@ -341,7 +336,7 @@ def _kind_of(leaf: Any) -> InputKind:
 def _num_samples(ragged: Any) -> int:
     if isinstance(ragged, ShardedRaggedIds):
         return ragged.batch_size
-    if hasattr(ragged, "row_splits"):
+    if isinstance(ragged, RaggedIds):
         return int(np.shape(ragged.row_splits)[0]) - 1
     return math.prod(np.asarray(ragged.dense_shape).tolist()[:-1])
 
@@ -379,7 +374,6 @@ class Feeder:
         signature: Signature,
         arrays: Mapping[str, Any],
         vocabularies: Mapping[str, Vocabulary],
-        unknown: Unknown,
     ):
         """Prepares to feed a program.
 
@@ -387,11 +381,9 @@ class Feeder:
           signature: the program's inputs.
           arrays: shape and dtype of each of the program's arrays, by name.
           vocabularies: vocabulary of each input of strings, by the input's name.
-          unknown: how to handle strings missing from a vocabulary.
         """
         self._signature, self._arrays = signature, arrays
         self._vocabularies = vocabularies
-        self._unknown: Unknown = unknown
         self._sizes = BufferSizes()
         # One plan per input, because their batch sizes may differ.
         self._plans = {
@@ -414,27 +406,22 @@ class Feeder:
         """
         names = self._signature.arguments
         if len(arguments) != len(names):
-            raise ExportError(
-                f"The exported model takes {len(names)} arguments {list(names)}, got "
-                f"{len(arguments)}."
-            )
+            rule = f"be {len(names)}, {list(names)}"
+            raise invalid("Number of arguments", rule, len(arguments), kind=ExportError)
         nest = nest_of(names, arguments)
         arrays: dict[str, np.ndarray] = {}
         for input_ in self._signature.inputs:
             value = _value_at(nest, input_)
             if (vocabulary := self._vocabularies.get(input_.name)) is not None:
-                value = vocabulary.ids(value, unknown=self._unknown)
+                value = vocabulary.ids(value)
             if input_.kind == "array":
                 dtype = self._arrays[input_.ids_name].dtype
                 arrays[input_.ids_name] = _as_dtype(value, dtype, input_.name)
                 continue
             arrays |= _arrays_of_ids(input_, self._prepare(value, input_))
         if arrays.keys() != self._arrays.keys():
-            raise ExportError(
-                "Each input must be dense or ragged, with or without weights, as in "
-                "the export's example. The program takes the arrays "
-                f"{sorted(self._arrays)}, got {sorted(arrays)}."
-            )
+            rule = f"be those of the export's example, {sorted(self._arrays)}"
+            raise invalid("Input arrays", rule, sorted(arrays), kind=ExportError)
         return arrays
 
     def _prepare(self, value: Any, input_: Input) -> Any:
@@ -476,17 +463,15 @@ def by_input(
         ]
         if len(inputs) != 1 or inputs[0].name in result:
             names = [input_.name for input_ in inputs or signature.inputs]
-            raise ExportError(
-                "Each name in vocabularies must match exactly one input, and no two "
-                f"the same input, got {name!r}; the inputs are {names}."
-            )
+            rule = "match exactly one input, and no two keys the same input"
+            fix = f"The inputs are {names}."
+            raise invalid("vocabularies: key", rule, name, fix, ExportError)
         size = inputs[0].vocabulary_size or math.inf
         if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
-            raise ExportError(
-                f"vocabularies[{name!r}] must be a te.inputs.Vocabulary with at most "
-                f"{size} ids, the rows of its table, got {vocabulary!r}. Pass the "
-                "vocabulary that the table was trained with."
-            )
+            rule = f"be a te.inputs.Vocabulary of at most {size} ids, its table's rows"
+            fix = "Pass the vocabulary that the table was trained with."
+            owner = f"vocabularies[{name!r}]"
+            raise invalid(owner, rule, vocabulary, fix, ExportError)
         result[inputs[0].name] = vocabulary
     return result
 
@@ -501,10 +486,9 @@ def _value_at(nest: Any, input_: Input) -> Any:
             else:
                 nest = getattr(nest, key)
         except (LookupError, AttributeError, ValueError):
-            raise ExportError(
-                f"The arguments must hold the input {input_.name!r}, as in the "
-                f"export's example, but {key!r} is missing."
-            ) from None
+            rule = f"have the key {key!r}, as in the export's example"
+            owner = f"Input {input_.name!r}"
+            raise invalid(owner, rule, nest, kind=ExportError) from None
     return nest
 
 
@@ -526,24 +510,16 @@ def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
 
 
 def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
-    if isinstance(leaf, ShardedRaggedIds):
-        arrays = {
-            input_.ids_name: _on_host(leaf.values),
-            input_.row_splits_name: leaf.row_splits,
-            input_.weights_name: leaf.weights,
-        }
-        return {k: np.asarray(x)[0] for k, x in arrays.items() if x is not None}
-    if not isinstance(leaf, DenseIds):
-        leaf = DenseIds(ids=leaf)
-    arrays = {input_.name: _on_host(leaf.ids), input_.weights_name: leaf.weights}
-    return {k: np.asarray(x) for k, x in arrays.items() if x is not None}
-
-
-def _on_host(ids: Any) -> np.ndarray:
-    """Returns ids on the host. 64-bit ids get a last axis for their two words."""
-    if not isinstance(ids, Ids64):
-        return np.asarray(ids)
-    return np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
+    ids = types.ids_of(leaf)
+    if isinstance(ids, Ids64):  # The last axis holds the two words of an id.
+        ids = np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
+    weights = getattr(leaf, "weights", None)
+    arrays = {input_.ids_name: ids, input_.weights_name: weights}
+    arrays = {k: np.asarray(x) for k, x in arrays.items() if x is not None}
+    if not isinstance(leaf, ShardedRaggedIds):
+        return arrays
+    arrays[input_.row_splits_name] = np.asarray(leaf.row_splits)
+    return {k: array[0] for k, array in arrays.items()}  # There is one shard.
 
 
 def _as_dtype(value: Any, dtype: Any, name: str) -> np.ndarray:
@@ -551,8 +527,6 @@ def _as_dtype(value: Any, dtype: Any, name: str) -> np.ndarray:
     array = np.asarray(value)
     converted = array.astype(dtype, casting="same_kind")
     if is_integer(converted.dtype) and (converted != array).any():
-        raise ExportError(
-            f"Input {name!r} must hold numbers that fit in {dtype}, got values from "
-            f"{array.min()} to {array.max()}."
-        )
+        ends = [int(array.min()), int(array.max())]
+        raise invalid(f"Input {name!r}", f"fit in {dtype}", ends, kind=ExportError)
     return converted

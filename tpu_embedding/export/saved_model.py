@@ -18,6 +18,7 @@ import jax.export
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.dynamic.ids_64 import NO_ID
 from tpu_embedding.export.documents import new_directory
 from tpu_embedding.export.program_inputs import (
@@ -140,13 +141,10 @@ def _call_module(exported: jax.export.Exported) -> Any:
         "tensorflow.compiler.mlir.stablehlo.stablehlo"
     )
     tf_xla = importlib.import_module("tensorflow.compiler.tf2xla.python.xla")
-    if exported.calling_convention_version > (
-        tf_xla.call_module_maximum_supported_version()
-    ):
-        raise ExportError(
-            f"TensorFlow {tf.__version__} cannot call programs from jax "
-            f"{jax.__version__}. Install a newer TensorFlow."
-        )
+    newest = tf_xla.call_module_maximum_supported_version()
+    if exported.calling_convention_version > newest:
+        rule = f"be newer to call programs from jax {jax.__version__}"
+        raise invalid("TensorFlow", rule, tf.__version__, kind=ExportError)
     version = stablehlo.get_smaller_version(
         of_tensorflow.get_current_version(), stablehlo.get_current_version()
     )
@@ -176,10 +174,9 @@ def _flat_names(names: Iterable[str]) -> dict[str, str]:
     """Returns each array's name in the TensorFlow signature."""
     flat = {name: _tf_name(name) for name in names}
     if len(set(flat.values())) < len(flat):
-        raise ExportError(
-            "A SavedModel needs input names that differ in letters or digits, got "
-            f"{sorted(flat)}; rename a feature."
-        )
+        rule = "differ in letters or digits in a SavedModel"
+        fix = "Rename a feature."
+        raise invalid("Names of inputs", rule, sorted(flat), fix, ExportError)
     return flat
 
 

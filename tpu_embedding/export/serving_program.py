@@ -4,18 +4,18 @@ The program is a pure function of three dicts: tables, dense parameters and inpu
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.export
 import numpy as np
 from flax import nnx
+from jax._src import config as jax_config  # not public
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.dynamic.directory import directory_name
 from tpu_embedding.export.program_inputs import (
     Example,
@@ -40,8 +40,6 @@ from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
-
-_CONFIG_LOCK: Final = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,25 +80,30 @@ def make_program(
             f"{jax.process_count()}. Save a checkpoint with te.save, and export it in "
             "a separate process. te.export.save_tables works in a job."
         )
-    example = Example.of(getattr(model, method), arguments)
     tables = tables_of_model(model)
+    example = Example.of(getattr(model, method), arguments)
     served = _ServedMethod(model, method, example)
     dense = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in served.dense.items()}
     arrays = example.structs(batch_size)
-    with _explained_errors():
+    try:
         jax.eval_shape(served, _table_specs(tables, row_format), dense, arrays)
         tables = {k: table for k, table in tables.items() if k in served.used_tables}
         # The lookups show which ids have 64 bits.
         arrays = example.structs(batch_size, _wide_inputs(served.lookups))
         specs = _table_specs(tables, row_format), dense, arrays
-        with _without_source_paths():
+        # Keeps the paths of this machine's source files out of the program.
+        with jax_config.traceback_in_locations_limit(0):
             exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
-    if exported.nr_devices != 1:
+    except jax.errors.InconclusiveDimensionOperation as error:
         raise ExportError(
-            f"{type(model).__name__} must run on one device to be exported, got a "
-            f"program for {exported.nr_devices} because its code uses shardings on its "
-            "mesh. Leave them out when it is called for serving."
-        )
+            "The model compares or computes with its batch size, which the exported "
+            "program leaves open. Pass batch_size=N to export it for one batch size. "
+            f"JAX says: {str(error).splitlines()[0]}"
+        ) from error
+    if exported.nr_devices != 1:
+        rule = f"run on one device to be exported, and not on {exported.nr_devices}"
+        fix = "Leave out shardings on its mesh when it is called for serving."
+        raise invalid("te.export.save: model", rule, model, fix, ExportError)
     inputs = (
         _with_lookups(input_, served.lookups[input_.name]) for input_ in example.inputs
     )
@@ -187,10 +190,10 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
     }
     for name in sorted(wide):
         if any(feature.table.vocabulary.ids_are_rows for feature in lookups[name]):
-            raise ExportError(
-                f"The ids of input {name!r} are looked up both in tables with a "
-                "te.Dynamic vocabulary and in other tables. Use two inputs."
-            )
+            rule = "be looked up either in te.Dynamic tables or in others"
+            found = [feature.table.name for feature in lookups[name]]
+            fix = "Use two inputs."
+            raise invalid(f"Ids of input {name!r}", rule, found, fix, ExportError)
     return wide
 
 
@@ -211,7 +214,7 @@ def _table_specs(
     tables: Mapping[str, LayerTable], row_format: RowFormat
 ) -> dict[str, jax.ShapeDtypeStruct]:
     return {
-        key: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        key: spec
         for name, table in tables.items()
         for key, spec in table.tensor_specs(name, row_format).items()
     }
@@ -220,28 +223,3 @@ def _table_specs(
 def _parameter_name(path: Sequence[Any]) -> str:
     keys = path[:-1] if path[-1] == jax.tree_util.GetAttrKey("value") else path
     return quoted_path(keys_of(keys))
-
-
-@contextlib.contextmanager
-def _without_source_paths() -> Iterator[None]:
-    """Keeps paths of this machine's source files out of lowered programs."""
-    with _CONFIG_LOCK:  # All threads share this option.
-        limit = jax.config.jax_traceback_in_locations_limit
-        jax.config.update("jax_traceback_in_locations_limit", 0)
-        try:
-            yield
-        finally:
-            jax.config.update("jax_traceback_in_locations_limit", limit)
-
-
-@contextlib.contextmanager
-def _explained_errors() -> Iterator[None]:
-    """Explains how to fix errors of code that computes with the batch size."""
-    try:
-        yield
-    except jax.errors.InconclusiveDimensionOperation as error:
-        raise ExportError(
-            "The model compares or computes with its batch size, which the exported "
-            "program leaves open. Pass batch_size=N to export it for one batch size. "
-            f"JAX says: {str(error).splitlines()[0]}"
-        ) from error

@@ -2,9 +2,8 @@
 
 import dataclasses
 import pathlib
-import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -14,7 +13,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from tpu_embedding.argument_checks import ArgumentType, check_type
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
@@ -41,12 +40,9 @@ from tpu_embedding.export.table_files import (
 )
 from tpu_embedding.extras import require_extra
 from tpu_embedding.paths import local_path
-from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.strings.string_ids import (
     VOCABULARIES_DIR,
-    Unknown,
     Vocabulary,
-    check_unknown,
     load_vocabularies,
     save_vocabularies,
 )
@@ -106,12 +102,6 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
-    line = "te.export.save(model, directory, batch)"
-    check_type(
-        "te.export.save: model", ArgumentType(nnx.Module, "an nnx.Module"), model, line
-    )
-    if not example:
-        raise TypeError(f"te.export.save needs a batch as an example. Write {line}.")
     check_row_format(dtype)
     check_serving_extra()
     check_new_directory(local_path(directory))
@@ -190,24 +180,15 @@ class ServedModel:
       ... )
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     te.export.save(layer, folder + "/served", {"watched": np.array([1, 2])})
-      ...     print(te.export.load(folder + "/served"))
-      ServedModel(inputs=['watched'], tables=['movie'], 0 dense arrays, 160 B)
+      ...     print(list(te.export.load(folder + "/served").tables))
+      ['movie']
     """
 
     signature: Signature
-    tables: Mapping[str, jax.Array]
-    dense: Mapping[str, jax.Array]
-    _call: Any
-    _feeder: Feeder
-
-    def __repr__(self) -> str:
-        num_bytes = sum(x.nbytes for x in {**self.tables, **self.dense}.values())
-        names = [input_.name for input_ in self.signature.inputs]
-        return (
-            f"ServedModel(inputs={reprlib.repr(names)}, tables="
-            f"{reprlib.repr(list(self.tables))}, {len(self.dense)} dense arrays, "
-            f"{format_bytes(num_bytes)})"
-        )
+    tables: Mapping[str, jax.Array] = dataclasses.field(repr=False)
+    dense: Mapping[str, jax.Array] = dataclasses.field(repr=False)
+    _call: Any = dataclasses.field(repr=False)
+    _feeder: Feeder = dataclasses.field(repr=False)
 
     @moves_arrays
     def __call__(self, *arguments: Any) -> Any:
@@ -243,8 +224,6 @@ def load(
     directory: str | pathlib.Path,
     *,
     verify: bool = True,
-    unknown_strings: Unknown = "bucket",
-    takes_ids: bool = False,
 ) -> ServedModel:
     """Loads an export written by `save`, without the model's code.
 
@@ -252,16 +231,10 @@ def load(
       directory: directory written by `save`.
       verify: whether to compare each file with its digest in `export.json`, which takes
         about a second per GB.
-      unknown_strings: how to handle strings missing from a vocabulary. `"bucket"` maps
-        them to the vocabulary's buckets for unknown strings. `"error"` rejects them. A
-        vocabulary without such buckets always rejects them.
-      takes_ids: whether features with a vocabulary take ids instead of strings, because
-        the caller encodes strings itself.
 
     Raises:
       ExportError: if the directory lacks a program, or holds a damaged file or a
         symbolic link. It is a ValueError.
-      ValueError: if `unknown_strings` is not one of its choices.
 
     Example:
       >>> import tempfile
@@ -274,7 +247,6 @@ def load(
       >>> served(np.array([3, 4, 5])).shape
       (3, 4)
     """
-    check_unknown(unknown_strings, "load: unknown_strings")
     path = local_path(directory)
     saved = read_export(path, verify=verify)
     try:
@@ -282,7 +254,7 @@ def load(
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ExportError(
             f"{path / VOCABULARIES_DIR} must hold the inputs' vocabularies: "
-            f"{str(error)[:300]}; {AGAIN}"
+            f"{str(error)[:300]}. {AGAIN}"
         ) from None
     device = jax.devices()[0]
     tables = {k: jax.device_put(x, _by_rows(device)) for k, x in saved.tables.items()}
@@ -294,14 +266,12 @@ def load(
         _feeder=Feeder(
             saved.signature,
             arrays_of_program(saved.exported),
-            {} if takes_ids else vocabularies,
-            unknown_strings,
+            vocabularies,
         ),
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedProgram:
+class SavedProgram(NamedTuple):
     """A program written by `save`, with memory-mapped weights.
 
     Attributes:
@@ -321,10 +291,9 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
     """Returns the program in a directory written by `save`; see `load`."""
     document = read_document(path)
     if document.signature is None:
-        raise ExportError(
-            f"{path} holds tables but no program from te.export.save. Read them with "
-            "safetensors."
-        )
+        fix = "Read an export of tables alone with safetensors."
+        rule = "have a program of te.export.save"
+        raise invalid(str(path), rule, document.signature, fix, ExportError)
     files = files_of(path)
     if verify:
         check_files(path, document.files)
@@ -335,12 +304,7 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
             tables |= read_tensors(file)
     dense = read_tensors(path / DENSE_FILE)
     _check_fits(path, exported, document.signature, (tables, dense))
-    return SavedProgram(
-        exported=exported,
-        signature=document.signature,
-        tables=tables,
-        dense=dense,
-    )
+    return SavedProgram(exported, document.signature, tables, dense)
 
 
 def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Exported:
@@ -372,14 +336,14 @@ def _check_fits(
             f"The tensors in {path} do not fit its program: {str(error)[:1000]}"
         ) from None
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
-        raise ExportError(f"The tables {flat} of {path} must have two axes; {AGAIN}")
+        rule = "have two axes in each table"
+        raise invalid(str(path), rule, flat, AGAIN, ExportError)
     # An input has one array, or several whose names start with its name.
     names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
-        raise ExportError(
-            f"The signature in {path / DOCUMENT_FILE} must list the program's arrays "
-            f"{sorted(arrays)}, got {sorted(names)}; {AGAIN}"
-        )
+        owner = f"signature in {path / DOCUMENT_FILE}"
+        rule = f"list the program's arrays {sorted(arrays)}"
+        raise invalid(owner, rule, sorted(names), AGAIN, ExportError)
 
 
 def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:

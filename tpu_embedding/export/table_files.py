@@ -21,12 +21,14 @@ import math
 import pathlib
 import urllib.parse
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.checkpoint.imports.named_arrays import (
     DTYPES,
     LENGTH_BYTES,
@@ -51,19 +53,11 @@ from tpu_embedding.tables.row_stream import read_blocks
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
-_MAX_STRIDE: Final = 4
-"""Rows up to this far apart are written together, with the rows between them."""
 
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
+def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
     """Creates a new file of zero tensors for `write_rows` to fill.
+
+    A spec is an array or a `jax.ShapeDtypeStruct`.
 
     Raises:
       ExportError: if a dtype is not supported, or the header is too long.
@@ -72,18 +66,13 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
     header, end = {}, 0
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
-        shape, dtype = specs[name]
-        if name == "__metadata__":
-            raise ExportError(
-                "TableConfig.name must not be '__metadata__' in an export, because "
-                f"safetensors reserves it, got it for a tensor of {path.name}. Rename "
-                "the table."
-            )
+        shape, dtype = specs[name].shape, specs[name].dtype
+        if name == "__metadata__":  # safetensors reserves it.
+            fix = "Rename the table."
+            raise invalid("TableConfig.name", "be another", name, fix, ExportError)
         if dtype not in _NAMES:
-            raise ExportError(
-                f"{path.name} cannot hold {name!r}: its dtype must be one of "
-                f"{sorted(map(str, _NAMES))}, got {dtype}."
-            )
+            rule = f"be one of {sorted(map(str, _NAMES))} in {path.name}"
+            raise invalid(f"dtype of {name!r}", rule, str(dtype), kind=ExportError)
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _NAMES[dtype],
@@ -93,10 +82,8 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % LENGTH_BYTES)
     if len(encoded) > MAX_HEADER_BYTES:
-        raise ExportError(
-            f"{path.name} cannot hold {len(specs)} tensors: its header must have at "
-            f"most {MAX_HEADER_BYTES} bytes, got {len(encoded)}."
-        )
+        rule = f"have at most {MAX_HEADER_BYTES} bytes for its {len(specs)} tensors"
+        raise invalid(f"header of {path.name}", rule, len(encoded), kind=ExportError)
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
         file.truncate(LENGTH_BYTES + len(encoded) + end)
@@ -104,7 +91,7 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes arrays to a new file; see `create_file`."""
-    create_file(path, {k: TensorSpec(x.shape, x.dtype) for k, x in tensors.items()})
+    create_file(path, tensors)
     for name, tensor in tensors.items():
         rows = np.atleast_1d(tensor)
         write_rows(path, name, np.arange(len(rows)), rows)
@@ -126,25 +113,15 @@ def write_rows(
     """
     if not rows.size:
         return
-    if not (row_ids[1:] > row_ids[:-1]).all():
-        order = np.argsort(row_ids)
-        row_ids, rows = row_ids[order], rows[order]
     content = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     start, row_bytes = read_header(path, ExportError)[name].start, content.shape[1]
-    is_first = np.diff(row_ids, prepend=-1 - _MAX_STRIDE) > _MAX_STRIDE
-    bounds = [*np.flatnonzero(is_first).tolist(), len(row_ids)]
+    gaps = np.flatnonzero(np.diff(row_ids) != 1) + 1  # Runs are written at once.
     with path.open("r+b") as file:
-        for run in map(slice, bounds[:-1], bounds[1:]):
-            first, last = int(row_ids[run][0]), int(row_ids[run][-1])
-            position = start + first * row_bytes
-            file.seek(position)
-            written = content[run]
-            if len(written) <= last - first:  # Keeps the rows in between.
-                stored = bytearray(file.read((last - first + 1) * row_bytes))
-                written = np.frombuffer(stored, np.uint8).reshape(-1, row_bytes)
-                written[row_ids[run] - first] = content[run]
-                file.seek(position)
-            file.write(written.data)
+        for ids, run in zip(
+            np.split(row_ids, gaps), np.split(content, gaps), strict=True
+        ):
+            file.seek(start + int(ids[0]) * row_bytes)
+            file.write(run.data)
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -156,7 +133,7 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     Example:
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "table.safetensors")
-      >>> create_file(path, {"movie": TensorSpec((2, 3), np.dtype(np.float32))})
+      >>> create_file(path, {"movie": np.ones((2, 3), np.float32)})
       >>> read_tensors(path)["movie"].shape
       (2, 3)
     """
@@ -176,23 +153,8 @@ def check_row_format(row_format: str) -> None:
     error on one process would leave all other processes waiting.
     """
     if row_format not in get_args(RowFormat):
-        raise ExportError(
-            f"dtype of exported tables must be one of {get_args(RowFormat)}, got "
-            f"{row_format!r}."
-        )
-
-
-def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
-    """Returns the shape and dtype of a table's array.
-
-    Example:
-      >>> stored_spec(100, 16, "int8").shape
-      (100, 24)
-    """
-    if row_format == "int8":
-        shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
-        return TensorSpec(shape, np.dtype(np.uint8))
-    return TensorSpec((vocabulary_size, dim), np.dtype(jnp.dtype(row_format)))
+        rule = f"be one of {get_args(RowFormat)}"
+        raise invalid("te.export.save: dtype", rule, row_format, kind=ExportError)
 
 
 def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
@@ -216,11 +178,13 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         scale = (rows.max(axis=1) - bias) / _MAX_CODE
     if not np.isfinite(scale).all():
-        row = int(np.argmin(np.isfinite(scale)))
-        raise ExportError(
-            f"Rows of {owner} must have finite values and a finite range for int8, got "
-            f"{rows[row].min()} to {rows[row].max()}. Export them as float32."
+        row = rows[np.argmin(np.isfinite(scale))]
+        rule, fix = (
+            "be finite, with a finite range, for int8",
+            "Export them as float32.",
         )
+        ends = [float(row.min()), float(row.max())]
+        raise invalid(f"Rows of {owner}", rule, ends, fix, ExportError)
     divisor = np.where(scale == 0, np.float32(1), scale)
     codes = np.rint((rows - bias[:, None]) / divisor[:, None])
     codes = np.clip(codes, 0, _MAX_CODE).astype(np.uint8)
@@ -274,14 +238,19 @@ class LayerTable:
     table: TablePlan
     ids: StoredIds | None = None
 
-    def tensor_specs(self, name: str, row_format: RowFormat) -> dict[str, TensorSpec]:
+    def tensor_specs(
+        self, name: str, row_format: RowFormat
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the specs of the exported rows and, if dynamic, of the ids."""
         config = self.table.config
         num_rows = config.max_rows if self.ids is None else self.ids.num_rows
-        specs = {name: stored_spec(num_rows, config.dim, row_format)}
+        width, dtype = config.dim, row_format
+        if row_format == "int8":
+            width, dtype = config.dim + SCALE_AND_BIAS_BYTES, "uint8"
+        specs = {name: jax.ShapeDtypeStruct((num_rows, width), jnp.dtype(dtype))}
         if self.ids is not None:
             lines = self.ids.lines
-            specs[directory_name(name)] = TensorSpec(lines.shape, lines.dtype)
+            specs[directory_name(name)] = jax.ShapeDtypeStruct(lines.shape, lines.dtype)
         return specs
 
 
@@ -301,10 +270,8 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     """
     layers = embedding_layers(model)
     if not layers:
-        raise ExportError(
-            f"The model must own a TPUEmbedding to be exported, got a "
-            f"{type(model).__name__} without one. Use jax.export instead."
-        )
+        rule, fix = "own a TPUEmbedding to be exported", "Use jax.export instead."
+        raise invalid("te.export.save: model", rule, model, fix, ExportError)
     named = [
         (table_prefix(path, layers) + table.table.name, table)
         for path, layer in layers.items()

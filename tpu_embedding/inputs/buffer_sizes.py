@@ -19,20 +19,18 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tpu_embedding import distributed
+from tpu_embedding.argument_checks import about, invalid
 
 _SMALLEST_BUFFER: Final = 8
 
 _DEVIATIONS: Final = 6.0
 """Headroom above the mean number of ids of a shard, in standard deviations."""
 
-_DEVIATIONS_PER_GROWTH: Final = 3.0
-"""Extra headroom after each growth, because the last headroom was too small."""
-
 _GROWTH_FACTOR: Final = 1.25
 """Least new size of an outgrown buffer per id to hold, because data may drift."""
 
-_MAX_RESTORED: Final = 1024
-"""Largest restored size per id of the first batch, because files may be forged."""
+_MAX_EXCESS: Final = 1024
+"""Largest stored size per id of a batch, because files may be forged."""
 
 _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
@@ -60,6 +58,14 @@ class RaggedDemand:
     valence_sum: float
     valence_square_sum: float
 
+    @property
+    def usual_ids(self) -> float:
+        """Ids that a shard of a similar batch rarely exceeds."""
+        mean = self.valence_sum / self.num_samples
+        variance = max(0.0, self.valence_square_sum / self.num_samples - mean**2)
+        deviation = math.sqrt(self.samples_per_shard * variance)
+        return self.samples_per_shard * mean + _DEVIATIONS * deviation
+
 
 class BufferSizes:
     """Buffer sizes of ragged features, remembered from batch to batch.
@@ -67,9 +73,8 @@ class BufferSizes:
     Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` uses the
     layer's object. A batch that fits the current sizes uses them. When a feature
     outgrows its buffer, the buffers of all ragged features are resized together, each
-    with room for at least six standard deviations above the mean of all batches so far.
-    A stationary stream thus settles after one or two compilations. No ids are ever
-    lost, and buffers never shrink.
+    with room for at least six standard deviations above the batch's mean. A stationary
+    stream thus settles after a few compilations. No ids are ever lost.
 
     A feature's first size comes from `FeatureConfig.expected_valence` if it is set, and
     otherwise from the first batch. Each batch size and each subset of the ragged
@@ -92,13 +97,12 @@ class BufferSizes:
     """
 
     def __init__(self):
-        self._valences: dict[str, _Valence] = {}
-        self._buffers: dict[tuple[tuple[str, int], ...], _Buffers] = {}
+        self._sizes: dict[tuple[tuple[str, int], ...], list[int]] = {}
         self._combinations: set[tuple[tuple[str, int, int], ...]] = set()
-        self._is_restored = False
+        self._num_growths = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the sizes and the statistics of all batches as JSON values.
+        """Returns the sizes as JSON values.
 
         Store them with a checkpoint. A loop that resumes with `from_json` pads its
         batches as before, so sums add in the same order and have the same bits.
@@ -106,19 +110,15 @@ class BufferSizes:
         Example:
           >>> sizes = BufferSizes()
           >>> sizes.to_json()
-          {'valences': {}, 'buffers': []}
-          >>> BufferSizes.from_json(sizes.to_json()).num_growths
+          {'buffers': []}
+          >>> BufferSizes.from_json(sizes.to_json()).num_combinations
           0
         """
-        valences = {name: dataclasses.astuple(v) for name, v in self._valences.items()}
-        buffers = [(key, b.sizes, b.num_growths) for key, b in self._buffers.items()]
-        return {"valences": valences, "buffers": buffers}
+        return {"buffers": list(self._sizes.items())}
 
     @classmethod
     def from_json(cls, document: Any) -> "BufferSizes":
         """Returns the `BufferSizes` that `to_json` stored.
-
-        If the stored sizes are far larger than the first batch needs, they are dropped.
 
         Args:
           document: result of `to_json`, which may have been read from a JSON file.
@@ -128,35 +128,22 @@ class BufferSizes:
         """
         sizes = cls()
         try:
-            for name, (num_samples, *sums) in document["valences"].items():
-                total, square_sum = map(float, sums)
-                valence = _Valence(int(num_samples), total, square_sum)
-                numbers = dataclasses.astuple(valence)
-                if not valence.num_samples or not all(0 <= n < 2**63 for n in numbers):
-                    raise ValueError(f"the statistics of {name!r}")
-                sizes._valences[name] = valence
-            for key, numbers, num_growths in document["buffers"]:
-                key = tuple((str(name), int(number)) for name, number in key)
-                numbers = [int(n) for n, _ in zip(numbers, key, strict=True)]
-                if not all(0 < n < 2**31 for n in numbers):
-                    raise ValueError(f"the sizes {numbers}")
-                sizes._buffers[key] = _Buffers(numbers, min(int(num_growths), 64))
-        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as e:
-            raise ValueError(
-                f"Buffer sizes must be from BufferSizes.to_json, got {e!r:.200}."
-            ) from e
-        sizes._is_restored = True
+            for key, numbers, *_ in document["buffers"]:
+                key = tuple((str(name), int(samples)) for name, samples in key)
+                numbers = [max(1, int(n)) for n, _ in zip(numbers, key, strict=True)]
+                sizes._sizes[key] = numbers
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
+            raise invalid(
+                "te.inputs.BufferSizes.from_json: document",
+                "be from BufferSizes.to_json",
+                document,
+            ) from error
         return sizes
 
     @property
     def num_combinations(self) -> int:
         """Distinct combinations of sizes so far. A step compiles once for each."""
         return len(self._combinations)
-
-    @property
-    def num_growths(self) -> int:
-        """Number of times that a feature outgrew its buffer and all buffers grew."""
-        return sum(buffers.num_growths for buffers in self._buffers.values())
 
     def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
         """Returns each feature's buffer size in ids per shard, enough for the batch.
@@ -165,60 +152,26 @@ class BufferSizes:
           demands: demands of all ragged features of one batch.
 
         Warns:
-          UserWarning: at each growth after the third, naming the feature that grew.
+          UserWarning: at each growth after the third, naming the features that grew.
         """
-        if self._is_restored and not all(map(self._is_plausible, demands)):
-            self._valences, self._buffers = {}, {}
-        self._is_restored = False
-        for demand in demands:
-            valence = self._valences.setdefault(demand.feature_name, _Valence())
-            valence.add(demand)
-        key = tuple(
-            (demand.feature_name, demand.samples_per_shard) for demand in demands
+        if not demands:
+            return []
+        key = tuple((d.feature_name, d.samples_per_shard) for d in demands)
+        sizes = self._sizes.get(key)
+        if sizes is None or any(map(_is_excessive, demands, sizes)):
+            sizes = list(map(_first_size, demands))
+        elif outgrown := [
+            d for d, n in zip(demands, sizes, strict=True) if d.num_ids > n
+        ]:
+            sizes = list(map(_grown_size, demands, sizes))
+            self._num_growths += 1
+            if self._num_growths > _QUIET_GROWTHS:
+                _warn_of_growth(dict(zip(demands, sizes, strict=True)), outgrown)
+        self._sizes[key] = sizes
+        self._combinations.add(
+            tuple((*feature, n) for feature, n in zip(key, sizes, strict=True))
         )
-        buffers = self._buffers.setdefault(key, _Buffers())
-        sizes = buffers.sizes
-        if sizes is None:
-            sizes = []
-            for demand in demands:
-                size = _expected_size(demand)
-                if size is None or size < demand.num_ids:
-                    size = self._size(demand, False, _DEVIATIONS)
-                sizes.append(size)
-        elif any(d.num_ids > size for d, size in zip(demands, sizes, strict=True)):
-            buffers.num_growths += 1
-            deviations = _DEVIATIONS + _DEVIATIONS_PER_GROWTH * buffers.num_growths
-            grown = [
-                max(size, self._size(demand, demand.num_ids > size, deviations))
-                for demand, size in zip(demands, sizes, strict=True)
-            ]
-            if buffers.num_growths > _QUIET_GROWTHS:
-                _warn_of_growth(demands, sizes, grown, buffers.num_growths)
-            sizes = grown
-        buffers.sizes = sizes
-        if demands:
-            self._combinations.add(
-                tuple((*feature, n) for feature, n in zip(key, sizes, strict=True))
-            )
         return list(sizes)
-
-    def _is_plausible(self, demand: RaggedDemand) -> bool:
-        """Returns True if restored sizes are plausible for a batch."""
-        limit = _MAX_RESTORED * max(demand.num_ids, demand.samples_per_shard)
-        feature = (demand.feature_name, demand.samples_per_shard)
-        sizes: list[float] = [
-            dict(zip(key, buffers.sizes or [], strict=True)).get(feature, 0)
-            for key, buffers in self._buffers.items()
-        ]
-        if (valence := self._valences.get(demand.feature_name)) is not None:
-            sizes.append(valence.bound(demand.samples_per_shard, _DEVIATIONS))
-        return all(size <= limit for size in sizes)
-
-    def _size(self, demand: RaggedDemand, is_outgrown: bool, deviations: float) -> int:
-        valence = self._valences[demand.feature_name]
-        needed = demand.num_ids * (_GROWTH_FACTOR if is_outgrown else 1)
-        usual = valence.bound(demand.samples_per_shard, deviations)
-        return _round_up(math.ceil(max(needed, usual)))
 
 
 def _size_of_batch(demand: RaggedDemand) -> int:
@@ -229,32 +182,20 @@ def _size_of_batch(demand: RaggedDemand) -> int:
     return size
 
 
-@dataclasses.dataclass
-class _Buffers:
-    """The current sizes for one set of features and batch sizes."""
+def _first_size(demand: RaggedDemand) -> int:
+    size = _expected_size(demand)
+    if size is not None and size >= demand.num_ids:
+        return size
+    return _round_up(max(demand.num_ids, demand.usual_ids))
 
-    sizes: list[int] | None = None
-    num_growths: int = 0
+
+def _grown_size(demand: RaggedDemand, size: int) -> int:
+    factor = _GROWTH_FACTOR if demand.num_ids > size else 1
+    return max(size, _round_up(max(demand.num_ids * factor, demand.usual_ids)))
 
 
-@dataclasses.dataclass
-class _Valence:
-    """Moments of a feature's number of ids per sample, over all batches."""
-
-    num_samples: int = 0
-    sum: float = 0.0
-    square_sum: float = 0.0
-
-    def add(self, demand: RaggedDemand) -> None:
-        self.num_samples += demand.num_samples
-        self.sum += demand.valence_sum
-        self.square_sum += demand.valence_square_sum
-
-    def bound(self, num_samples: int, deviations: float) -> float:
-        """Returns an upper bound on the ids in some independent samples."""
-        mean = self.sum / self.num_samples
-        variance = max(0.0, self.square_sum / self.num_samples - mean**2)
-        return num_samples * mean + deviations * math.sqrt(num_samples * variance)
+def _is_excessive(demand: RaggedDemand, size: int) -> bool:
+    return size > _MAX_EXCESS * max(demand.num_ids, demand.samples_per_shard)
 
 
 def _expected_size(demand: RaggedDemand) -> int | None:
@@ -264,34 +205,26 @@ def _expected_size(demand: RaggedDemand) -> int | None:
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
 
 
-def _round_up(size: int) -> int:
+def _round_up(size: float) -> int:
     """Rounds a size up, so that slightly different streams share sizes.
 
     The result is a multiple of an eighth of the largest power of two up to the size,
     and of 8.
     """
+    size = math.ceil(size)
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
 
 
 def _warn_of_growth(
-    demands: Sequence[RaggedDemand],
-    sizes: Sequence[int],
-    grown: Sequence[int],
-    num_growths: int,
+    sizes: dict[RaggedDemand, int], outgrown: Sequence[RaggedDemand]
 ) -> None:
-    changes, fixes = [], []
-    for demand, size, new_size in zip(demands, sizes, grown, strict=True):
-        if demand.num_ids > size:
-            name = repr(demand.feature_name)
-            changes.append(
-                f"{name} had {demand.num_ids} ids on one device but room for {size}, "
-                f"now {new_size}"
-            )
-            fixes.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
+    fixes = [
+        f"{sizes[demand] / demand.samples_per_shard:.3g} for {demand.feature_name!r}"
+        for demand in outgrown
+    ]
     warnings.warn(
-        f"Ragged features outgrew their buffers, growth {num_growths}: "
-        f"{'; '.join(changes)}. The step recompiles. To avoid this, set "
+        "Ragged features outgrew their buffers again, so the step recompiles. Set "
         "FeatureConfig.expected_valence, the ids per sample with headroom, to "
         f"{', '.join(fixes)}.",
         stacklevel=5,
@@ -354,11 +287,12 @@ def _agreed(
     ]
     for process, process_features in enumerate(features):
         if process_features != features[0]:
-            raise ValueError(
+            text = (
                 "All processes must have the same ragged features and numbers of "
                 f"samples per device, got {dict(features[0])} on process 0 and "
                 f"{dict(process_features)} on process {process}."
             )
+            raise about(ValueError(text), "features", process_features)
     return [
         dataclasses.replace(
             same_feature[0],

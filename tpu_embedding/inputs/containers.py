@@ -13,6 +13,7 @@ import jax
 import jax.core
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -57,10 +58,9 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     if isinstance(ids, DenseIds):
         inner = read_ids(ids.ids, owner, what)
         if not isinstance(inner, DenseIds):
-            raise TypeError(
-                f"{what} of {owner}: DenseIds.ids must be an array, got "
-                f"{type(ids.ids).__name__}; pass it without DenseIds."
-            )
+            fix = "Pass them without DenseIds."
+            name = f"DenseIds.ids of {owner}"
+            raise invalid(name, "be an array", ids.ids, fix, TypeError)
         return dataclasses.replace(inner, weights=ids.weights)
     if hasattr(ids, "values") and hasattr(ids, "row_splits"):
         return _read_ragged(ids, owner, what)
@@ -73,122 +73,103 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
         return DenseIds(ids=array)
     if array.ndim:
         return _read_lists(array.tolist(), owner, what)
-    raise TypeError(
-        f"{what} of {owner} must be an array, lists, DenseIds, RaggedIds or SparseIds, "
-        f"got {type(ids).__name__}; convert one batch of it. For a SciPy matrix whose "
-        "columns are ids, write m = matrix.tocsr() and te.RaggedIds(values=m.indices, "
-        "row_splits=m.indptr, weights=m.data)."
-    )
-
-
-def _masked(owner: str, what: str) -> TypeError:
-    return TypeError(
-        f"{what} of {owner} must be a plain array, got a masked array; write "
-        f".filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
+    raise invalid(
+        f"{what} of {owner}",
+        "be an array, lists, DenseIds, RaggedIds or SparseIds",
+        ids,
+        "Convert one batch of it. For a SciPy matrix whose columns are ids, write m = "
+        "matrix.tocsr() and te.RaggedIds(values=m.indices, row_splits=m.indptr, "
+        "weights=m.data).",
+        TypeError,
     )
 
 
 def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     """Converts values to a NumPy array, with errors that name their owner."""
-    if isinstance(values, np.ma.MaskedArray):
-        raise _masked(owner, what)
+    _check_unmasked(type(values), f"{what} of {owner}")
     if isinstance(values, jax.core.Tracer):
-        raise TypeError(
-            f"{what} of {owner} must be on the host, got {values}; call prepare "
-            "outside jit and other transformations of JAX."
-        )
+        fix = "Call prepare outside jit and other transformations of JAX."
+        raise invalid(f"{what} of {owner}", "be on the host", values, fix, TypeError)
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
-        raise ValueError(
-            f"{what} of {owner} must be on this process, got an array of shape "
-            f"{values.shape} that is partly on other processes; prepare the batch "
-            "before sharding it."
-        )
+        fix = "Prepare the batch before sharding it over processes."
+        raise invalid(f"{what} of {owner}", "be on this process", values, fix)
     if isinstance(values, list) and values and are_strings(values):
         return _flat_array(values)
     try:
         return np.asarray(values)
     except Exception as error:  # A foreign object may raise anything.
-        raise TypeError(
-            f"{what} of {owner} must be an array, got {type(values).__name__}, which "
-            f"NumPy cannot read: {error}"
-        ) from error
+        fix = f"NumPy cannot read it: {error}"
+        name = f"{what} of {owner}"
+        raise invalid(name, "be an array", values, fix, TypeError) from error
+
+
+def _check_unmasked(kind: type, name: str) -> None:
+    if issubclass(kind, np.ma.MaskedArray):
+        fix = f"Write .filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
+        raise invalid(name, "be a plain array", kind, fix, TypeError)
 
 
 def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> None:
     """Rejects row splits that do not split the values into at least one sample."""
+    name = f"row_splits of {owner}"
     if row_splits.ndim != 1 or row_splits.shape[0] < 2:
-        raise ValueError(
-            f"row_splits of {owner} must have shape [batch + 1] with at least one "
-            f"sample, got {row_splits.shape}."
-        )
+        rule = "have shape [batch + 1] with at least one sample"
+        raise invalid(name, rule, row_splits)
     if not is_integer(row_splits.dtype):
-        raise TypeError(
-            f"row_splits of {owner} must be integers, got dtype {row_splits.dtype}."
-        )
-    if row_splits[0] != 0 or row_splits[-1] != num_values:
-        raise ValueError(
-            f"row_splits of {owner} must begin with 0 and end with the number of "
-            f"values, {num_values}, got {row_splits[0]} and {row_splits[-1]}."
-        )
+        raise invalid(name, "be integers", row_splits, kind=TypeError)
+    ends = [int(row_splits[0]), int(row_splits[-1])]
+    if ends != [0, num_values]:
+        rule = f"begin with 0 and end with the number of values, {num_values}"
+        raise invalid(name, rule, ends)
     falls = row_splits[1:] < row_splits[:-1]
     if falls.any():
         i = int(falls.argmax())
-        raise ValueError(
-            f"row_splits of {owner} must not decrease, got {row_splits[i]} and then "
-            f"{row_splits[i + 1]} at sample {i}."
-        )
+        rule = f"not decrease at sample {i}"
+        raise invalid(name, rule, row_splits[i : i + 2].tolist())
 
 
 def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
     row_splits = as_array(ids.row_splits, owner, "row_splits")
     weights = ids.weights if isinstance(ids, RaggedIds) else None
     if hasattr(ids.values, "row_splits"):
-        raise ValueError(
-            f"{what} of {owner} must have one ragged axis, got several; merge the "
-            "inner lists of each sample, or pass lists."
-        )
-    values = as_array(ids.values, owner, what)
-    if values.ndim != 1:
-        raise ValueError(
-            f"values of {owner} must have one axis, got shape {values.shape}."
-        )
+        fix = "Merge the inner lists of each sample, or pass lists."
+        raise invalid(f"{what} of {owner}", "have one ragged axis", ids, fix)
+    values = _values_of(ids, owner, what)
     check_row_splits(row_splits, values.shape[0], owner)
     return RaggedIds(values=values, row_splits=row_splits, weights=weights)
 
 
+def _values_of(ids: Any, owner: str, what: What) -> np.ndarray:
+    values = as_array(ids.values, owner, what)
+    if values.ndim != 1:
+        raise invalid(f"values of {owner}", "have one axis", values)
+    return values
+
+
 def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
     indices = as_array(ids.indices, owner, "indices")
-    values = as_array(ids.values, owner, what)
+    values = _values_of(ids, owner, what)
     dense_shape = as_array(ids.dense_shape, owner, "dense_shape")
     weights = ids.weights if isinstance(ids, SparseIds) else None
-    if values.ndim != 1:
-        raise ValueError(
-            f"values of {owner} must have one axis, got shape {values.shape}."
-        )
     if dense_shape.ndim != 1 or (
         dense_shape.size and not is_integer(dense_shape.dtype)
     ):
-        raise TypeError(
-            f"dense_shape of {owner} must be a list of integers, got "
-            f"{ids.dense_shape!r}."
-        )
+        name = f"dense_shape of {owner}"
+        raise invalid(name, "be a list of integers", ids.dense_shape, kind=TypeError)
     shape = tuple(int(size) for size in dense_shape)
     if not values.size and not indices.size:
         indices = np.zeros((0, len(shape)), np.int64)
     if indices.shape != (values.shape[0], len(shape)) or len(shape) < 2:
-        raise ValueError(
-            f"indices of {owner} must have shape [num_values, rank] with rank >= 2, "
-            f"here ({values.shape[0]}, {len(shape)}), got {indices.shape}."
+        rule = (
+            "have shape [num_values, rank] with rank >= 2, here "
+            f"[{values.shape[0]}, {len(shape)}]"
         )
+        raise invalid(f"indices of {owner}", rule, indices)
     if not is_integer(indices.dtype):
-        raise TypeError(
-            f"indices of {owner} must be integers, got dtype {indices.dtype}."
-        )
+        raise invalid(f"indices of {owner}", "be integers", indices, kind=TypeError)
     if min(shape) < 0 or math.prod(shape[:-1]) > MAX_SAMPLES:
-        raise ValueError(
-            f"dense_shape of {owner} must be [batch, positions], with at most "
-            f"{MAX_SAMPLES} samples, got {list(shape)}."
-        )
+        rule = f"be [batch, positions], with at most {MAX_SAMPLES} samples"
+        raise invalid(f"dense_shape of {owner}", rule, list(shape))
     return SparseIds(
         indices=indices, values=values, dense_shape=dense_shape, weights=weights
     )
@@ -196,9 +177,9 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
 
 def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     """Reads nested lists: as dense if they are rectangular, otherwise as ragged."""
+    name = f"{what} of {owner}"
     for kind in set(map(type, items)):
-        if issubclass(kind, np.ma.MaskedArray):
-            raise _masked(owner, what)
+        _check_unmasked(kind, name)
     if not items or not isinstance(_first_id(items), str | bytes):
         try:
             array = np.asarray(items)
@@ -213,11 +194,9 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     if not _has_lists(items):
         return DenseIds(ids=_flat_array(items))
     if not all(map(_is_list, items)):
-        i = [_is_list(item) for item in items].index(False)
-        raise ValueError(
-            f"{what} of {owner} must be lists of one depth, got {items[i]!r} among "
-            "lists; write [x] for a sample with one id, [] for one without ids."
-        )
+        wrong = next(item for item in items if not _is_list(item))
+        fix = "Write [x] for a sample with one id, [] for one without ids."
+        raise invalid(name, "be lists of one depth", wrong, fix)
     rows = [
         list(item) if isinstance(item, list | tuple) else np.asarray(item).tolist()
         for item in items
@@ -225,10 +204,9 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     lengths = [len(row) for row in rows]
     values = [value for row in rows for value in row]
     if _has_lists(values):
-        raise ValueError(
-            f"{what} of {owner} must be one list of ids per sample if lengths differ, "
-            "got lists within these lists; merge them, or pass te.SparseIds."
-        )
+        fix = "Merge the lists within a sample's list, or pass te.SparseIds."
+        rule = "be one list of ids per sample if lengths differ"
+        raise invalid(name, rule, items, fix)
     array = _flat_array(values)
     if len(set(lengths)) == 1:
         return DenseIds(ids=array.reshape(len(rows), -1))

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.inputs.shard_inputs import (
@@ -140,7 +141,6 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
       True
     """
     num_parts = num_parts_of(samples, plan)
-
     num_shards = plan.num_shards // num_parts
 
     def put(array):
@@ -150,17 +150,12 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
             # JAX would truncate them.
             low, high = array.min(), array.max()
             if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
-                raise ValueError(
-                    f"shard_batch got {array.dtype} values from {low} to {high}, which "
-                    "do not fit in int32; pass ids through prepare_features first."
-                )
+                fix = "Pass ids through prepare_features first."
+                rule = "fit in int32"
+                raise invalid("shard_batch: batch", rule, [int(low), int(high)], fix)
         if num_parts > 1 and array.ndim:
             if array.shape[0] % num_shards:
-                raise ValueError(
-                    f"shard_batch(samples='process') needs a multiple of {num_shards} "
-                    "samples, one per shard of this process, got an array of shape "
-                    f"{array.shape}; pad the batch with samples of weight 0."
-                )
+                raise _uneven("shard_batch: batch", num_shards, array)
             return jax.make_array_from_process_local_data(
                 plan.batch_sharding,
                 array,
@@ -181,31 +176,31 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
       ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.
     """
     if samples not in get_args(Samples):
-        raise ValueError(
-            f"samples must be one of {get_args(Samples)}, got {samples!r}. Use "
-            "'process' if each process passes only its own samples."
-        )
+        fix = "Use 'process' if each process passes only its own samples."
+        raise invalid("samples", f"be one of {get_args(Samples)}", samples, fix)
     if samples == "global":
         return 1
     if plan.num_process_parts is None:
-        raise ValueError(
-            "samples='process' needs a mesh in which the devices of each process are "
-            "consecutive and equal in number; sort them by process_index, or pass the "
-            "global batch with samples='global'."
-        )
+        rule = "be 'global' unless devices of each process are consecutive in the mesh "
+        fix = "Sort the mesh's devices by process_index, or pass the global batch."
+        raise invalid("samples", f"{rule}and equal in number", samples, fix)
     return plan.num_process_parts
+
+
+def _uneven(name: str, num_shards: int, value: Any) -> ValueError:
+    rule = f"have a multiple of {num_shards} samples, the process's number of devices"
+    fix = "Pad the batch with samples of weight 0, or pass samples='global'."
+    return invalid(name, rule, value, fix)
 
 
 def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     """Reads a feature's ids, and its weights in the order of the ids' values."""
     owner = f"feature {feature.name!r}"
     if ids is None:
-        raise ValueError(
-            f"Feature {feature.name!r} is None; pass its ids, or leave its key "
-            "out of the batch."
-        )
+        fix = "Pass its ids, or leave its key out of the batch."
+        raise invalid(f"Ids of {owner}", "not be None", ids, fix)
     if isinstance(ids, ShardedRaggedIds):
-        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+        raise invalid(f"Ids of {owner}", "not be prepared twice", ids, kind=TypeError)
     host_ids = read_ids(feature.inputs.read(ids, feature), owner)
     values = np.asarray(ids_of(host_ids))
     if not values.size and not isinstance(host_ids, DenseIds):
@@ -217,10 +212,8 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
         return host_ids
     read = read_ids(weights, owner, "Weights")
     if read.weights is not None:
-        raise ValueError(
-            f"Weights of {owner} must be the values of their container, got a "
-            f"{type(read).__name__} that has weights of its own; remove these."
-        )
+        rule = "be the values of their container, without weights of its own"
+        raise invalid(f"Weights of {owner}", rule, read)
     if not isinstance(read, DenseIds):
         _check_same_positions(read, host_ids, owner)
     return dataclasses.replace(host_ids, weights=np.asarray(ids_of(read)))
@@ -228,11 +221,10 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
 
 def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
     """Rejects ragged or sparse weights whose structure differs from the ids'."""
+    field = f"Weights of {owner}"
     if type(ids) is not type(weights):
-        raise TypeError(
-            f"Weights of {owner} must be an array or {type(ids).__name__}, like its "
-            f"ids, got {type(weights).__name__}."
-        )
+        rule = f"be an array or {type(ids).__name__}, like its ids"
+        raise invalid(field, rule, weights, kind=TypeError)
     names = (
         ("indices", "dense_shape") if isinstance(ids, SparseIds) else ("row_splits",)
     )
@@ -243,10 +235,9 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
                 np.array2string(array, threshold=20, separator=", ")
                 for array in (expected, given)
             )
-            raise ValueError(
-                f"Weights of {owner} must have the same {name} as its ids, got\n"
-                f"  ids: {expected}\n  weights: {given}"
-            )
+            text = f"{field} must have the same {name} as its ids, got\n"
+            text += f"  ids: {expected}\n  weights: {given}"
+            raise about(ValueError(text), field, weights)
 
 
 def _check_parts(
@@ -255,16 +246,10 @@ def _check_parts(
     """Rejects samples that a process cannot split over its devices."""
     for shape, feature in zip(shapes, features, strict=True):
         if feature.config.output_shape is not None and not feature.config.has_own_batch:
-            raise ValueError(
-                f"Feature {feature.name!r} has an output_shape, so processes cannot "
-                "pass parts of it; pass the global batch with samples='global'."
-            )
+            rule = f"be 'global', because feature {feature.name!r} has an output_shape"
+            raise invalid("samples", rule, "process")
         if shape.batch_size % num_shards:
-            raise ValueError(
-                f"Feature {feature.name!r} must have a multiple of {num_shards} "
-                "samples, the process's number of devices, with samples='process', "
-                f"got {shape.batch_size}; pad the batch with samples of weight 0."
-            )
+            raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
 
 
 def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:
@@ -276,10 +261,10 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
         is_finite = np.isfinite(weights)
         if not is_finite.all():
             position = tuple(int(i) for i in np.argwhere(~is_finite)[0])
-            raise ValueError(
-                f"Weights of feature {feature.name!r} must be finite, got "
-                f"{weights[position]} at {position}; use 0 for missing weights."
-            )
+            fix = f"Its position is {position}. Use 0 for missing weights."
+            value = float(weights[position])
+            name = f"Weights of feature {feature.name!r}"
+            raise invalid(name, "be finite", value, fix)
     is_dense, values = isinstance(host_ids, DenseIds), np.asarray(ids_of(host_ids))
     # Dense ids mark positions without an id. Ragged and sparse ids contain such marks
     # only if `hash_ids` or a `Vocabulary` was given padding. Their results are int32.
@@ -305,11 +290,9 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     values = np.asarray(ids.values)
     if length := feature.config.max_sequence_length:
         if batch_size * length > MAX_SAMPLES:
-            raise ValueError(
-                f"dense_shape of feature {feature.name!r}, a sequence of length "
-                f"{length}, must have at most {MAX_SAMPLES // length} samples, got "
-                f"{batch_size}."
-            )
+            name = f"dense_shape of feature {feature.name!r}"
+            most = f"{MAX_SAMPLES // length} samples for max_sequence_length={length}"
+            raise invalid(name, f"have at most {most}", batch_size)
         is_kept = positions < length
         targets = samples[is_kept] * np.int64(length) + positions[is_kept]
         _check_distinct(targets, length, feature)
@@ -341,9 +324,9 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
             given = np.asarray(ids.indices)
             is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
             i = int(is_outside.argmax())
-            raise ValueError(
-                f"indices of feature {feature.name!r} must be within dense_shape "
-                f"{shape}, got {given[i].tolist()} at value {i}."
+            rule = f"be within dense_shape {shape} at value {i}"
+            raise invalid(
+                f"indices of feature {feature.name!r}", rule, given[i].tolist()
             )
     # Narrow copies of the columns are faster to compare than the columns themselves.
     samples = indices[:, 0].astype(np.int32)
@@ -361,11 +344,9 @@ def _check_distinct(targets: np.ndarray, length: int, feature: FeaturePlan) -> N
     is_equal = targets[1:] == targets[:-1]
     if is_equal.any():
         first = int(targets[is_equal.argmax()])
-        raise ValueError(
-            f"indices of feature {feature.name!r}, a sequence, must be unique, got "
-            f"sample {first // length} and position {first % length} "
-            f"{(targets == first).sum()} times."
-        )
+        index = [first // length, first % length]
+        rule = "occur only once in a sequence"
+        raise invalid(f"indices of feature {feature.name!r}", rule, index)
 
 
 def _pad_ragged(

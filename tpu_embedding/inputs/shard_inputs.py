@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.argument_checks import type_name
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -73,10 +73,9 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
             joined.append(ids)
             continue
         if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
-            raise TypeError(
-                f"Weights of the ragged feature {feature.name!r} must be passed to "
-                "prepare, together with its ids."
-            )
+            name = f"Weights of ragged feature {feature.name!r}"
+            rule = "be passed to prepare, together with its ids"
+            raise invalid(name, rule, weight, kind=TypeError)
         joined.append(DenseIds(ids=ids_of(ids), weights=weight))
     return jax.tree.unflatten(plan.feature_tree, joined)
 
@@ -91,21 +90,17 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     check_prepared(ids, feature)
     shape = checked_shape(ids, feature, plan.num_shards)
     if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != plan.num_shards:
-        raise ValueError(
-            f"Feature {feature.name!r} was prepared for {ids.values.shape[0]} shards, "
-            f"but its layer has {plan.num_shards}; prepare it with that layer's plan."
-        )
+        rule = f"be prepared with the layer's plan, for {plan.num_shards} shards"
+        raise invalid(f"Feature {feature.name!r}", rule, ids.values.shape[0])
     return shape
 
 
 def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
     """Raises TypeError for ids without a static shape."""
     if isinstance(ids, RaggedIds | SparseIds):
-        raise TypeError(
-            f"Feature {feature.name!r} is {type_name(ids)}, whose size changes "
-            "from batch to batch; pass the batch through "
-            "tpu_embedding.inputs.prepare_features on the host first."
-        )
+        fix = "Pass the batch through te.inputs.prepare_features on the host first."
+        rule = "have the same size in each batch"
+        raise invalid(f"Feature {feature.name!r}", rule, ids, fix, TypeError)
 
 
 def checked_shape(
@@ -120,6 +115,7 @@ def checked_shape(
       ValueError: if a shape does not fit the feature's configuration.
     """
     values, config = ids_of(ids), feature.config
+    name = f"Ids of feature {feature.name!r}"
     _check_ids(values, feature)
     weights = getattr(ids, "weights", None)
     if weights is not None:
@@ -128,25 +124,20 @@ def checked_shape(
     batch_shape = batch_shape_of(ids)
     batch_size = math.prod(batch_shape)
     if batch_size == 0:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at least one sample, got a batch of "
-            f"shape {batch_shape}."
-        )
+        raise invalid(name, "have at least one sample", list(batch_shape))
     if config.output_shape is None and len(batch_shape) > 1:
-        raise ValueError(
-            f"Ids of feature {feature.name!r} must have one axis of samples, got the "
-            f"axes {batch_shape}; set FeatureConfig.output_shape to {batch_shape} to "
-            "combine the ids of each sample, or to the whole shape of the ids to look "
-            "up each id."
+        raise invalid(
+            name,
+            "have one axis of samples",
+            list(batch_shape),
+            f"Set FeatureConfig.output_shape to {batch_shape} to combine the ids of "
+            "each sample, or to the whole shape of the ids to look up each id.",
         )
     length = config.max_sequence_length
     if config.output_shape is None or config.has_own_batch:
         if length and is_dense and values.ndim == 1:
-            raise ValueError(
-                f"Feature {feature.name!r} has max_sequence_length={length}, so its "
-                "ids must be ragged or of shape [batch, valence], got shape "
-                f"{values.shape}."
-            )
+            rule = f"be ragged or [batch, valence] for max_sequence_length={length}"
+            raise invalid(name, rule, values)
         output_shape = (batch_size, length) if length else (batch_size,)
     else:
         output_shape = config.output_shape
@@ -157,17 +148,14 @@ def checked_shape(
         if num_outputs % batch_size or (
             length and has_deep_ids and num_outputs != math.prod(values.shape)
         ):
-            raise ValueError(
-                f"FeatureConfig.output_shape of feature {feature.name!r} must hold the "
-                f"{batch_size} samples of its ids, or a multiple of them, got "
-                f"{output_shape} for ids of shape {values.shape}."
-            )
+            rule = f"hold the {batch_size} samples of its ids, or a multiple of them, "
+            rule += f"{list(values.shape)}"
+            field = f"FeatureConfig.output_shape of feature {feature.name!r}"
+            raise invalid(field, rule, list(output_shape))
         if length and config.default_id is not None:
-            raise ValueError(
-                f"FeatureConfig.default_id of feature {feature.name!r} has no effect "
-                f"on sequences, got {config.default_id} with output_shape="
-                f"{output_shape}, which makes sequences; remove one of them."
-            )
+            rule = f"be None, because output_shape={output_shape} makes sequences"
+            field = f"FeatureConfig.default_id of feature {feature.name!r}"
+            raise invalid(field, rule, config.default_id)
     return FeatureShape(
         batch_size=batch_size,
         samples_per_shard=-(-batch_size // num_shards),
@@ -192,11 +180,13 @@ def check_equal_batches(
     if len(set(known.values())) > 1:
         first, *others = known
         unequal = [name for name in others if known[name] != known[first]]
-        raise ValueError(
-            f"Features must have the same number of samples, got {known[first]} for "
-            f"feature {first!r} and {known[unequal[0]]} for feature {unequal[0]!r}; "
-            f"features that differ from {first!r}: {unequal}. Set "
-            "FeatureConfig.output_shape if a feature's number should differ."
+        other = unequal[0]
+        raise invalid(
+            f"Samples of feature {other!r}",
+            f"be {known[first]}, as many as feature {first!r} has",
+            known[other],
+            f"Features that differ from {first!r}: {unequal}. Set "
+            "FeatureConfig.output_shape if a feature's number should differ.",
         )
 
 
@@ -205,67 +195,48 @@ def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     # Series of pandas and tensors of PyTorch also have a dtype.
     arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
     is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
+    field = f"Ids of feature {feature.name!r}"
     if not is_read or not hasattr(ids, "dtype"):
-        raise TypeError(
-            f"Ids of feature {feature.name!r} must be a NumPy or JAX array, got "
-            f"{type(ids).__name__}; pass the batch through layer.prepare(features), "
-            "which takes lists and other arrays."
-        )
-    _check_unmasked(ids, feature)
+        fix = "layer.prepare(features) takes lists and other arrays."
+        raise invalid(field, "be a NumPy or JAX array", ids, fix, TypeError)
+    _check_unmasked(field, ids)
     if not is_integer(ids.dtype):
-        fix = "convert them with .astype(int) if they are whole numbers"
+        fix = "Convert them with .astype(int) if they are whole numbers."
         kind = getattr(ids.dtype, "kind", "")
         if kind in ("S", "U", "T"):
-            fix = f"turn strings into ids with {feature.inputs.text_to_ids}"
+            fix = f"Turn strings into ids with {feature.inputs.text_to_ids}."
         elif kind == "O":
             values = ids.ravel().tolist()
             example = next((v for v in values if not isinstance(v, int)), values[:1])
-            fix = f"they hold {example!r}. Strings need {feature.inputs.text_to_ids}"
-        raise TypeError(
-            f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
-            f"{fix}."
-        )
+            fix = f"They hold {example!r}. Strings need {feature.inputs.text_to_ids}."
+        raise invalid(field, "be integers", ids, fix, TypeError)
     if ids.ndim == 0:
-        raise ValueError(
-            f"Ids of feature {feature.name!r} must have a batch axis, got a scalar."
-        )
+        raise invalid(field, "have a batch axis", ids)
 
 
 def _check_weights(
     weights: Any, shape: tuple[AxisSize, ...], feature: FeaturePlan
 ) -> None:
     """Rejects weights that are not real numbers in the shape of the ids."""
+    field = f"Weights of feature {feature.name!r}"
     if not hasattr(weights, "dtype"):
-        raise TypeError(
-            f"Weights of feature {feature.name!r} must be an array, got "
-            f"{type(weights).__name__}; pass other forms through prepare."
-        )
-    _check_unmasked(weights, feature)
+        fix = "Pass other forms through prepare."
+        raise invalid(field, "be an array", weights, fix, TypeError)
+    _check_unmasked(field, weights)
     is_float = jnp.issubdtype(weights.dtype, np.floating)
     if not (is_float or weights.dtype == bool or is_integer(weights.dtype)):
-        raise TypeError(
-            f"Weights of feature {feature.name!r} must be real numbers, got dtype "
-            f"{weights.dtype}."
-        )
-    if feature.config.max_sequence_length:
-        raise ValueError(
-            f"Feature {feature.name!r} has weights and max_sequence_length="
-            f"{feature.config.max_sequence_length}: a sequence is not combined, so "
-            "weights have no effect. Remove one of them."
-        )
+        raise invalid(field, "be real numbers", weights, kind=TypeError)
+    if length := feature.config.max_sequence_length:
+        rule = f"be None, because max_sequence_length={length} combines no ids"
+        raise invalid(field, rule, weights)
     if weights.shape != shape:
-        raise ValueError(
-            f"Weights of feature {feature.name!r} must have the shape of its ids, "
-            f"{shape}, got {weights.shape}."
-        )
+        raise invalid(field, f"have the shape of its ids, {list(shape)}", weights)
 
 
-def _check_unmasked(array: Any, feature: FeaturePlan) -> None:
+def _check_unmasked(field: str, array: Any) -> None:
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"Feature {feature.name!r} is a masked array, but a step can't read masks; "
-            "pass the batch through prepare first."
-        )
+        fix = "Pass the batch through prepare first."
+        raise invalid(field, "be a plain array", type(array), fix, TypeError)
 
 
 def fill_up(

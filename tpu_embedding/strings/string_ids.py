@@ -28,7 +28,6 @@ from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
     encode,
     farmhash64,
-    siphash64,
 )
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
@@ -94,19 +93,16 @@ def hash_ids(
     strings: Any,
     num_buckets: int,
     *,
-    salt: int | tuple[int, int] | None = None,
     padding: str | bytes | int | None = None,
 ) -> Any:
     """Returns an id in `[0, num_buckets)` for each string, by a stable hash.
 
-    Without a salt, the hash is FarmHash's `Fingerprint64`, as in
-    `tf.strings.to_hash_bucket_fast` and `keras.layers.Hashing`. With a salt, it is
-    SipHash-2-4, as in `tf.strings.to_hash_bucket_strong` and `Hashing(salt=...)`. The
-    id is the hash modulo `num_buckets`. It is the same on every machine and in every
-    version of this package.
+    The hash is FarmHash's `Fingerprint64`, as in `tf.strings.to_hash_bucket_fast` and
+    `keras.layers.Hashing` without a salt. The id is the hash modulo `num_buckets`. It
+    is the same on every machine and in every version of this package.
 
-    To distinguish strings that share a bucket, hash the feature into two tables with
-    different salts.
+    To distinguish strings that share a bucket, hash the feature into two tables, with
+    different prefixes.
 
     `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the mask, and
     adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns the
@@ -119,8 +115,6 @@ def hash_ids(
         integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
         drop trailing NUL characters; dtype `object` keeps them.
       num_buckets: `vocabulary_size` of the table, 1 to 2**31 - 2.
-      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A single number `n`
-        means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -129,14 +123,12 @@ def hash_ids(
 
     Raises:
       TypeError: if an element is neither a string nor an integer.
-      ValueError: if `num_buckets` or `salt` is out of range, or a string is longer than
-        65,536 bytes.
+      ValueError: if `num_buckets` is out of range, or a string is longer than 65,536
+        bytes.
 
     Example:
       >>> hash_ids(["A", "B", "C"], 3).tolist()
       [1, 0, 1]
-      >>> hash_ids(["A", "B", "C"], 3, salt=(133, 137)).tolist()
-      [1, 2, 1]
       >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
       [0, 2147483647, 1]
     """
@@ -145,23 +137,12 @@ def hash_ids(
             f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
             f"{num_buckets!r}; pass the vocabulary_size of the table."
         )
-    key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
-    is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
-    if salt is not None and not is_key:
-        raise ValueError(
-            "hash_ids: salt must be an int from 0 to 2**64 - 1, or a pair of such "
-            f"ints, got {salt!r}."
-        )
     read = read_ids(strings, "hash_ids", "Strings")
     values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
         values = values.astype(np.bytes_)
     encoded = encode(_check_strings(values, "hash_ids"))
-    if salt is None:
-        hashes = farmhash64(encoded)
-    else:
-        hashes = siphash64(encoded, (int(key[0]), int(key[1])))
-    ids = (hashes % np.uint64(num_buckets)).astype(np.int32)
+    ids = (farmhash64(encoded) % np.uint64(num_buckets)).astype(np.int32)
     if padding is not None:
         marker = padding if isinstance(padding, bytes) else str(padding).encode()
         ids[encoded.equal_to(marker)] = PADDING_ROW_ID
@@ -206,7 +187,6 @@ class Vocabulary:
       tokens: the strings, in the order of their ids.
       num_oov_buckets: number of ids for unknown strings.
       mask_token: string that marks unused places, or None.
-      strip_whitespace: whether `ids` strips white space around strings.
 
     Example:
       >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
@@ -223,7 +203,6 @@ class Vocabulary:
         num_oov_buckets: int = 1,
         mask_token: str | None = None,
         oov_token: str = "[UNK]",
-        strip_whitespace: bool = False,
     ):
         """Numbers the tokens.
 
@@ -236,8 +215,6 @@ class Vocabulary:
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
             and id 0 stays unused, as in Keras.
           oov_token: token for unknown strings in lists written by Keras.
-          strip_whitespace: whether `ids` strips white space around strings, like
-            `str.strip`. The tokens themselves must not begin or end with white space.
 
         Raises:
           TypeError: if a token is not a str, or `tokens` is a single string.
@@ -256,7 +233,6 @@ class Vocabulary:
             )
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
-        self.strip_whitespace = strip_whitespace
         self._oov_token = oov_token
         self._first_oov_id = 0 if mask_token is None else 1
         listed = tuple(tokens)
@@ -349,7 +325,6 @@ class Vocabulary:
             "format": _FILE_FORMAT,
             "num_oov_buckets": self.num_oov_buckets,
             "mask_token": self.mask_token,
-            "strip_whitespace": self.strip_whitespace,
             "tokens": self._special() + self.tokens,
         }
         text = json.dumps(document, ensure_ascii=False)
@@ -367,15 +342,15 @@ class Vocabulary:
             if document["format"] != _FILE_FORMAT:
                 raise ValueError(f"format must be {_FILE_FORMAT!r}")
             tokens, mask_token = document["tokens"], document["mask_token"]
-            strips = document.get("strip_whitespace", False)
-            if not isinstance(strips, bool) or not isinstance(mask_token, str | None):
-                raise ValueError("a field has the wrong type")
+            if not isinstance(mask_token, str | None):
+                raise ValueError("mask_token must be a string or null")
+            if document.get("strip_whitespace"):
+                raise ValueError("strip_whitespace is not supported")
             vocabulary = cls(
                 tokens,
                 num_oov_buckets=document["num_oov_buckets"],
                 mask_token=mask_token,
                 oov_token=tokens[mask_token is not None],
-                strip_whitespace=strips,
             )
             if vocabulary.vocabulary_size != len(tokens):
                 raise ValueError("tokens must have a string for each id")
@@ -419,11 +394,6 @@ class Vocabulary:
         known_ids = map(known.get, flat, itertools.repeat(_UNKNOWN))
         ids = np.fromiter(known_ids, np.int32, len(flat))
         unknown_positions = np.flatnonzero(ids == _UNKNOWN)
-        if self.strip_whitespace:
-            for i in unknown_positions:
-                flat[i] = _strip(flat[i])
-                ids[i] = known.get(flat[i], _UNKNOWN)
-            unknown_positions = np.flatnonzero(ids == _UNKNOWN)
         if unknown_positions.size:
             rest = [flat[i] for i in unknown_positions]
             ids[unknown_positions] = self._oov_ids(rest, unknown)
@@ -467,11 +437,6 @@ class Vocabulary:
                     f"Vocabulary: token {i} must be neither empty nor the mask token, "
                     f"got {token!r}; remove it."
                 )
-            if self.strip_whitespace and token != token.strip():
-                raise ValueError(
-                    f"Vocabulary: token {i} must have no white space around it if "
-                    f"strip_whitespace is set, got {token!r}; strip it."
-                )
             if not token.isascii():
                 token.encode()  # A lone surrogate raises an error.
         if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
@@ -496,14 +461,6 @@ def check_unknown(unknown: Any, owner: str) -> None:
         raise ValueError(
             f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
         )
-
-
-def _strip(string: str | bytes) -> str | bytes:
-    """Strips white space. Bytes are treated as UTF-8 text."""
-    if isinstance(string, str):
-        return string.strip()
-    text = string.decode(errors="surrogateescape")
-    return text.strip().encode(errors="surrogateescape")
 
 
 def _is_int(value: Any) -> bool:
