@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type, invalid
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -164,15 +164,11 @@ def top_k_of_tower(
     item = jax.ShapeDtypeStruct((1,), jnp.int32)
     shape = jax.eval_shape(tower, item).shape
     if not 1 <= k <= num_items:
-        raise ValueError(
-            f"te.nn.top_k_of_tower: k must be from 1 to {num_items}, the number of "
-            f"items, got {k}."
-        )
+        rule = f"be from 1 to {num_items}, the number of items"
+        raise invalid("te.nn.top_k_of_tower: k", rule, k)
     if len(shape) != 2 or queries.ndim != 2 or queries.shape[1] != shape[1]:
-        raise ValueError(
-            "te.nn.top_k_of_tower: queries must be [queries, dim] and tower(numbers) "
-            f"[n, dim], got {list(queries.shape)} and {list(shape)} of one item."
-        )
+        rule = f"be [queries, dim], as wide as tower(numbers), {list(shape)} of an item"
+        raise invalid("te.nn.top_k_of_tower: queries", rule, list(queries.shape))
     excluded = checked_exclusions(excluded, queries.shape[0])
 
     def read(numbers: Array) -> tuple[Array, Array]:

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
+
 Words = np.ndarray
 """uint64 `[num_strings]`."""
 
@@ -112,10 +114,8 @@ def _encode_one(string: Any, index: int) -> bytes:
         return string.encode()
     if isinstance(string, bytes):
         return string
-    raise TypeError(
-        f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
-        "values with a string."
-    )
+    rule, fix = f"be str or bytes at {index}", "Replace missing values with a string."
+    raise invalid("Strings", rule, string, fix, TypeError)
 
 
 def farmhash64(strings: ByteStrings) -> Words:
@@ -133,10 +133,8 @@ def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) ->
     num_strings = strings.lengths.shape[0]
     longest = int(strings.lengths.max(initial=0))
     if longest > MAX_BYTES:
-        raise ValueError(
-            f"Strings to hash must have at most {MAX_BYTES:,} bytes, got a string of "
-            f"{longest:,}; shorten it, or hash a digest of it."
-        )
+        rule, fix = f"have at most {MAX_BYTES:,} bytes", "Hash a digest instead."
+        raise invalid("Strings to hash", rule, longest, fix)
     parts = [
         function(strings[first : first + _STRINGS_PER_PART])
         for first in range(0, num_strings, _STRINGS_PER_PART)

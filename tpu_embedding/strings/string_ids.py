@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
@@ -141,17 +142,16 @@ def hash_ids(
       [0, 2147483647, 1]
     """
     if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
-        raise ValueError(
-            f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
-            f"{num_buckets!r}; pass the vocabulary_size of the table."
+        rule, fix = (
+            f"be an int from 1 to {MAX_IDS}",
+            "Pass the table's vocabulary_size.",
         )
+        raise invalid("hash_ids: num_buckets", rule, num_buckets, fix)
     key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
     is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
     if salt is not None and not is_key:
-        raise ValueError(
-            "hash_ids: salt must be an int from 0 to 2**64 - 1, or a pair of such "
-            f"ints, got {salt!r}."
-        )
+        rule = "be an int from 0 to 2**64 - 1, or a pair of such ints"
+        raise invalid("hash_ids: salt", rule, salt)
     read = read_ids(strings, "hash_ids", "Strings")
     values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
@@ -244,16 +244,16 @@ class Vocabulary:
           ValueError: if `tokens` is empty, has duplicates, or is too long.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
-            raise ValueError(
-                f"Vocabulary: num_oov_buckets must be an int from 0 to {MAX_IDS}, got "
-                f"{num_oov_buckets!r}; with 0, unknown strings raise an error."
-            )
+            rule = f"be an int from 0 to {MAX_IDS}"
+            fix = "With 0, unknown strings raise an error."
+            raise invalid("Vocabulary: num_oov_buckets", rule, num_oov_buckets, fix)
         if isinstance(tokens, str | bytes):
-            raise TypeError(
-                "Vocabulary: tokens must be a list of strings, got the string "
-                f"{tokens!r}; write [{tokens!r}] for a single token, or "
+            fix = (
+                f"Write [{tokens!r}] for a single token, or "
                 "te.inputs.Vocabulary.from_file(path) to read a file of tokens."
             )
+            rule = "be a list of strings"
+            raise invalid("Vocabulary: tokens", rule, tokens, fix, TypeError)
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
         self.strip_whitespace = strip_whitespace
@@ -271,10 +271,8 @@ class Vocabulary:
             first: dict[str, int] = {}
             for i, token in enumerate(listed):
                 if first.setdefault(token, i) != i:
-                    raise ValueError(
-                        f"Vocabulary: tokens must be unique, got {token!r} as tokens "
-                        f"{first[token]} and {i}."
-                    )
+                    rule = f"differ, also tokens {first[token]} and {i}"
+                    raise invalid("Vocabulary: tokens", rule, token)
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
@@ -304,9 +302,8 @@ class Vocabulary:
             lines = content.decode().split("\n")
         except UnicodeDecodeError as error:
             line = content[: error.start].count(b"\n") + 1
-            raise ValueError(
-                f"{os.fspath(path)}:{line}: a vocabulary must be UTF-8, got {error}."
-            ) from None
+            where = f"{os.fspath(path)}:{line}: a vocabulary"
+            raise invalid(where, "be UTF-8", content, str(error)) from None
         tokens = [line.removesuffix("\r") for line in lines]
         if tokens[-1] == "":
             tokens.pop()
@@ -318,7 +315,8 @@ class Vocabulary:
                 oov_token=oov_token,
             )
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+            error.args = (f"{os.fspath(path)}: {error}",)
+            raise
 
     @property
     def vocabulary_size(self) -> int:
@@ -440,11 +438,12 @@ class Vocabulary:
 
     def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
         if not self.num_oov_buckets or unknown == "error":
-            raise ValueError(
-                f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
-                f"tokens ({len(strings)} unknown strings in total). To give unknown "
-                "strings ids, set num_oov_buckets and unknown='bucket'."
+            rule = (
+                f"be among the {len(self.tokens)} tokens, but {len(strings)} are "
+                "unknown"
             )
+            fix = "To give those ids, set num_oov_buckets and unknown='bucket'."
+            raise invalid("Vocabulary.ids: strings", rule, strings[0], fix)
         if self.num_oov_buckets == 1:
             return np.full(len(strings), self._first_oov_id, np.int32)
         buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
@@ -458,27 +457,21 @@ class Vocabulary:
     def _check_tokens(self) -> None:
         for i, token in enumerate(self.tokens):
             if not isinstance(token, str):
-                raise TypeError(
-                    f"Vocabulary: token {i} must be a str, got {token!r}; pass "
-                    "numbers as str(token), and bytes as token.decode()."
+                fix = "Pass numbers as str(token), and bytes as token.decode()."
+                raise invalid(
+                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
                 )
             if not token or token == self.mask_token:
-                raise ValueError(
-                    f"Vocabulary: token {i} must be neither empty nor the mask token, "
-                    f"got {token!r}; remove it."
-                )
+                rule = "be neither empty nor the mask token"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
             if self.strip_whitespace and token != token.strip():
-                raise ValueError(
-                    f"Vocabulary: token {i} must have no white space around it if "
-                    f"strip_whitespace is set, got {token!r}; strip it."
-                )
+                rule = "have no white space around it if strip_whitespace is set"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
             if not token.isascii():
                 token.encode()  # A lone surrogate raises an error.
         if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
-            raise ValueError(
-                f"Vocabulary: there must be 1 to {MAX_IDS} tokens and buckets, with at "
-                f"least one token, got {len(self.tokens)} tokens."
-            )
+            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
+            raise invalid("Vocabulary: tokens", rule, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -493,9 +486,7 @@ class Vocabulary:
 def check_unknown(unknown: Any, owner: str) -> None:
     """Raises a ValueError if a value is not one of `Unknown`."""
     if unknown not in get_args(Unknown):
-        raise ValueError(
-            f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
-        )
+        raise invalid(owner, f"be one of {list(get_args(Unknown))}", unknown)
 
 
 def _strip(string: str | bytes) -> str | bytes:
@@ -514,10 +505,8 @@ def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
     if not values.size:
         return values.astype(object)  # NumPy makes empty lists float64.
     if values.dtype.kind not in "SUTO":
-        raise TypeError(
-            f"Strings of {owner} must be strings, got dtype {values.dtype}; convert "
-            "numbers with .astype(str)."
-        )
+        fix = "Convert numbers with .astype(str)."
+        raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
     return values
 
 
