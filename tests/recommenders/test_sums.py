@@ -43,8 +43,7 @@ def test_whole_numbers_add_exactly_in_any_order(numbers):
 
 
 def test_whole_numbers_up_to_the_limit():
-    total = fold_of([2**46 - 2**23 + 1, 2**23 - 2])
-    assert exact(total) == 2**46 - 1
+    assert exact(fold_of([2**46 - 2**23 + 1, 2**23 - 2] + [0] * 10)) == 2**46 - 1
 
 
 @given(
@@ -79,22 +78,19 @@ def test_a_hundred_million_samples_and_five_more():
 def test_small_losses_reach_a_large_total():
     """A float32 total would not change at all."""
     one = LogLoss.from_batch([0.0], [1.0])
-    loss = exact(one.weighted_values)
     many = one
     for _ in range(27):
         many = many.merge(many)
-    step = jax.jit(lambda metric: metric.update([0.0], [1.0]))
-    after = many
+    step, high = jax.jit(lambda metric: metric.update([0.0], [1.0])), many
     for _ in range(100):
-        after = step(after)
-    assert float(many.weighted_values.high + one.weighted_values.high) == float(
-        many.weighted_values.high
-    )
-    wanted = (2**27 + 100) * loss
-    assert abs(exact(after.weighted_values) - wanted) <= 127 * wanted / 2**44
+        many = step(many)
+    sums = high.weighted_values.high, one.weighted_values.high
+    assert float(sums[0] + sums[1]) == float(sums[0])
+    wanted = (2**27 + 100) * exact(one.weighted_values)
+    assert abs(exact(many.weighted_values) - wanted) <= 127 * wanted / 2**44
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("size", [1, 3, 1000])
 def test_running_totals(size):
     values = np.random.default_rng(0).random(size).astype(np.float32)
     running = Sum.of(jnp.array(values)).running()
@@ -127,14 +123,10 @@ def test_values_that_are_not_finite(values, wanted):
 @pytest.mark.full
 def test_psum_rounds_once():
     """The highs of 8 devices add as float32; the lows keep what they held."""
-    total = fold_of([2**40, 5])
-
-    def all_devices(total):
-        return jax.lax.psum(total, "shard")
-
-    mesh = mesh_of(8)
-    assert mesh.axis_names == ("shard",)
     summed = jax.shard_map(
-        all_devices, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
-    )(total)
+        lambda total: jax.lax.psum(total, "shard"),
+        mesh=mesh_of(8),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+    )(fold_of([2**40, 5]))
     assert exact(summed) == 8 * (2**40 + 5)
