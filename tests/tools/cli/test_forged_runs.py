@@ -73,25 +73,24 @@ def genuine(tmp_path_factory):
 
 
 def run_command(name, config, run, output=None):
+    export = ["export", run, output, "--format", "safetensors", "--devices", "1"]
     options = {
         "train": ["train", config, "--output-dir", run, "--resume", *OPTIONS],
         "evaluate": ["evaluate", config, "--output-dir", run, *OPTIONS],
         "evaluate the run": ["evaluate", run, *OPTIONS],
         "inspect": ["inspect", run, "--row", "user", "u3"],
-        "export": ["export", run, output, "--format", "safetensors", "--devices", "1"],
+        "export": export,
+        "export with config": [*export, "--config", config, *set_options(SETTINGS)],
     }
-    given = ["--config", config, *set_options(SETTINGS)]
-    options["export with config"] = [*options["export"], *given]
     return status_of(*options[name])
 
 
 def edit_json(path, change):
     """Changes the last document of a file of JSON lines."""
     *before, last = path.read_text().splitlines()
-    document = json.loads(last) if path.suffix == ".jsonl" else None
-    if document is None:
-        before, document = [], json.loads(path.read_text())
-    change(document)
+    if path.suffix != ".jsonl":
+        before, last = [], path.read_text()
+    change(document := json.loads(last))
     path.write_text("\n".join([*before, json.dumps(document)]) + "\n")
 
 
@@ -125,12 +124,7 @@ def forge_values(run, outside, draw):
 
 def forge_lines(run, outside, draw):
     lines = [b"\xff", b"123", b"[" * 10**6, b"[" + b"{}," * MIB + b"{}]"]
-    lines += [
-        b'{"run": []}',
-        b'{"step": 1e9, "train": {}}',
-        b'{"step": -1}',
-        b"\0" * 99,
-    ]
+    lines += [b'{"run": []}', b'{"step": 1e9, "train": {}}', b'{"step": -1}', bytes(99)]
     lines += [b'{"origin": {"config": {}}}', b"9" * 5000, b'{"result": {"step": "x"}}']
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(draw(lines) + b"\n")
@@ -161,13 +155,11 @@ def forge_vocabularies(run, outside, draw):
 
 
 def forge_steps(run, outside, draw):
-    name = draw(
-        ["9" * 200, "٣", "-1", "1e5", "7", "..7", "3.orbax-checkpoint-tmp", "x"]
-    )
-    (run / "checkpoints" / name).mkdir()
+    names = ["9" * 200, "٣", "-1", "1e5", "7", "..7", "3.orbax-checkpoint-tmp", "x"]
+    forged = run / "checkpoints" / draw(names)
+    forged.mkdir()
     if draw([True, False]):
-        default = run / "checkpoints" / "2" / "default"
-        shutil.copytree(default, run / "checkpoints" / name / "default")
+        shutil.copytree(run / "checkpoints" / "2" / "default", forged / "default")
 
 
 def forge_sizes(run, outside, draw):

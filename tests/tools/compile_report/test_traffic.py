@@ -6,7 +6,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.tools.compile_report.traffic import (
-    format_traffic,
     model_traffic,
     traffic_of_batch,
 )
@@ -64,9 +63,3 @@ def test_a_batch_counts_by_stack():
         cores=2,
     )
     assert traffic_of_batch(plan, batch) == {"stack_0": expected}
-
-
-def test_the_table_has_a_row_per_batch():
-    lines = format_traffic({"one id": traffic_of(8, 1)}).splitlines()
-    assert lines[0].split() == ["modelled", "bytes", "minimum", "sparse_core", "xla"]
-    assert lines[1].startswith("one id") and lines[1].count("(") == 2
