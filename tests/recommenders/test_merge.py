@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tests.conftest import mesh_of
 from tests.rejections import rejects
@@ -108,20 +108,6 @@ def test_psum_merges_the_metrics_of_devices(num_devices):
         assert float(value) == pytest.approx(float(wanted[name]), rel=RTOL)
     counts = METRICS["auc"](weights).positives
     np.testing.assert_array_equal(merged["auc"].positives.value(), counts.value())
-
-
-@pytest.mark.full
-def test_batches_split_over_devices_need_no_psum():
-    """Under `jit`, arrays are global."""
-    sharding = NamedSharding(mesh_of(8), PartitionSpec("shard"))
-    logits, labels = jax.device_put((LOGITS, LABELS), sharding)
-    auc = jax.jit(lambda *batch: m.AUC.empty(16).update(*batch))
-    for split, whole in zip(
-        jax.tree.leaves(auc(logits, labels)),
-        jax.tree.leaves(auc(LOGITS, LABELS)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(split, whole)
 
 
 @pytest.mark.full

@@ -10,7 +10,6 @@ import pytest
 
 import tpu_embedding as te
 from tests.rejections import rejects
-from tests.tiers import matrix, quick_cases
 
 SCORES = np.array([[1.0, 3.0, 2.0, 4.0, 0.8], [1.0, 1.8, 2.0, 3.0, 2.0]], np.float32)
 LABELS = np.array([[1.0, 0.0, 1.0, 3.0, 2.0], [0.0, 1.0, 2.0, 3.0, 1.5]], np.float32)
@@ -62,7 +61,8 @@ def test_list_mle_is_a_probability_of_orders():
 @pytest.mark.parametrize("enable_x64", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "first"),
-    [(np.int32, 1_700_000_000), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)],
+    [(np.int32, 1_700_000_000), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)]
+    + [(np.uint8, 0), (np.uint32, 0)],
     ids=str,
 )
 def test_labels_keep_all_their_bits(dtype, first, enable_x64):
@@ -101,14 +101,6 @@ def test_pairs_that_do_not_count_have_no_gradient(of_difference, where):
     assert np.isfinite(loss) and np.isfinite(gradients).all()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.bool_])
-def test_labels_that_have_no_negative(dtype):
-    labels = np.array([0, 1, 0]).astype(dtype)
-    for loss in LOSSES.values():
-        expected = loss(SCORES[0, :3], labels.astype(np.float32))
-        np.testing.assert_array_equal(loss(SCORES[0, :3], labels), expected)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -138,25 +130,6 @@ def test_a_model_that_tells_no_items_apart_ranks_none_first(score):
         value = metric.from_ranks(ranks, k=1).compute()
         wanted = np.nan if np.isnan(score) else 1 / 64
         assert float(value) == pytest.approx(wanted, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("k", "metric"),
-    quick_cases(matrix([1, 3, 40], METRICS), "3-NDCGAtK", "1-RecallAtK"),
-)
-def test_ranks_of_equal_scores_are_worth_the_mean_over_their_orders(k, metric):
-    generator = np.random.default_rng(0)
-    queries, items = generator.integers(-1, 2, (2, 30, 2)).astype(np.float32)
-    weights = generator.integers(0, 3, 30).astype(np.float32)
-    ids = generator.integers(0, 20, 30)
-    is_candidate = (ids[:, None] != ids) | np.eye(30, dtype=bool)
-    batch = queries @ items.T, np.eye(30, dtype=np.float32), weights
-    for options, candidates in (({}, None), ({"item_ids": ids}, is_candidate)):
-        _, ranks = te.nn.in_batch_softmax(queries, items, **options)
-        assert max(ranks.num_equal) > 1
-        wanted = metric.from_batch(*batch, is_candidate=candidates, k=k).compute()
-        got = metric.from_ranks(ranks, weights, k=k).compute()
-        assert float(got) == pytest.approx(float(wanted), rel=1e-6)  # float32 sums
 
 
 def test_no_samples_and_no_items():

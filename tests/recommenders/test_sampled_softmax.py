@@ -1,17 +1,13 @@
 """Softmax over sampled and hard negatives: equal to loops over pairs in NumPy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import each_once, matrix, quick_cases
+from tests.tiers import each_once
 
 BATCH, NEGATIVES, DIM = 6, 9, 4
 RNG = np.random.default_rng(0)
@@ -102,62 +98,6 @@ def test_only_hard_negatives_get_a_gradient_and_hits_get_none():
     scores = np.where(SAMPLED_IDS == IDS[0], -np.inf, SAMPLED @ QUERIES[0])
     np.testing.assert_array_equal(np.flatnonzero(moves), np.sort(scores.argsort()[-2:]))
     np.testing.assert_array_equal(gradients(np.full(9, IDS[0]), None), 0)
-
-
-def test_the_correction_estimates_the_softmax_over_all_items():
-    """Its mean over draws of negatives is near the full softmax."""
-    scores = np.float32([2.0, 0.5, 0.0, -1.0, 1.0])
-    q = np.float32([0.4, 0.3, 0.1, 0.1, 0.1])
-    num_drawn = 4000
-    drawn = np.random.default_rng(1).choice(5, num_drawn, p=q / q.sum())
-    found, _ = te.nn.sampled_softmax(
-        np.ones((1, 1), np.float32),
-        scores[:1, None],
-        scores[drawn, None],
-        item_log_probabilities=np.zeros(1, np.float32),  # The own item is there once.
-        negative_log_probabilities=np.log(num_drawn * q)[drawn],
-        item_ids=np.zeros(1, np.int32),
-        negative_ids=drawn,
-    )
-    wanted = scores[0] - np.log(np.exp(scores).sum())
-    # The sum over 4,000 draws has a standard error of 1 %.
-    np.testing.assert_allclose(found[0], wanted, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    ("dim", "dtype", "num_devices", "is_jitted"),
-    quick_cases(
-        matrix([1, 128, 200], [jnp.float32, jnp.bfloat16], [1, 8], [False, True]),
-        "128-bfloat16-1-False",
-        "200-float32-8-True",
-    ),
-)
-def test_a_collapsed_model_has_the_recall_of_a_random_order(
-    dim, dtype, num_devices, is_jitted
-):
-    """A column of a matmul is rounded differently than a sum of products."""
-    generator, log_q = np.random.default_rng(0), -1.3  # Powers of two would be exact.
-    vector, sizes = generator.normal(size=(1, dim)), {"item": 64, "negative": 200}
-    sharding = NamedSharding(mesh_of(num_devices), PartitionSpec("shard"))
-    queries, items, negatives, *log_qs = (
-        jax.device_put(jnp.asarray(array, dtype), sharding)
-        for array in (
-            generator.normal(size=(64, dim)),
-            *(np.tile(vector, (size, 1)) for size in sizes.values()),
-            *(np.full(size, log_q) for size in sizes.values()),
-        )
-    )
-    names = (f"{name}_log_probabilities" for name in sizes)
-    options = dict(zip(names, log_qs, strict=True))
-    loss = functools.partial(te.nn.sampled_softmax, **options)
-    run = jax.jit(loss) if is_jitted else loss
-    log_softmax, ranks = run(queries, items, negatives)
-    np.testing.assert_array_equal(ranks.num_higher, 0)
-    np.testing.assert_array_equal(ranks.num_equal, 201)
-    # bfloat16 rounds scores of up to 64 to 8 bits.
-    atol = 0.5 if dtype == jnp.bfloat16 else 1e-4
-    log_softmax = np.asarray(log_softmax, np.float32)
-    np.testing.assert_allclose(log_softmax, -np.log(201), atol=atol)
 
 
 WIDE = np.array([5, 2**40 + 5, 2**32 - 1])

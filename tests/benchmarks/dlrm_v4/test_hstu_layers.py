@@ -20,6 +20,7 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     unpad,
     with_weights,
 )
+from tests.tiers import quick_cases
 from tpu_embedding.tools.train import load_config
 
 FILE = golden("stu_layer")
@@ -52,7 +53,8 @@ def golden_lengths(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "block_size"), [("no_targets", 512), ("many_targets", 7)]
+    ("name", "block_size"),
+    quick_cases([("no_targets", 512), ("many_targets", 7)], "many_targets-7"),
 )
 def test_the_layer_is_the_reference(name, block_size):
     case = under(FILE, f"{name}/")
@@ -108,21 +110,6 @@ def test_dropout():
 HEAD_DIM = 4
 
 
-def make_arrays(length, batch=3):
-    generator = np.random.default_rng(0)
-    shape = (4, batch, length, 2, HEAD_DIM)
-    return jnp.asarray(generator.normal(size=shape), jnp.float32)
-
-
-def lengths_of(tokens, num_candidates=1):
-    tokens = jnp.asarray(tokens)
-    return SequenceLengths(
-        tokens=tokens,
-        shared=jnp.maximum(tokens - num_candidates, 0),
-        normalizer=jnp.asarray(50),
-    )
-
-
 def dense_attention(q, k, v, lengths):
     """Returns the outputs by one array of all pairs of tokens."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD_DIM)
@@ -133,11 +120,17 @@ def dense_attention(q, k, v, lengths):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-@pytest.mark.parametrize("block_size", [5, 512])
+@pytest.mark.parametrize("block_size", quick_cases([5, 512], "5"))
 def test_blocks_add_up_to_dense_attention(block_size):
     length = 23
-    q, k, v, cotangent = make_arrays(length)
-    lengths = lengths_of([23, 1, 9], num_candidates=2)
+    shape = (4, 3, length, 2, HEAD_DIM)
+    arrays = np.random.default_rng(0).normal(size=shape)
+    q, k, v, cotangent = jnp.asarray(arrays, jnp.float32)
+    lengths = SequenceLengths(
+        tokens=jnp.array([23, 1, 9]),
+        shared=jnp.array([21, 0, 7]),
+        normalizer=jnp.asarray(50),
+    )
     is_token = np.arange(length) < np.asarray(lengths.tokens)[:, None]
     cotangent = cotangent * is_token[:, :, None, None]
 

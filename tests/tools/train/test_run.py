@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -67,11 +68,14 @@ def test_a_run_tells_its_events(tmp_path):
     settings = ["evaluate_every=4", "log_every=4", "checkpoint_every=4"]
     events = []
 
-    def listen(event, _lock=threading.Lock()):  # noqa: B008 - it cannot be copied
+    def listen(_, event):
         assert event.directory == tmp_path and event.data.batch_size == 48
         events.append(event)
 
-    config = dataclasses.replace(small_config(*settings), on_event=listen)
+    # A lock cannot be copied.
+    config = dataclasses.replace(
+        small_config(*settings), on_event=functools.partial(listen, threading.Lock())
+    )
     train(config, tmp_path, mesh=mesh_of(1), stop_at=4)
     result = train(config, tmp_path, mesh=mesh_of(1), existing_run="resume")
     evaluate(config, tmp_path, mesh=mesh_of(1))
@@ -326,3 +330,9 @@ def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
     result = run(tmp_path, "checkpoint_every=1", existing_run="resume")
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
     assert reported_of(tmp_path).keys() == reported_of(whole[0]).keys()
+
+
+@pytest.mark.exhaustive
+def test_a_profile_is_recorded(copied):
+    run(copied, "num_steps=8", existing_run="resume", profile=(6, 7))
+    assert list((copied / "profile").rglob("*.xplane.pb"))
