@@ -80,30 +80,6 @@ def test_an_open_log_of_the_small_config_fails_only_for_its_size(tmp_path):
     assert "eval_accuracy" in others[0]
 
 
-def test_a_resumed_run_continues_its_log(tmp_path):
-    tiny, path, texts = tiny_run(tmp_path), tmp_path / LOG_FILE, []
-
-    def start(step=0):
-        tiny.tell("init", step)
-        tiny.tell("start", step)
-        texts.append(path.read_text())
-
-    start()
-    start(2)
-    begun, continued = texts
-    assert continued == begun
-    tiny.tell("train", 3, loss=0.5)
-    tiny.tell("result", 3, target_met=None)
-    ended = path.read_text()
-    assert ended.startswith(begun) and '"status": "aborted"' in ended
-    tiny.tell("init", 3)
-    tiny.evaluate(3)
-    tiny.tell("result", 3, target_met=True)
-    assert path.read_text() == ended
-    start()
-    assert texts[-1].count("\n") == begun.count("\n")
-
-
 def events_of(path):
     lines = path.read_text().splitlines()
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]

@@ -6,40 +6,18 @@ import re
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import tyro
 
 import tpu_embedding as te
 from tests.own_config import write_config
 from tests.rejections import rejects
-from tests.tools.train.runs import set_options
 from tpu_embedding.checkpoint.records import CheckpointError
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.cli.arguments import emulated_mesh
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train import apply_overrides, load_config, train
 
 
 def export(*arguments):
     return tyro.cli(Export, args=[str(x) for x in arguments]).run()
-
-
-@pytest.mark.full
-def test_formats(tmp_path, capsys):
-    settings = ["batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"]
-    settings.append("data.num_evaluation_samples=50")
-    config = apply_overrides(load_config("synthetic"), settings)
-    train(config, tmp_path / "run", mesh=emulated_mesh(1))
-    options = ["--config", "synthetic", "--devices", 2, *set_options(settings)]
-    assert export(tmp_path / "run", tmp_path / "served", *options) == 0
-    served = te.export.load(tmp_path / "served")
-    options += ["--format", "safetensors", "--dtype", "bfloat16"]
-    assert export(tmp_path / "run", tmp_path / "tables", *options) == 0
-    for name, rows in served.tables.items():
-        file = tmp_path / "tables" / "tables" / f"{name}.safetensors"
-        with safetensors.safe_open(file, framework="numpy") as tensors:
-            assert tensors.get_slice(name).get_shape() == list(rows.shape)
-            assert tensors.get_slice(name).get_dtype() == "BF16"
 
 
 @pytest.mark.full

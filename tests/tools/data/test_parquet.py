@@ -117,20 +117,26 @@ def test_outline_has_the_shapes_of_the_data(directory):
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
+def open_ids(path, arrays, rows_per_group, valence=None, **options):
+    """Opens files of an array each, as the ids of a feature."""
+    for name, array in arrays.items():
+        table = pa.table({"row": range(len(array)), "uid": array})
+        file = path / f"{name}.parquet"
+        pq.write_table(table, file, row_group_size=rows_per_group)
+    feature = ParquetFeature(name="uid", expected_valence=valence, **options)
+    changes = {"features": (feature,), "dense": (), "weight": None}
+    return open_source(path, 4, num_evaluation_samples=4, **changes)
+
+
 def test_lists_of_a_fixed_size_are_a_matrix_with_padding_for_nulls(tmp_path):
     lists = [None if row % 20 == 3 else [row, row + 1] for row in range(60)]
     array = pa.array(lists, pa.list_(pa.int16(), 2))
-    path = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.table({"row": range(60), "watched": array}), path, row_group_size=8
-    )
-    feature = dataclasses.replace(SOURCE.features[1], vocabulary_size=80)
-    data = open_source(path, features=(feature,), dense=(), weight=None)
-    for step in range(4):
+    data = open_ids(tmp_path, {"a": array}, 8, 2, vocabulary_size=80)
+    for step in range(14):
         batch = data.train_batch(step)
         expected = [lists[int(row)] or [PADDING_ROW_ID] * 2 for row in batch.labels]
-        assert batch.features["watched"].tolist() == expected
-        assert batch.features["watched"].dtype == np.int32
+        assert batch.features["uid"].tolist() == expected
+        assert batch.features["uid"].dtype == np.int32
 
 
 @pytest.mark.parametrize("kind", ["int", "uint"])
@@ -139,58 +145,48 @@ def test_lists_of_a_fixed_size_are_a_matrix_with_padding_for_nulls(tmp_path):
     each_once([8, 16, 32, 64], ["modulo", "keep"], [None, 1]),
 )
 def test_ids_of_every_width(tmp_path, bits, kind, mode, valence):
-    limits = np.iinfo(f"{kind}{bits}")
+    limits, size = np.iinfo(f"{kind}{bits}"), 50_000
     ids = [5, 6, int(limits.min), int(limits.max), 7, 8, int(limits.max) - 1, 100]
     if bits == 64:
         ids[4] = 2**53 + 1
-    values = [[x] for x in ids] if valence else ids
     array_type = getattr(pa, f"{kind}{bits}")()
+    values = [[x] for x in ids] if valence else ids
     array = pa.array(values, pa.list_(array_type) if valence else array_type)
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"row": range(8), "uid": array}), path, row_group_size=2)
-    feature = ParquetFeature(
-        name="uid", vocabulary_size=50_000, expected_valence=valence, out_of_range=mode
-    )
-    data = open_source(
-        path, 4, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
-    )
+    options = {"vocabulary_size": size, "out_of_range": mode}
+    data = open_ids(tmp_path, {"a": array}, 2, valence, **options)
     (held_out,) = data.evaluation_batches()
-    batches = [data.train_batch(0), data.train_batch(1), held_out]
-    for batch in batches:
+    for batch in (data.train_batch(0), data.train_batch(1), held_out):
         found = batch.features["uid"]
         found = found.values if valence else found
         expected = [ids[int(row)] for row in batch.labels]
         if mode == "modulo":
-            expected = [x % 50_000 for x in expected]
+            expected = [x % size for x in expected]
         assert found.tolist() == expected
         wide = np.uint64 if limits.max == 2**64 - 1 else np.int64
         assert found.dtype == (np.int32 if mode == "modulo" else wide)
 
 
+INT = pa.int64()
+
+
 @pytest.mark.parametrize(
     "types",
     [
-        (pa.int64(), pa.uint64()),
-        (pa.list_(pa.int64()), pa.list_(pa.uint64())),
-        (pa.list_(pa.int64()), pa.list_(pa.int64(), 1)),
-        (pa.list_(pa.int64(), 1), pa.list_(pa.int64(), 2)),
+        (INT, pa.uint64()),
+        (pa.list_(INT), pa.list_(pa.uint64())),
+        (pa.list_(INT), pa.list_(INT, 1)),
+        (pa.list_(INT, 1), pa.list_(INT, 2)),
     ],
     ids=["ids", "lists", "sizes", "fixed sizes"],
 )
 def test_a_column_of_two_types(tmp_path, types):
+    arrays = {}
     for name, array_type in zip("ab", types, strict=True):
-        size = getattr(array_type, "list_size", 1)
-        is_list = hasattr(array_type, "value_type")
-        ids = [[1] * size if is_list else 1] * 20
-        table = pa.table({"row": range(20), "uid": pa.array(ids, array_type)})
-        pq.write_table(table, tmp_path / f"{name}.parquet")
-    valence = 1 if is_list else None
-    feature = ParquetFeature(
-        name="uid", vocabulary_size=9, expected_valence=valence, out_of_range="keep"
-    )
-    data = open_source(
-        tmp_path, features=(feature,), dense=(), weight=None, num_evaluation_samples=4
-    )
+        valence = 1 if hasattr(array_type, "value_type") else None
+        ids = [1] * getattr(array_type, "list_size", 1) if valence else 1
+        arrays[name] = pa.array([ids] * 20, array_type)
+    options = {"vocabulary_size": 9, "out_of_range": "keep"}
+    data = open_ids(tmp_path, arrays, 20, valence, **options)
     with rejects(DataError, field="column 'uid'"):
         samples_of_steps(data, 4)
 

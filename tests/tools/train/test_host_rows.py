@@ -96,6 +96,7 @@ def test_the_end_of_a_run_is_evaluated_and_exported(on_host, tmp_path):
     assert evaluate(small_config(CACHE), directory, mesh=mesh_of(2)) == result
     settings = ["model.dim=4", "model.hidden_sizes=8", CACHE]
     options = ["--config", "synthetic", "--format", "safetensors"]
+    options += ["--dtype", "bfloat16"]
     output = tmp_path / "served"
     command = ["export", str(directory), str(output), *options, *set_options(settings)]
     assert main(command) == 0
@@ -103,6 +104,7 @@ def test_the_end_of_a_run_is_evaluated_and_exported(on_host, tmp_path):
         k: v for x in output.rglob("*.safetensors") for k, v in load_file(x).items()
     }
     assert sum(len(rows) for rows in served.values()) == 3620
+    assert all(rows.dtype.name == "bfloat16" for rows in served.values())
     assert all(np.isfinite(rows).all() for rows in served.values())
 
 

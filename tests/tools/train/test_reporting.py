@@ -2,28 +2,10 @@
 
 import json
 
-import optax
 import pytest
 
-import tpu_embedding as te
-from tests.conftest import mesh_of
-from tpu_embedding.tools.train.reporting import drop_repeated_records, format_tables
+from tpu_embedding.tools.train.reporting import drop_repeated_records
 from tpu_embedding.tools.train.run_directory import RECORDS_FILE, read_records
-
-
-def test_tables_are_listed():
-    table = te.TableConfig(vocabulary_size=100_000, dim=16, name="movie")
-    for optimizer, name in {
-        te.optimizers.adam(optax.linear_schedule(0.1, 0.0, 10)): "Adam",
-        optax.adam(0.1): "Adam",
-        te.optimizers.sgd(0.1): "no slot variables",
-        None: "none",
-    }.items():
-        plan = te.make_plan(
-            te.FeatureConfig(table=table), mesh_of(8), optimizer=optimizer
-        )
-        line = format_tables(plan).splitlines()[1]
-        assert line.startswith(f"movie  {name}  ") and "100,000" in line
 
 
 @pytest.mark.parametrize(

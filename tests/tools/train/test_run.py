@@ -174,42 +174,6 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_early(
     assert evaluate(small_config(*BEST), tmp_path, mesh=mesh_of(2)).best_step == 2
 
 
-def reported_of(directory):
-    """Returns what the records say, by group, step and number of the occurrence."""
-    found = {}
-    for record in read_records(directory / RECORDS_FILE):
-        for group in ("train", "evaluation", "result"):
-            if group in record:
-                values = record[group]
-                step = record.get("step", values.get("step"))
-                same = [key for key in found if key[:2] == (group, step)]
-                values = values["loss"] if group == "train" else values
-                found[group, step, len(same)] = values
-    return found
-
-
-@pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("end", ["stopped", "crashed", "killed while evaluating"])
-def test_a_resumed_run_reports_each_step_once(tmp_path, monkeypatch, end):
-    settings = ["evaluate_every=2", "num_steps=7", "checkpoint_every=4", "log_every=1"]
-    run(tmp_path / "whole", *settings)
-    resumed, evaluate_at = tmp_path / "resumed", _Run.evaluate
-
-    def evaluate(self):
-        if end != "stopped" and self.step == (4 if "killed" in end else 6):
-            raise KeyboardInterrupt
-        return evaluate_at(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Run, "evaluate", evaluate)
-        with contextlib.suppress(KeyboardInterrupt):
-            run(resumed, *settings, stop_at=4 if end == "stopped" else None)
-    run(resumed, *settings, existing_run="resume")
-    assert reported_of(resumed) == reported_of(tmp_path / "whole")
-    assert ("evaluation", 4, 0) in reported_of(resumed)
-    assert not (resumed / "run.lock").exists()
-
-
 @pytest.mark.parametrize("line", [b"\xff", b"123", b"[" * 10**5, b'{"run": 1}'])
 def test_damaged_records_are_named_and_nothing_is_left(copied, line):
     with (copied / RECORDS_FILE).open("ab") as file:
@@ -319,17 +283,33 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
     assert errors.startswith("error: ")
 
 
-@pytest.mark.full
-def test_a_killed_run_resumes_from_a_whole_step(whole, tmp_path):
-    settings = [*SMALL, "checkpoint_every=1"]
-    process = start_command(tmp_path, "--devices", 2, settings=settings)
-    wait_for_line(process, "train 2/6")
-    time.sleep(np.random.default_rng().uniform(0, 0.1))
-    process.kill()
-    process.communicate()
-    result = run(tmp_path, "checkpoint_every=1", existing_run="resume")
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("end", ["killed", "crashed"])
+def test_a_killed_run_resumes_and_reports_each_step_once(
+    whole, tmp_path, monkeypatch, end
+):
+    settings = ["checkpoint_every=1", "evaluate_every=2"]
+    if end == "killed":
+        options = {"settings": [*SMALL, *settings]}
+        process = start_command(tmp_path, "--devices", 2, **options)
+        wait_for_line(process, "train 2/6")
+        time.sleep(np.random.default_rng().uniform(0, 0.1))
+        process.kill()
+        process.communicate()
+    else:
+        crash = mock.Mock(side_effect=KeyboardInterrupt)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(_Run, "evaluate", crash)
+            run(tmp_path, *settings)
+    result = run(tmp_path, *settings, existing_run="resume")
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
-    assert reported_of(tmp_path).keys() == reported_of(whole[0]).keys()
+    records = [r for r in read_records(tmp_path / RECORDS_FILE) if "step" in r]
+    reported = sorted((*({"train", "evaluation"} & set(r)), r["step"]) for r in records)
+    assert reported == [
+        (n, step) for n in ("evaluation", "train") for step in (2, 4, 6)
+    ]
+    assert losses_of(tmp_path) == pytest.approx(losses_of(whole[0]), abs=1e-6)
+    assert not (tmp_path / "run.lock").exists()
 
 
 @pytest.mark.exhaustive
