@@ -96,9 +96,3 @@ def test_wrong_ids_are_rejected(ids, field):
     for wrong in (np.array([3, 4]), dict.fromkeys("ab", np.ones((2, 2), int))):
         with rejects(field="attributes"):
             unique.attribute_ids(wrong)
-
-
-def test_the_feature_sets_the_first_size():
-    plan = plan_of(1, expected_valence=10)
-    found = te.inputs.unique_ids(np.arange(40).reshape(4, 10) % 9, plan, "items")
-    assert found.size == 40

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import subprocess
 import sys
 
 import pytest
@@ -77,11 +76,14 @@ def test_grids_that_no_slice_has(generations, grids):
             compile_report.topology_mesh(topology)
 
 
-BUILD = """
-from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.topology import SLICE_SHAPES
-
-for name, shapes in SLICE_SHAPES.items():
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", SLICE_SHAPES)
+def test_libtpu_builds_the_grids_that_slices_have(name, monkeypatch):
+    # Values of another host, for which libtpu would end the process.
+    monkeypatch.setenv("TPU_CHIPS_PER_HOST_BOUNDS", "a")
+    monkeypatch.setenv("TPU_HOST_BOUNDS", "b")
+    shapes = SLICE_SHAPES[name]
     side = shapes.cube_side
     large = [] if side is None else [(side, side, side), (side, 2 * side, 3 * side)]
     for grid in {*shapes.fixed, *large}:
@@ -89,18 +91,6 @@ for name, shapes in SLICE_SHAPES.items():
         compile_report.topology_mesh(f"{name}:{'x'.join(map(str, grid))}")
     fixed = "x".join(map(str, shapes.fixed[1]))
     compile_report.topology_mesh(f"{name}:{fixed}", num_slices=256)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.tpu_compiler
-def test_libtpu_builds_the_grids_that_slices_have():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    # Values of another host, for which libtpu would end the process.
-    environment |= {"TPU_CHIPS_PER_HOST_BOUNDS": "a", "TPU_HOST_BOUNDS": "b"}
-    subprocess.run(
-        [sys.executable, "-c", BUILD], check=True, timeout=300, env=environment
-    )
 
 
 @pytest.mark.parametrize("num_slices", [-1, 0, 257, 10**11])
@@ -119,13 +109,13 @@ def test_without_libtpu(monkeypatch):
 @pytest.mark.parametrize("value", [None, "1,1,1"])
 def test_the_environment_is_left_as_it_was(monkeypatch, value):
     # The first two would hide the chips of a real host from the next process.
-    names = ["TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"]
-    names += ["TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS"]
-    for name in names:
+    for name in (
+        *("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"),
+        *("TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS"),
+    ):
+        monkeypatch.setenv(name, value or "")
         if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
+            monkeypatch.delenv(name)
     before = dict(os.environ)
     compile_report.topology_mesh("v5e:2x2")
     assert dict(os.environ) == before
