@@ -44,16 +44,6 @@ def test_feature_cross_follows_its_equation(rank):
     np.testing.assert_array_equal(cross(first), cross(first, first))
 
 
-def test_feature_cross_has_the_values_of_keras_recommenders():
-    """Values of its tests, with matrices of ones."""
-    first, crossed = np.array([[0.1, 0.2, 0.3]]), np.array([[0.4, 0.5, 0.6]])
-    for diag_scale, wanted in ((0.0, [0.55, 0.8, 1.05]), (1.0, [0.59, 0.9, 1.23])):
-        cross = te.nn.FeatureCross(3, 1, diag_scale=diag_scale, rngs=nnx.Rngs(0))
-        for kernel in (cross.down.kernel, cross.up.kernel):
-            kernel[...] = jnp.ones_like(kernel[...])
-        np.testing.assert_allclose(cross(first, crossed), [wanted], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "options", [{"projection_dim": 0}, {"diag_scale": -1.0}], ids=str
 )

@@ -12,7 +12,6 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
     check,
-    error,
     golden,
     pad,
     run,
@@ -72,28 +71,6 @@ def test_the_layer_is_the_reference(name, block_size):
     )
     check(outputs, under(case, "output."), OUTPUT_TOLERANCE)
     check(gradients, under(case, "grad."), GRADIENT_TOLERANCE)
-
-
-@pytest.mark.full
-def test_the_candidate_alone_is_the_row_of_the_whole_layer():
-    case = under(FILE, "larger_n/")
-    lengths = golden_lengths(case)
-
-    def whole(layer, inputs):
-        rows = layer(pad(inputs["x"], LENGTHS), lengths)
-        return {"y": rows[np.arange(len(LENGTHS)), LENGTHS - 1]}
-
-    def alone(layer, inputs):
-        return {"y": layer.candidate(pad(inputs["x"], LENGTHS), lengths)}
-
-    inputs = {"x": case.get("input.x", FILE["input.x"])}
-    cotangents = {"y": case["cotangent.y"][np.cumsum(LENGTHS) - 1]}
-    outputs, gradients = run(whole, golden_layer(), inputs, cotangents)
-    own_outputs, own_gradients = run(alone, golden_layer(), inputs, cotangents)
-    check(own_outputs, outputs, OUTPUT_TOLERANCE)
-    check(own_gradients, gradients, GRADIENT_TOLERANCE)
-    wanted = case["output.y"][np.cumsum(LENGTHS) - 1]
-    assert error(own_outputs["y"], wanted) <= OUTPUT_TOLERANCE
 
 
 def test_dropout():
