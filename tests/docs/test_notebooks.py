@@ -1,4 +1,4 @@
-"""The notebooks run, and their stored outputs are those of their code."""
+"""The notebooks run, and their stored outputs match their code."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The best rows of a table: equal to NumPy's stable sort, wherever the rows lie."""
+"""The best rows of a table: equal to NumPy's stable sort, wherever the rows are."""
 
 import functools
 
@@ -51,7 +51,7 @@ def wanted(scores, k):
 
 @pytest.mark.parametrize("case", quick_cases(PLACEMENTS, "2x2"))
 def test_equals_a_stable_sort_on_every_mesh(case, monkeypatch):
-    # Several blocks per device, the last of which reaches beyond the table.
+    # Several blocks per device. The last one reaches beyond the table.
     monkeypatch.setattr(best_rows, "ROWS_PER_BLOCK", 4)
     mesh, placement = PLACEMENTS[case]
     plan, tables, values, queries = layer_of(mesh_of_shape(mesh), placement)
@@ -94,7 +94,7 @@ def test_rows_without_a_finite_product_come_last_and_padding_never():
     best = te.functional.top_k(tables, np.ones_like(queries), plan, 5, table="few")
     assert np.asarray(best.ids)[:, 3:].tolist() == [[1, 3]] * 7
     assert set(np.asarray(best.ids)[0, :3]) == {0, 2, 4}
-    # An id beyond int32 is the id of no row, and not that of its lower half.
+    # An id beyond int32 matches no row. Its lower half would.
     beyond = np.full((len(queries), 1), 2**32 + 2)
     queries = np.ones_like(queries)
     kept = te.functional.top_k(tables, queries, plan, 3, table="few", excluded=beyond)

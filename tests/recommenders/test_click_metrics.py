@@ -112,7 +112,7 @@ def test_log_loss_and_normalized_entropy(name):
     loss = in_two_batches(m.LogLoss.empty(), *case).compute()
     p = probabilities(logits)
     wanted = reference.log_loss(labels, p, sample_weight=weights, labels=[0, 1])
-    # The reference clips probabilities at 2.2e-16; those of the cases are larger.
+    # The reference clips probabilities at 2.2e-16; the cases have larger ones.
     assert float(loss) == pytest.approx(wanted, rel=RTOL)
     base = np.full(NUM_SAMPLES, np.average(labels, weights=weights))
     base = reference.log_loss(labels, base, sample_weight=weights, labels=[0, 1])

@@ -175,7 +175,7 @@ def test_events_never_cross_the_network():
 
 
 def test_narrow_values_are_summed_in_float32(monkeypatch):
-    """Slices of places, and the rest behind the last one, equal one sum of all."""
+    """Slices of positions, and the rest after the last one, equal one sum of all."""
     monkeypatch.setattr(unique_ids, "_MAX_SUMMED_POSITIONS", 64)
     index = np.random.default_rng(0).integers(0, 5, (100, 3)).astype(np.int32)
     values = jnp.ones((4, 2), jnp.bfloat16)  # so the index 4 is padding

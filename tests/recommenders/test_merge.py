@@ -22,7 +22,7 @@ SCORES = GENERATOR.integers(0, 6, (NUM_SAMPLES, 8)).astype(np.float32)
 GAINS = GENERATOR.integers(0, 2, (NUM_SAMPLES, 8)).astype(np.float32)
 
 METRICS = {
-    # Positive, because the rounding of a sum near 0 is not small beside the sum.
+    # Positive, because the rounding of a sum near 0 is not small relative to the sum.
     "mean": lambda weights: m.Mean.from_batch(np.exp(LOGITS), weights),
     "auc": lambda weights: m.AUC.from_batch(LOGITS, LABELS, weights, num_bins=16),
     "log_loss": lambda weights: m.LogLoss.from_batch(LOGITS, LABELS, weights),

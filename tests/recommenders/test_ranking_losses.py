@@ -114,7 +114,7 @@ def test_pairs_that_do_not_count_have_no_gradient(of_difference, where):
         lambda: te.nn.in_batch_softmax(SCORES, LABELS, item_ids=np.arange(5)),
     ],
 )
-def test_shapes_that_would_broadcast_are_refused(call):
+def test_shapes_that_would_broadcast_are_rejected(call):
     with rejects(field="shapes"):
         call()
 

@@ -1,4 +1,4 @@
-"""Hashes equal those of the reference implementations, for every length."""
+"""Hashes equal the reference implementations' hashes, for every length."""
 
 import json
 

@@ -65,7 +65,7 @@ def golden_inputs(arrays, width=None):
         )
 
     return HSTUInputs(
-        # Rows of all events, and after them those of the candidates.
+        # Rows of all events, and after them the candidates' rows.
         **{
             f"{name}s": jnp.concatenate([arrays[name], arrays[f"candidate_{name}"]])
             for name in ("item", "artist", "album")
@@ -161,7 +161,7 @@ def test_the_benchmark_has_15_243_057_parameters():
     assert sum(p.size for p in params) == 15_243_057
 
 
-def test_sizes_that_would_compute_something_else_are_refused():
+def test_sizes_that_would_compute_something_else_are_rejected():
     with pytest.raises(ValueError, match="num_positions"):
         dataclasses.replace(SIZES, num_positions=8)
     with pytest.raises(ValueError, match="num_time_buckets"):

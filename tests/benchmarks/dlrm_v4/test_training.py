@@ -168,7 +168,7 @@ def test_training_steps_are_those_of_the_reference():
         check(slots, tables(under(wanted, "slot.")), TOLERANCE)
 
 
-def test_another_number_of_contextual_features_is_refused():
+def test_another_number_of_contextual_features_is_rejected():
     model = DLRMv4Config(hstu=dataclasses.replace(SIZES, num_contextual=7))
     with pytest.raises(ValueError, match="8.* 7"):
         model.feature_config(GoldenData())

@@ -84,7 +84,7 @@ def test_the_larger_of_temporaries_and_peak(temp, peak, expected):
     assert temporary_bytes(sizes) == expected
 
 
-def test_refusals():
+def test_rejections():
     v5e = hardware_by_name("v5e")
     text = "RESOURCE_EXHAUSTED: Program hbm requirement 20G: (20.00G) exceeds available"
     memory = refused_memory(f"{text} HBM (15.75G)", v5e)

@@ -50,7 +50,7 @@ def test_slices_follow_each_other():
     ["", "v5e", "v5e:", "v3:2x2", "V5E:2x4", "v5e:2x", "v5e:2x4 ", "v5litepod-8"]
     + ["cpu:2x2", "v5e:2x4\n", "v5p:4x4x8_twisted", "v5e:²x2", "v5e:2.0x4"],
 )
-def test_names_are_refused_before_libtpu_sees_them(topology):
+def test_names_are_rejected_before_libtpu_sees_them(topology):
     fix = ", ".join(TPU_GENERATIONS)
     with rejects(field="topology", value=topology, fix=fix):
         compile_report.topology_mesh(topology)
@@ -80,7 +80,7 @@ def test_grids_that_no_slice_has(generations, grids):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("name", SLICE_SHAPES)
 def test_libtpu_builds_the_grids_that_slices_have(name, monkeypatch):
-    # Values of another host, for which libtpu would end the process.
+    # libtpu would end the process for these values of another host.
     monkeypatch.setenv("TPU_CHIPS_PER_HOST_BOUNDS", "a")
     monkeypatch.setenv("TPU_HOST_BOUNDS", "b")
     shapes = SLICE_SHAPES[name]

@@ -60,7 +60,7 @@ def test_an_error_reaches_the_loop_at_its_step():
     ("values", "wrong"),
     [("labels", -1.0), ("labels", np.inf), ("weights", -1.0), ("weights", np.inf)],
 )
-def test_values_without_a_meaning_are_refused(values, wrong):
+def test_values_without_a_meaning_are_rejected(values, wrong):
     batch = DATA.train_batch(0)
     array = np.array(getattr(batch, values), np.float64)
     array[7:9] = wrong, np.nan
@@ -69,7 +69,7 @@ def test_values_without_a_meaning_are_refused(values, wrong):
         check_values(batch, CONFIG, "Batch")
 
 
-def test_ids_outside_of_their_table_are_refused():
+def test_ids_outside_of_their_table_are_rejected():
     batch = DATA.train_batch(0)
     features = batch.features | {"user": batch.features["user"] + 10**6}
     with rejects(DataError, fix="user"):

@@ -261,7 +261,7 @@ def test_dynamic_tables(tmp_path):
 
 
 @pytest.mark.full
-def test_a_second_run_in_the_directory_is_refused(tmp_path):
+def test_a_second_run_in_the_directory_is_rejected(tmp_path):
     first = start_command(tmp_path, "--devices", 1, settings=["num_steps=100000"])
     wait_for_line(first, "train")
     with rejects(RunDirectoryError, fix="--output-dir"):

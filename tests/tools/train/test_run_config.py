@@ -1,4 +1,4 @@
-"""Config files: those of the package, those of users, and changes of them."""
+"""Config files of the package and of users, and changes of them."""
 
 import operator
 
@@ -76,7 +76,7 @@ def test_targets(target, value, teacher, is_met):
 
 
 TINY = dict.fromkeys(["dlrm", "dlrm_dcnv2"], ["data.vocabulary_size=100"])
-# Other tests train the others, or a model of the same kind.
+# Other tests train the remaining configs, or a model of the same kind.
 TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", every_case=True)
 
 
