@@ -123,7 +123,7 @@ def top_k(
         check_tables(tables, [stack])
         rows = tables[stack.name]
         if not rows.holds_all_rows:
-            field = f"top_k: the rows of table {member.name!r}"
+            field = f"top_k: all rows of table {member.name!r}"
             fix = (
                 "Search an export, which has whole tables (te.export.load), or pass "
                 "{name: layer.embedding_tables()[name]}."

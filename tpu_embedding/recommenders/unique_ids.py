@@ -161,8 +161,8 @@ def unique_ids(
     leaves, tree = jax.tree.flatten(ids, is_leaf=_is_ragged)
     arrays = [_padded(leaf, length) for leaf in leaves]
     if len({len(x) for x in arrays}) != 1:
-        sizes = [len(x) for x in arrays]
-        raise invalid("unique_ids: ids", "have one batch size", sizes)
+        batch_sizes = [len(x) for x in arrays]
+        raise invalid("unique_ids: ids", "have one batch size", batch_sizes)
     joined, padding = _joined(arrays)
     batch_size, num_positions = joined.shape
     per_device = -(-batch_size // num_devices)

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from tpu_embedding.argument_checks import invalid
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
@@ -438,12 +438,12 @@ class Vocabulary:
 
     def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
         if not self.num_oov_buckets or unknown == "error":
-            rule = (
-                f"be among the {len(self.tokens)} tokens, but {len(strings)} are "
-                "unknown"
+            text = (
+                f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
+                f"tokens ({len(strings)} unknown strings in total). To give unknown "
+                "strings ids, set num_oov_buckets and unknown='bucket'."
             )
-            fix = "To give those ids, set num_oov_buckets and unknown='bucket'."
-            raise invalid("Vocabulary.ids: strings", rule, strings[0], fix)
+            raise about(ValueError(text), "Vocabulary.ids: strings", strings[0])
         if self.num_oov_buckets == 1:
             return np.full(len(strings), self._first_oov_id, np.int32)
         buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
