@@ -109,13 +109,13 @@ def test_a_forged_file_raises_one_error_within_its_memory(name, tmp_path):
     watch()
     tracemalloc.start()
     _opened = opened = []
-    try:
-        with rejects(fix=str(path)) as error:
+    with rejects(fix=str(path)) as error:
+        try:
             load_vocabularies(tmp_path)
-    finally:
-        _opened = None
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        finally:
+            _opened = None
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
     assert len(str(error.value)) < 2000
     assert peak < 10 * path.stat().st_size + 2 * MIB
     assert set(opened) <= {str(path), str(path.with_name("names.json"))}
