@@ -3,6 +3,7 @@
 import inspect
 import os
 import pathlib
+import runpy
 import shlex
 import subprocess
 import sys
@@ -23,22 +24,16 @@ MODULES = [
 ]
 
 
-def build_command(directory):
-    """Returns the command of `scripts/docs.sh`, with another directory."""
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    """A folder with the pages that the command of `scripts/docs.sh` builds."""
+    directory = tmp_path_factory.mktemp("html")
     lines = (DOCS.parent / "scripts" / "docs.sh").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("python -m sphinx"))
     words = shlex.split(line.replace('"$@"', "-q"))
-    assert words[-2:] == ["docs", "docs/_build/html"]
-    return [sys.executable, *words[1:-1], str(directory)]
-
-
-@pytest.fixture(scope="module")
-def html(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("html")
-    command = build_command(directory)
-    assert "-W" in command
+    assert "-W" in words and words[-2:] == ["docs", "docs/_build/html"]
     result = subprocess.run(
-        command,
+        [sys.executable, *words[1:-1], directory],
         cwd=DOCS.parent,
         env={**os.environ, "DOCS_OFFLINE": "1"},
         capture_output=True,
@@ -74,15 +69,16 @@ def test_every_public_name_is_in_the_reference(html):
     assert expected - documented == set()
 
 
-def test_reference_begins_with_a_table_and_pages_link_to_it(html):
-    page = (html / "api" / "optimizers.html").read_text()
-    assert page.index('href="#tpu_embedding.optimizers.adam"') < page.index("<dl")
-    page = (html / "quickstart.html").read_text()
-    assert 'href="api/tpu_embedding.html#tpu_embedding.value_and_grad"' in page
-
-
 def test_pages_need_no_network(html):
     for page in html.rglob("*.html"):
         text = page.read_text()
         for tag in ('<script src="http', '<link rel="stylesheet" href="http'):
             assert tag not in text, page
+
+
+def test_pages_fit_the_widths_of_screens(html):
+    checks = runpy.run_path(str(DOCS / "check_pages.py"))
+    browser = checks["find_browser"]()
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    assert checks["find_overflows"](html, browser) == []

@@ -52,12 +52,7 @@ def test_command_exists(words):
 
 
 def check_cli(words):
-    if "--help" in words or "--version" in words:
-        return
-    parsed = parse(words)
-    if words[0] in ("doctor", "export", "inspect", "predict"):
-        return
-    is_path = parsed.config.endswith(
-        (".py", ".csv", ".dat")
-    ) or parsed.config.startswith("runs/")
-    assert is_path or parsed.config in list_configs(), parsed.config
+    if "--help" not in words and "--version" not in words:
+        config = getattr(parse(words), "config", None)  # tyro checks the options
+        known = config is None or config in list_configs()
+        assert known or config.startswith("runs/") or "." in config, config

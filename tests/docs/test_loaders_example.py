@@ -1,7 +1,9 @@
 """The example with loader processes gives the batches of one process."""
 
 import importlib
+import multiprocessing.pool
 import sys
+import types
 
 import pytest
 
@@ -18,27 +20,11 @@ def example(monkeypatch):
 
 @pytest.mark.full
 def test_loader_processes_give_the_batches_of_one_process(example, monkeypatch):
-    class NoWorkers:
-        """Prepares in this process, in place of a pool."""
-
-        def __init__(self, num_workers, initializer, arguments):
-            initializer(*arguments)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def apply_async(self, function, arguments):
-            return Done(function(*arguments))
-
-    class Done:
-        def __init__(self, value):
-            self.get = lambda: value
+    def pool_of_one_thread(num_workers, initializer, arguments):
+        return multiprocessing.pool.ThreadPool(1, initializer, arguments)
 
     loss = example.main(num_steps=7)
-    context = type("Context", (), {"Pool": NoWorkers})
+    context = types.SimpleNamespace(Pool=pool_of_one_thread)
     monkeypatch.setattr(example.multiprocessing, "get_context", lambda _: context)
     assert example.main(num_steps=7) == loss
     assert example.worker_sizes.num_combinations == 1

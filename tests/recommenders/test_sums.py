@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from tests.conftest import mesh_of
-from tpu_embedding.metrics import LogLoss, Mean, Sum
+from tpu_embedding.metrics import Sum
 
 NUM_VALUES = 12
 
@@ -43,8 +43,7 @@ def test_whole_numbers_add_exactly_in_any_order(numbers):
 
 
 def test_whole_numbers_up_to_the_limit():
-    total = fold_of([2**46 - 2**23 + 1, 2**23 - 2])
-    assert exact(total) == 2**46 - 1
+    assert exact(fold_of([2**46 - 2**23 + 1, 2**23 - 2] + [0] * 10)) == 2**46 - 1
 
 
 @given(
@@ -62,39 +61,7 @@ def test_relative_error(values):
     assert abs(exact(total) - wanted) <= NUM_VALUES * wanted / 2**44
 
 
-def test_a_hundred_million_samples_and_five_more():
-    """Doubles a sample 27 times; a float32 total would lose the last five."""
-    total = Mean.from_batch([1.0])
-    for _ in range(27):
-        total = total.merge(total)
-    assert float(total.weights.value()) == 2**27 > 1e8
-    assert float(total.weights.high + jnp.float32(1)) == 2**27
-    for _ in range(5):
-        total = total.update([0.0])
-    assert exact(total.weights) == 2**27 + 5
-    assert exact(total.weighted_values) == 2**27
-
-
-@pytest.mark.full
-def test_small_losses_reach_a_large_total():
-    """A float32 total would not change at all."""
-    one = LogLoss.from_batch([0.0], [1.0])
-    loss = exact(one.weighted_values)
-    many = one
-    for _ in range(27):
-        many = many.merge(many)
-    step = jax.jit(lambda metric: metric.update([0.0], [1.0]))
-    after = many
-    for _ in range(100):
-        after = step(after)
-    assert float(many.weighted_values.high + one.weighted_values.high) == float(
-        many.weighted_values.high
-    )
-    wanted = (2**27 + 100) * loss
-    assert abs(exact(after.weighted_values) - wanted) <= 127 * wanted / 2**44
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("size", [1, 3, 1000])
 def test_running_totals(size):
     values = np.random.default_rng(0).random(size).astype(np.float32)
     running = Sum.of(jnp.array(values)).running()
@@ -127,14 +94,10 @@ def test_values_that_are_not_finite(values, wanted):
 @pytest.mark.full
 def test_psum_rounds_once():
     """The highs of 8 devices add as float32; the lows keep what they held."""
-    total = fold_of([2**40, 5])
-
-    def all_devices(total):
-        return jax.lax.psum(total, "shard")
-
-    mesh = mesh_of(8)
-    assert mesh.axis_names == ("shard",)
     summed = jax.shard_map(
-        all_devices, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
-    )(total)
+        lambda total: jax.lax.psum(total, "shard"),
+        mesh=mesh_of(8),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+    )(fold_of([2**40, 5]))
     assert exact(summed) == 8 * (2**40 + 5)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.argument_checks import check_mapping, invalid
 from tpu_embedding.functional.serving_lookup import rows_of_table
 from tpu_embedding.lookup._rounds import quantize
 from tpu_embedding.plan.check_rows import check_tables
@@ -123,11 +123,12 @@ def top_k(
         check_tables(tables, [stack])
         rows = tables[stack.name]
         if not rows.holds_all_rows:
-            raise ValueError(
-                f"top_k needs all rows of table {member.name!r} on the devices, got a "
-                f"table with {stack.storage}. Search an export, which has whole tables "
-                "(te.export.load), or pass {name: layer.embedding_tables()[name]}."
+            field = f"top_k: all rows of table {member.name!r}"
+            fix = (
+                "Search an export, which has whole tables (te.export.load), or pass "
+                "{name: layer.embedding_tables()[name]}."
             )
+            raise invalid(field, "be on the devices", str(stack.storage), fix)
     arrays = (rows, queries.astype(jnp.float32), excluded)
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
     if transform is None:
@@ -206,34 +207,32 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
     if name is None and len(known) == 1:
         (name,) = known
     if name not in known:
-        raise ValueError(
-            f"top_k: table must name one of the tables {sorted(known)}, got {name!r}."
-        )
+        raise invalid("top_k: table", f"name one of the tables {sorted(known)}", name)
     stack, member = known[name]
     vocabulary = stack.vocabulary
     if not vocabulary.ids_are_rows:
-        raise ValueError(
-            f"top_k: the ids of table {name!r} must be row numbers, got the vocabulary "
-            f"{vocabulary!r}. {vocabulary.instead_of_row_numbers} Score the rows with "
+        fix = (
+            f"{vocabulary.instead_of_row_numbers} Score the rows with "
             "jax.lax.top_k(queries @ rows.T, k)."
         )
+        field = f"top_k: the ids of table {name!r}"
+        raise invalid(field, "be row numbers", vocabulary, fix)
     return stack, member
 
 
 def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
     """Raises ValueError if `k` or the queries don't fit the table."""
     if not 1 <= k <= member.num_rows:
-        raise ValueError(
-            f"top_k: k must be from 1 to {member.num_rows}, the rows of table "
-            f"{member.name!r}, got {k}."
-        )
+        rule = f"be from 1 to {member.num_rows}, the rows of table {member.name!r}"
+        raise invalid("top_k: k", rule, k)
     row = jax.ShapeDtypeStruct((1, member.config.dim), jnp.float32)
     vector = row if transform is None else jax.eval_shape(transform, row)
     if queries.ndim != 2 or vector.shape != (1, queries.shape[-1]):
-        raise ValueError(
-            f"top_k: queries must have the shape [queries, {vector.shape[-1]}], like "
-            f"the vectors of table {member.name!r}, got {list(queries.shape)}."
+        rule = (
+            f"have the shape [queries, {vector.shape[-1]}], like the vectors of table "
+            f"{member.name!r}"
         )
+        raise invalid("top_k: queries", rule, list(queries.shape))
 
 
 def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
@@ -248,17 +247,13 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
         try:
             excluded = np.asarray(excluded)
         except ValueError as error:
-            raise ValueError(
-                "top_k: excluded must be one array; pad lists to equal lengths with "
-                f"te.inputs.PADDING_ROW_ID, {PADDING_ROW_ID}."
-            ) from error
+            fix = "Pad lists to equal lengths with te.inputs.PADDING_ROW_ID."
+            raise invalid("top_k: excluded", "be one array", excluded, fix) from error
     # NumPy makes empty lists float64.
     is_integer = jnp.issubdtype(excluded.dtype, jnp.integer) or excluded.size == 0
     if not is_integer or excluded.ndim != 2 or excluded.shape[0] != num_queries:
-        raise ValueError(
-            f"top_k: excluded must be integers [{num_queries}, n], some ids for each "
-            f"query, got {excluded.dtype} {list(excluded.shape)}."
-        )
+        rule = f"be integers [{num_queries}, n], some ids for each query"
+        raise invalid("top_k: excluded", rule, excluded)
     # Ids beyond int32 can't match a row, and JAX would truncate them.
     excluded, fits = cast_ids(excluded, np.int32)
     return jnp.where(fits, excluded, PADDING_ROW_ID)

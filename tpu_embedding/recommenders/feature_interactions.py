@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tpu_embedding.argument_checks import check_type, describe_value
+from tpu_embedding.argument_checks import check_type, invalid
 from tpu_embedding.nn.embedding import RNGS
 
 Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"]
@@ -51,22 +51,19 @@ class DotInteraction(nnx.Module):
           ValueError: if the arrays differ in shape, or have the wrong axes.
         """
         if isinstance(vectors, Mapping):
-            raise TypeError(
-                f"DotInteraction: vectors must be a list, got {describe_value(vectors)}"
-                ". Write list(activations.values())."
+            fix = "Write list(activations.values())."
+            raise invalid(
+                "DotInteraction: vectors", "be a list", vectors, fix, TypeError
             )
         if not isinstance(vectors, jax.Array | np.ndarray):
             if len(shapes := list(dict.fromkeys(map(jnp.shape, vectors)))) != 1:
-                raise ValueError(
-                    "DotInteraction: vectors must be arrays of one shape [batch, dim], "
-                    f"got {shapes}; project them to one dim with a linear layer."
-                )
+                rule = "be arrays of one shape [batch, dim]"
+                fix = "Project them to one dim with a linear layer."
+                raise invalid("DotInteraction: vectors", rule, shapes, fix)
             vectors = jnp.stack(vectors, axis=1)
         if vectors.ndim != 3:
-            raise ValueError(
-                "DotInteraction: vectors must be arrays [batch, dim], or one array "
-                f"[batch, vectors, dim], got an array of shape {vectors.shape}."
-            )
+            rule = "be arrays [batch, dim], or one array [batch, vectors, dim]"
+            raise invalid("DotInteraction: vectors", rule, vectors)
         products = jnp.einsum("bid,bjd->bij", vectors, vectors)
         diagonal = 0 if self.self_interaction else -1
         rows, columns = np.tril_indices(vectors.shape[1], k=diagonal)
@@ -118,14 +115,10 @@ class FeatureCross(nnx.Module):
         line = "te.nn.FeatureCross(num_inputs, rngs=nnx.Rngs(0))"
         check_type("te.nn.FeatureCross: rngs", RNGS, rngs, line)
         if projection_dim is not None and projection_dim < 1:
-            raise ValueError(
-                "FeatureCross: projection_dim must be at least 1, or None for a full "
-                f"matrix, got {projection_dim}."
-            )
+            rule = "be at least 1, or None for a full matrix"
+            raise invalid("FeatureCross: projection_dim", rule, projection_dim)
         if diag_scale < 0:
-            raise ValueError(
-                f"FeatureCross: diag_scale must be at least 0, got {diag_scale}."
-            )
+            raise invalid("FeatureCross: diag_scale", "be at least 0", diag_scale)
         options: Any = {"kernel_init": nnx.initializers.glorot_normal(), "rngs": rngs}
         self.diag_scale = diag_scale
         self.down = (
@@ -154,10 +147,8 @@ class FeatureCross(nnx.Module):
             crossed = first
         width = self.up.out_features
         if (width, width) != (first.shape[-1], crossed.shape[-1]):
-            raise ValueError(
-                f"FeatureCross: inputs must be num_inputs={width} wide, got shapes "
-                f"{first.shape} and {crossed.shape}."
-            )
+            shapes = [first.shape, crossed.shape]
+            raise invalid("FeatureCross: inputs", f"be num_inputs={width} wide", shapes)
         output = self.up(crossed if self.down is None else self.down(crossed))
         if self.diag_scale:
             output = output + self.diag_scale * crossed

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.argument_checks import describe_value, invalid
 
 
 @jax.tree_util.register_dataclass
@@ -224,10 +224,8 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
     (first, values), *others = converted.items()
     for name, array in others:
         if array.shape != values.shape:
-            raise ValueError(
-                f"{owner}: {name} must have the shape of {first}, "
-                f"{list(values.shape)}, got {list(array.shape)}."
-            )
+            rule = f"have the shape of {first}, {list(values.shape)}"
+            raise invalid(f"{owner}: {name}", rule, list(array.shape))
     return [converted.get(name, jnp.ones(values.shape, jnp.float32)) for name in arrays]
 
 
@@ -261,11 +259,9 @@ def check_clicks(
     used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
-        raise ValueError(
-            f"{owner}: labels must be in [0, 1], got {used[is_wrong][0]} "
-            f"({int(is_wrong.sum())} such labels in total); the order of arguments is "
-            "from_batch(logits, labels, weights)."
-        )
+        rule = f"be in [0, 1], but {int(is_wrong.sum())} labels are not"
+        fix = "The order of arguments is from_batch(logits, labels, weights)."
+        raise invalid(f"{owner}: labels", rule, float(used[is_wrong][0]), fix)
     return batch
 
 
@@ -324,9 +320,7 @@ def as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
     if ids.size == 0:  # NumPy makes empty lists float64.
         return ids.astype(np.int32)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(
-            f"{owner} must be integers, got {ids.dtype}, which can round ids."
-        )
+        raise invalid(owner, "be integers", ids, "Floats can round ids.")
     return ids
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.optimizers.checks import check_hyperparameters, int_from
 from tpu_embedding.recommenders.metric import (
     as_integers,
@@ -154,10 +155,8 @@ def sampled_softmax(
     queries, items, negatives = map(jnp.asarray, (queries, items, negatives))
     _check_shapes(owner, "[batch, dim]", queries=queries, items=items)
     if negatives.ndim != 2 or negatives.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"te.nn.{owner}: negatives must have the shape [negatives, "
-            f"{queries.shape[1]}], as wide as queries, got {list(negatives.shape)}."
-        )
+        rule = f"have the shape [negatives, {queries.shape[1]}], as wide as queries"
+        raise invalid(f"te.nn.{owner}: negatives", rule, list(negatives.shape))
     for name, item, negative in (
         ("log_probabilities", item_log_probabilities, negative_log_probabilities),
         ("ids", item_ids, negative_ids),
@@ -167,10 +166,8 @@ def sampled_softmax(
         given = {"samples": jnp.zeros(len(negatives)), f"negative_{name}": negative}
         _check_shapes(owner, "[negatives]", **given)
         if (item is None) != (negative is None):
-            raise ValueError(
-                f"te.nn.{owner}: item_{name} and negative_{name} must be passed "
-                "together, got only one of them. Pass both or neither."
-            )
+            field, rule = f"te.nn.{owner}: item_{name}", f"come with negative_{name}"
+            raise invalid(field, rule, item, "Pass both or neither.")
     # One matmul of the negatives and all items would score batch**2 more pairs.
     own, products = jnp.einsum("bd,bd->b", queries, items), queries @ negatives.T
     is_negative = jnp.ones(products.shape, bool)
@@ -366,4 +363,5 @@ def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
     is_right = first != () if "..." in axes else len(first) == num_axes
     if not is_right or any(shape != first for shape in others):
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise ValueError(f"te.nn.{owner}: all must have one shape {axes}, got {given}.")
+        text = f"te.nn.{owner}: all must have one shape {axes}, got {given}."
+        raise about(ValueError(text), f"te.nn.{owner}: shapes", list(shapes.values()))

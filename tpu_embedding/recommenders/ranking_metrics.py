@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.recommenders.click_metrics import Mean
 from tpu_embedding.recommenders.metric import (
     as_integers,
@@ -88,10 +89,8 @@ class _TopK(Mean):
             cls.__name__, scores=scores, labels=labels, is_candidate=is_candidate
         )
         if scores.ndim != 2:
-            raise ValueError(
-                f"{cls.__name__}: scores must have the shape [batch, candidates], got "
-                f"{list(scores.shape)}."
-            )
+            rule = "have the shape [batch, candidates]"
+            raise invalid(f"{cls.__name__}: scores", rule, list(scores.shape))
         batch = jnp.zeros(scores.shape[0])
         _, weights = check_batch(cls.__name__, batch=batch, weights=weights)
         is_candidate = is_candidate != 0
@@ -168,11 +167,9 @@ class _TopK(Mean):
         ids = as_integers(f"{cls.__name__}: ids", ids)
         labels = as_integers(f"{cls.__name__}: labels", labels)
         if ids.ndim != 2 or labels.shape != ids.shape[:1] or k > ids.shape[1]:
-            raise ValueError(
-                f"{cls.__name__}: ids must have the shape [batch, n], n at least k="
-                f"{k}, and labels [batch], got {list(ids.shape)} and "
-                f"{list(labels.shape)}."
-            )
+            rule = f"have the shape [batch, n], n at least k={k}, and labels [batch]"
+            shapes = [ids.shape, labels.shape]
+            raise invalid(f"{cls.__name__}: ids", rule, shapes)
         is_wanted = equal_ids(ids, labels[:, None])
         is_wanted &= ~equal_ids(labels, np.array([PADDING_ROW_ID]))[:, None]
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
@@ -235,7 +232,7 @@ class _TopK(Mean):
     @classmethod
     def _check(cls, k: int) -> None:
         if k < 1:
-            raise ValueError(f"{cls.__name__}.k must be at least 1, got {k}.")
+            raise invalid(f"{cls.__name__}.k", "be at least 1", k)
 
 
 @jax.tree_util.register_dataclass
@@ -310,10 +307,8 @@ class NDCGAtK(_TopK):
           ValueError: if shapes differ, `k` is below 1, or `gains` is unknown.
         """
         if gains not in ("linear", "exponential"):
-            raise ValueError(
-                f"{cls.__name__}.gains must be 'linear' or 'exponential', got "
-                f"{gains!r}."
-            )
+            rule = "be 'linear' or 'exponential'"
+            raise invalid(f"{cls.__name__}.gains", rule, gains)
         if gains == "exponential":
             labels = jnp.exp2(jnp.asarray(labels, jnp.float32)) - 1
         metric = super().from_batch(scores, labels, weights, **options)

@@ -1,17 +1,20 @@
 """Retrieves the best rows of a layer's table, in training programs and in exports."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type
+from tpu_embedding.argument_checks import ArgumentType, check_type, invalid
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicated_type
 from tpu_embedding.recommenders.best_rows import (
     TopK,
@@ -42,8 +45,8 @@ def top_k(
     To export a method of a model that calls `top_k`, use
     `te.export.save(model, directory, ..., method=...)`.
     `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` is the recall of the result.
-    Outside `jax.jit`, each call with a `transform` recompiles. To avoid that, pass the
-    model to a function under `nnx.jit` that calls `top_k`.
+    Outside `jax.jit`, calls with the same shapes compile once, unless `transform` is a
+    plain function.
 
     Args:
       layer: layer of the table. No gradient flows to its tables.
@@ -79,7 +82,45 @@ def top_k(
         tables = _recorded_tables(layer, table)
     else:
         tables = jax.lax.stop_gradient(layer.tables.get_value())
-    return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
+    transform = options.get("transform")
+    module = getattr(transform, "__self__", transform)
+    if not isinstance(module, nnx.Module):
+        return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
+    if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
+        options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
+    # A module, or the module of a bound method, enters jit as a static graph and traced
+    # weights. So new weights don't cause a recompilation.
+    graph, state = nnx.split(module)
+    method = getattr(transform, "__func__", type(module).__call__)
+    options |= {"transform": state, "graph": graph, "method": method}
+    return _top_k_with_module(
+        tables, queries, plan=layer.plan, k=k, table=table, **options
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "method", "plan", "k", "table"))
+def _top_k_with_module(
+    tables: Mapping[str, Any],
+    queries: Float[Array, "queries query_dim"],
+    *,
+    graph: nnx.GraphDef[Any],
+    method: Callable[..., Array],
+    plan: EmbeddingPlan,
+    k: int,
+    table: str | None,
+    transform: nnx.State,
+    **options: Any,
+) -> TopK:
+    """Returns the best rows after transforming all rows with a module; see `top_k`.
+
+    The module is split into its `graph`, a `method` of its class, and its state,
+    `transform`. The state is an argument, so its new values after a training step don't
+    cause a recompilation.
+    """
+    by_module = functools.partial(method, nnx.merge(graph, transform))
+    return functional.top_k(
+        tables, queries, plan, k, table=table, transform=by_module, **options
+    )
 
 
 @moves_arrays
@@ -123,15 +164,11 @@ def top_k_of_tower(
     item = jax.ShapeDtypeStruct((1,), jnp.int32)
     shape = jax.eval_shape(tower, item).shape
     if not 1 <= k <= num_items:
-        raise ValueError(
-            f"te.nn.top_k_of_tower: k must be from 1 to {num_items}, the number of "
-            f"items, got {k}."
-        )
+        rule = f"be from 1 to {num_items}, the number of items"
+        raise invalid("te.nn.top_k_of_tower: k", rule, k)
     if len(shape) != 2 or queries.ndim != 2 or queries.shape[1] != shape[1]:
-        raise ValueError(
-            "te.nn.top_k_of_tower: queries must be [queries, dim] and tower(numbers) "
-            f"[n, dim], got {list(queries.shape)} and {list(shape)} of one item."
-        )
+        rule = f"be [queries, dim], as wide as tower(numbers), {list(shape)} of an item"
+        raise invalid("te.nn.top_k_of_tower: queries", rule, list(queries.shape))
     excluded = checked_exclusions(excluded, queries.shape[0])
 
     def read(numbers: Array) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.prepare import Samples, num_parts_of
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -80,11 +81,9 @@ class UniqueIds(NamedTuple):
             for leaf, shape in zip(leaves, shapes, strict=False)
         ]
         if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
-            raise ValueError(
-                "UniqueIds.attribute_ids needs an attribute in each position of the "
-                f"ids, {shapes}, got {[x.shape for x in arrays]}; pass both from the "
-                "same batch."
-            )
+            field, rule = "UniqueIds.attribute_ids: attributes", f"have shapes {shapes}"
+            fix = "Pass an attribute for each id of the same batch."
+            raise invalid(field, rule, [x.shape for x in arrays], fix)
         attribute, padding = _joined(arrays)
         index, _ = _joined(indices)
         num_devices = len(self.ids) // self.size
@@ -156,18 +155,14 @@ def unique_ids(
         num_devices = plan.num_shards // num_processes
         configs = {planned.name: planned.config for planned in plan.features}
         if feature not in configs:
-            raise ValueError(
-                "unique_ids needs the name of the feature that looks up the ids, got "
-                f"{feature!r}; the plan has {list(configs)}."
-            )
+            rule = f"look up the ids, like the plan's features {list(configs)}"
+            raise invalid("unique_ids: feature", rule, feature)
         expected_valence = configs[feature].expected_valence
     leaves, tree = jax.tree.flatten(ids, is_leaf=_is_ragged)
     arrays = [_padded(leaf, length) for leaf in leaves]
     if len({len(x) for x in arrays}) != 1:
-        raise ValueError(
-            "unique_ids needs ids of equal batch size, got arrays of shapes "
-            f"{[x.shape for x in arrays]}."
-        )
+        batch_sizes = [len(x) for x in arrays]
+        raise invalid("unique_ids: ids", "have one batch size", batch_sizes)
     joined, padding = _joined(arrays)
     batch_size, num_positions = joined.shape
     per_device = -(-batch_size // num_devices)
@@ -211,17 +206,13 @@ def _padded(ids: Any, length: int | None) -> np.ndarray:
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-            raise ValueError(
-                "unique_ids needs integers [batch] or [batch, valence], or RaggedIds, "
-                f"got {array.dtype} of shape {array.shape}; convert lists with "
-                "te.RaggedIds.from_lists."
-            )
+            rule = "be integers [batch] or [batch, valence], or RaggedIds"
+            fix = "Convert lists with te.RaggedIds.from_lists."
+            raise invalid("unique_ids: ids", rule, array, fix)
         return array
     if length is None:
-        raise ValueError(
-            "unique_ids needs the length of a sample for RaggedIds, got length=None; "
-            "pass the length of the longest sequence."
-        )
+        fix = "Pass the length of the longest sequence."
+        raise invalid("unique_ids: length", "be an int for RaggedIds", length, fix)
     values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
     if values.dtype != np.uint64:
         values = values.astype(np.int64)  # Narrower types can't hold the padding.
@@ -304,11 +295,9 @@ def expand(
     """
     num_devices = 1 if plan is None else plan.num_shards
     if values.shape[0] % num_devices:
-        raise ValueError(
-            "expand needs one value per unique id, with equally many on each of "
-            f"{num_devices} devices, got values of shape {values.shape}; transform all "
-            "rows of the activation."
-        )
+        rule = f"have a value per unique id, equally many on {num_devices} devices"
+        fix = "Transform all rows of the activation."
+        raise invalid("expand: values", rule, list(values.shape), fix)
     flat = values.reshape(values.shape[0], -1)
 
     def expand_on_mesh(index: Array, plan: EmbeddingPlan) -> Array:

@@ -1,17 +1,22 @@
 """Stable 64-bit hashes of many strings at once.
 
 `farmhash64` is FarmHash's `Fingerprint64`, which TensorFlow's `to_hash_bucket_fast` and
-Keras's `Hashing` use. Tables trained with those libraries can therefore be used.
+Keras's `Hashing` use. `siphash64` is SipHash-2-4, which TensorFlow's
+`to_hash_bucket_strong` and Keras's `Hashing` use with a salt. Tables trained with those
+libraries can therefore be used.
 
-Source: github.com/google/farmhash, `farmhashna`. Arithmetic is modulo 2**64, as in
+Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
+"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in
 NumPy's unsigned integers.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
+
+from tpu_embedding.argument_checks import invalid
 
 Words = np.ndarray
 """uint64 `[num_strings]`."""
@@ -109,26 +114,29 @@ def _encode_one(string: Any, index: int) -> bytes:
         return string.encode()
     if isinstance(string, bytes):
         return string
-    raise TypeError(
-        f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
-        "values with a string."
-    )
+    rule, fix = f"be str or bytes at {index}", "Replace missing values with a string."
+    raise invalid("Strings", rule, string, fix, TypeError)
 
 
 def farmhash64(strings: ByteStrings) -> Words:
-    """Returns FarmHash's `Fingerprint64` of each string.
+    """Returns FarmHash's `Fingerprint64` of each string."""
+    return _by_parts(strings, _farmhash64)
 
-    Hashes a few thousand strings at a time, to stay in the cache.
-    """
+
+def siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
+    """Returns SipHash-2-4 of each string under a key of two 64-bit numbers."""
+    return _by_parts(strings, lambda part: _siphash64(part, key))
+
+
+def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) -> Words:
+    """Hashes a few thousand strings at a time, to stay in the cache."""
     num_strings = strings.lengths.shape[0]
     longest = int(strings.lengths.max(initial=0))
     if longest > MAX_BYTES:
-        raise ValueError(
-            f"Strings to hash must have at most {MAX_BYTES:,} bytes, got a string of "
-            f"{longest:,}; shorten it, or hash a digest of it."
-        )
+        rule, fix = f"have at most {MAX_BYTES:,} bytes", "Hash a digest instead."
+        raise invalid("Strings to hash", rule, longest, fix)
     parts = [
-        _farmhash64(strings[first : first + _STRINGS_PER_PART])
+        function(strings[first : first + _STRINGS_PER_PART])
         for first in range(0, num_strings, _STRINGS_PER_PART)
     ]
     return np.concatenate([np.zeros(0, np.uint64), *parts])
@@ -151,6 +159,32 @@ def _farmhash64(strings: ByteStrings) -> Words:
         is_member = ranges == i
         if is_member.any():
             hashes[is_member] = function(strings[is_member])
+    return hashes
+
+
+def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
+    num_strings = strings.lengths.shape[0]
+    constants = (
+        0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
+    )  # fmt: skip
+    state = np.empty((4, num_strings), np.uint64)
+    for i, constant in enumerate(constants):
+        state[i] = constant ^ key[i % 2]
+    # Sort the longest strings first, so that all strings with a k-th word come first.
+    order = np.argsort(-strings.lengths, kind="stable")
+    ordered = strings[order]
+    num_words = ordered.lengths // _WORD
+    for k in range(int(num_words.max(initial=0))):
+        # The first `end` strings have more than k words.
+        end = int(np.searchsorted(-num_words, -k, side="left"))
+        longer = state[:, :end]  # A view, which changes in place.
+        _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))
+    _sip_compress(state, _last_word(ordered, num_words))
+    state[2] ^= np.uint64(0xFF)
+    for _ in range(4):
+        _sip_round(state)
+    hashes = np.empty(num_strings, np.uint64)
+    hashes[order] = state[0] ^ state[1] ^ state[2] ^ state[3]
     return hashes
 
 
@@ -277,3 +311,33 @@ def _farm_block(
     v0, v1 = _weak_hash(strings, offset, v1 * multiplier, x + w0)
     w0, w1 = _weak_hash(strings, offset + 32, z + w1, y + strings.words(offset + 16))
     return np.stack([z, y, x, v0, v1, w0, w1])
+
+
+def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
+    """Returns the bytes after the whole words, with the length in the highest byte."""
+    num_bytes = (strings.lengths % _WORD).astype(np.uint64)
+    mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
+    rest = strings.words(num_words * _WORD) & mask
+    return rest | strings.lengths.astype(np.uint64) << np.uint64(56)
+
+
+def _sip_compress(state: np.ndarray, words: Words) -> None:
+    state[3] ^= words
+    _sip_round(state)
+    _sip_round(state)
+    state[0] ^= words
+
+
+def _sip_round(state: np.ndarray) -> None:
+    """One round of SipHash on `[4, num_strings]`, in place."""
+    a, b, c, d = state
+    a += b
+    b[:] = _rotate(b, 64 - 13) ^ a
+    a[:] = _rotate(a, 32)
+    c += d
+    d[:] = _rotate(d, 64 - 16) ^ c
+    a += d
+    d[:] = _rotate(d, 64 - 21) ^ a
+    c += b
+    b[:] = _rotate(b, 64 - 17) ^ c
+    c[:] = _rotate(c, 32)

@@ -23,11 +23,13 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path
 from tpu_embedding.strings.fingerprints import (
     encode,
     farmhash64,
+    siphash64,
 )
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
@@ -93,16 +95,19 @@ def hash_ids(
     strings: Any,
     num_buckets: int,
     *,
+    salt: int | tuple[int, int] | None = None,
     padding: str | bytes | int | None = None,
 ) -> Any:
     """Returns an id in `[0, num_buckets)` for each string, by a stable hash.
 
-    The hash is FarmHash's `Fingerprint64`, as in `tf.strings.to_hash_bucket_fast` and
-    `keras.layers.Hashing` without a salt. The id is the hash modulo `num_buckets`. It
-    is the same on every machine and in every version of this package.
+    Without a salt, the hash is FarmHash's `Fingerprint64`, as in
+    `tf.strings.to_hash_bucket_fast` and `keras.layers.Hashing`. With a salt, it is
+    SipHash-2-4, as in `tf.strings.to_hash_bucket_strong` and `Hashing(salt=...)`. The
+    id is the hash modulo `num_buckets`. It is the same on every machine and in every
+    version of this package.
 
-    To distinguish strings that share a bucket, hash the feature into two tables, with
-    different prefixes.
+    To distinguish strings that share a bucket, hash the feature into two tables with
+    different salts.
 
     `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the mask, and
     adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns the
@@ -115,6 +120,8 @@ def hash_ids(
         integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
         drop trailing NUL characters; dtype `object` keeps them.
       num_buckets: `vocabulary_size` of the table, 1 to 2**31 - 2.
+      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A single number `n`
+        means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -123,26 +130,38 @@ def hash_ids(
 
     Raises:
       TypeError: if an element is neither a string nor an integer.
-      ValueError: if `num_buckets` is out of range, or a string is longer than 65,536
-        bytes.
+      ValueError: if `num_buckets` or `salt` is out of range, or a string is longer than
+        65,536 bytes.
 
     Example:
       >>> hash_ids(["A", "B", "C"], 3).tolist()
       [1, 0, 1]
+      >>> hash_ids(["A", "B", "C"], 3, salt=(133, 137)).tolist()
+      [1, 2, 1]
       >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
       [0, 2147483647, 1]
     """
     if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
-        raise ValueError(
-            f"hash_ids: num_buckets must be an int from 1 to {MAX_IDS}, got "
-            f"{num_buckets!r}; pass the vocabulary_size of the table."
+        rule, fix = (
+            f"be an int from 1 to {MAX_IDS}",
+            "Pass the table's vocabulary_size.",
         )
+        raise invalid("hash_ids: num_buckets", rule, num_buckets, fix)
+    key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
+    is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
+    if salt is not None and not is_key:
+        rule = "be an int from 0 to 2**64 - 1, or a pair of such ints"
+        raise invalid("hash_ids: salt", rule, salt)
     read = read_ids(strings, "hash_ids", "Strings")
     values = values_of(read).reshape(-1)
     if is_integer(values.dtype):
         values = values.astype(np.bytes_)
     encoded = encode(_check_strings(values, "hash_ids"))
-    ids = (farmhash64(encoded) % np.uint64(num_buckets)).astype(np.int32)
+    if salt is None:
+        hashes = farmhash64(encoded)
+    else:
+        hashes = siphash64(encoded, (int(key[0]), int(key[1])))
+    ids = (hashes % np.uint64(num_buckets)).astype(np.int32)
     if padding is not None:
         marker = padding if isinstance(padding, bytes) else str(padding).encode()
         ids[encoded.equal_to(marker)] = PADDING_ROW_ID
@@ -187,6 +206,7 @@ class Vocabulary:
       tokens: the strings, in the order of their ids.
       num_oov_buckets: number of ids for unknown strings.
       mask_token: string that marks unused places, or None.
+      strip_whitespace: whether `ids` strips white space around strings.
 
     Example:
       >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
@@ -203,6 +223,7 @@ class Vocabulary:
         num_oov_buckets: int = 1,
         mask_token: str | None = None,
         oov_token: str = "[UNK]",
+        strip_whitespace: bool = False,
     ):
         """Numbers the tokens.
 
@@ -215,24 +236,27 @@ class Vocabulary:
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
             and id 0 stays unused, as in Keras.
           oov_token: token for unknown strings in lists written by Keras.
+          strip_whitespace: whether `ids` strips white space around strings, like
+            `str.strip`. The tokens themselves must not begin or end with white space.
 
         Raises:
           TypeError: if a token is not a str, or `tokens` is a single string.
           ValueError: if `tokens` is empty, has duplicates, or is too long.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
-            raise ValueError(
-                f"Vocabulary: num_oov_buckets must be an int from 0 to {MAX_IDS}, got "
-                f"{num_oov_buckets!r}; with 0, unknown strings raise an error."
-            )
+            rule = f"be an int from 0 to {MAX_IDS}"
+            fix = "With 0, unknown strings raise an error."
+            raise invalid("Vocabulary: num_oov_buckets", rule, num_oov_buckets, fix)
         if isinstance(tokens, str | bytes):
-            raise TypeError(
-                "Vocabulary: tokens must be a list of strings, got the string "
-                f"{tokens!r}; write [{tokens!r}] for a single token, or "
+            fix = (
+                f"Write [{tokens!r}] for a single token, or "
                 "te.inputs.Vocabulary.from_file(path) to read a file of tokens."
             )
+            rule = "be a list of strings"
+            raise invalid("Vocabulary: tokens", rule, tokens, fix, TypeError)
         self.num_oov_buckets = num_oov_buckets
         self.mask_token = mask_token
+        self.strip_whitespace = strip_whitespace
         self._oov_token = oov_token
         self._first_oov_id = 0 if mask_token is None else 1
         listed = tuple(tokens)
@@ -247,10 +271,8 @@ class Vocabulary:
             first: dict[str, int] = {}
             for i, token in enumerate(listed):
                 if first.setdefault(token, i) != i:
-                    raise ValueError(
-                        f"Vocabulary: tokens must be unique, got {token!r} as tokens "
-                        f"{first[token]} and {i}."
-                    )
+                    rule = f"differ, also tokens {first[token]} and {i}"
+                    raise invalid("Vocabulary: tokens", rule, token)
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
@@ -280,9 +302,8 @@ class Vocabulary:
             lines = content.decode().split("\n")
         except UnicodeDecodeError as error:
             line = content[: error.start].count(b"\n") + 1
-            raise ValueError(
-                f"{os.fspath(path)}:{line}: a vocabulary must be UTF-8, got {error}."
-            ) from None
+            where = f"{os.fspath(path)}:{line}: a vocabulary"
+            raise invalid(where, "be UTF-8", content, str(error)) from None
         tokens = [line.removesuffix("\r") for line in lines]
         if tokens[-1] == "":
             tokens.pop()
@@ -294,7 +315,8 @@ class Vocabulary:
                 oov_token=oov_token,
             )
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+            error.args = (f"{os.fspath(path)}: {error}",)
+            raise
 
     @property
     def vocabulary_size(self) -> int:
@@ -325,6 +347,7 @@ class Vocabulary:
             "format": _FILE_FORMAT,
             "num_oov_buckets": self.num_oov_buckets,
             "mask_token": self.mask_token,
+            "strip_whitespace": self.strip_whitespace,
             "tokens": self._special() + self.tokens,
         }
         text = json.dumps(document, ensure_ascii=False)
@@ -342,15 +365,15 @@ class Vocabulary:
             if document["format"] != _FILE_FORMAT:
                 raise ValueError(f"format must be {_FILE_FORMAT!r}")
             tokens, mask_token = document["tokens"], document["mask_token"]
-            if not isinstance(mask_token, str | None):
-                raise ValueError("mask_token must be a string or null")
-            if document.get("strip_whitespace"):
-                raise ValueError("strip_whitespace is not supported")
+            strips = document.get("strip_whitespace", False)
+            if not isinstance(strips, bool) or not isinstance(mask_token, str | None):
+                raise ValueError("a field has the wrong type")
             vocabulary = cls(
                 tokens,
                 num_oov_buckets=document["num_oov_buckets"],
                 mask_token=mask_token,
                 oov_token=tokens[mask_token is not None],
+                strip_whitespace=strips,
             )
             if vocabulary.vocabulary_size != len(tokens):
                 raise ValueError("tokens must have a string for each id")
@@ -394,6 +417,11 @@ class Vocabulary:
         known_ids = map(known.get, flat, itertools.repeat(_UNKNOWN))
         ids = np.fromiter(known_ids, np.int32, len(flat))
         unknown_positions = np.flatnonzero(ids == _UNKNOWN)
+        if self.strip_whitespace:
+            for i in unknown_positions:
+                flat[i] = _strip(flat[i])
+                ids[i] = known.get(flat[i], _UNKNOWN)
+            unknown_positions = np.flatnonzero(ids == _UNKNOWN)
         if unknown_positions.size:
             rest = [flat[i] for i in unknown_positions]
             ids[unknown_positions] = self._oov_ids(rest, unknown)
@@ -410,11 +438,12 @@ class Vocabulary:
 
     def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
         if not self.num_oov_buckets or unknown == "error":
-            raise ValueError(
+            text = (
                 f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
                 f"tokens ({len(strings)} unknown strings in total). To give unknown "
                 "strings ids, set num_oov_buckets and unknown='bucket'."
             )
+            raise about(ValueError(text), "Vocabulary.ids: strings", strings[0])
         if self.num_oov_buckets == 1:
             return np.full(len(strings), self._first_oov_id, np.int32)
         buckets = farmhash64(encode(strings)) % np.uint64(self.num_oov_buckets)
@@ -428,22 +457,21 @@ class Vocabulary:
     def _check_tokens(self) -> None:
         for i, token in enumerate(self.tokens):
             if not isinstance(token, str):
-                raise TypeError(
-                    f"Vocabulary: token {i} must be a str, got {token!r}; pass "
-                    "numbers as str(token), and bytes as token.decode()."
+                fix = "Pass numbers as str(token), and bytes as token.decode()."
+                raise invalid(
+                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
                 )
             if not token or token == self.mask_token:
-                raise ValueError(
-                    f"Vocabulary: token {i} must be neither empty nor the mask token, "
-                    f"got {token!r}; remove it."
-                )
+                rule = "be neither empty nor the mask token"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
+            if self.strip_whitespace and token != token.strip():
+                rule = "have no white space around it if strip_whitespace is set"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
             if not token.isascii():
                 token.encode()  # A lone surrogate raises an error.
         if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
-            raise ValueError(
-                f"Vocabulary: there must be 1 to {MAX_IDS} tokens and buckets, with at "
-                f"least one token, got {len(self.tokens)} tokens."
-            )
+            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
+            raise invalid("Vocabulary: tokens", rule, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -458,9 +486,15 @@ class Vocabulary:
 def check_unknown(unknown: Any, owner: str) -> None:
     """Raises a ValueError if a value is not one of `Unknown`."""
     if unknown not in get_args(Unknown):
-        raise ValueError(
-            f"{owner} must be one of {list(get_args(Unknown))}, got {unknown!r}."
-        )
+        raise invalid(owner, f"be one of {list(get_args(Unknown))}", unknown)
+
+
+def _strip(string: str | bytes) -> str | bytes:
+    """Strips white space. Bytes are treated as UTF-8 text."""
+    if isinstance(string, str):
+        return string.strip()
+    text = string.decode(errors="surrogateescape")
+    return text.strip().encode(errors="surrogateescape")
 
 
 def _is_int(value: Any) -> bool:
@@ -471,10 +505,8 @@ def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
     if not values.size:
         return values.astype(object)  # NumPy makes empty lists float64.
     if values.dtype.kind not in "SUTO":
-        raise TypeError(
-            f"Strings of {owner} must be strings, got dtype {values.dtype}; convert "
-            "numbers with .astype(str)."
-        )
+        fix = "Convert numbers with .astype(str)."
+        raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
     return values
 
 

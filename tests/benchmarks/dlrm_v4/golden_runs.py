@@ -1,7 +1,7 @@
 """Compares modules with runs of MLPerf's reference of `dlrm_v4_hstu`.
 
 The files in `tests/golden/dlrm_v4` hold weights, inputs, cotangents, outputs and
-gradients of the PyTorch reference in float32. Samples lie one after the other there;
+gradients of the PyTorch reference in float32. Samples follow each other there;
 here they are padded.
 """
 

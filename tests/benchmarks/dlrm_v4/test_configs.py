@@ -11,18 +11,13 @@ from tests.tools.train.runs import check_traced, losses_of, start_command
 PUBLIC = ("tpu_embedding", "tpu_embedding.tools.train")
 
 
-def imports_of(path):
-    """Yields the modules and names that a file imports from the package."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("tpu_embedding"):
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
 def test_only_public_names_are_imported(path):
-    for module, name in imports_of(path):
-        assert module in PUBLIC or f"{module}.{name}" in PUBLIC, (module, name)
-        assert hasattr(importlib.import_module(module), name)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tpu_embedding"):
+            for name in (alias.name for alias in node.names):
+                assert node.module in PUBLIC or f"{node.module}.{name}" in PUBLIC
+                assert hasattr(importlib.import_module(node.module), name)
 
 
 @pytest.mark.full

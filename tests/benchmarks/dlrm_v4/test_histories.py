@@ -9,7 +9,7 @@ from histories import CROSSES, EventDataset, HistorySettings, YambdaSource, xxh6
 from yambda import ALBUM_FILE, ARTIST_FILE, EVENT_COLUMNS, EventLog, read_yambda
 
 from tests.benchmarks.dlrm_v4 import FULL
-from tests.benchmarks.dlrm_v4.golden_runs import golden
+from tests.benchmarks.dlrm_v4.golden_runs import golden, under
 from tests.tools.data.damage import cut
 from tpu_embedding.tools.train import DataError, load_config
 
@@ -46,52 +46,43 @@ def golden_history(variant):
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
 def test_samples_are_those_of_the_reference(variant):
     samples = data_of(golden_history(variant))
-
-    def expected(name):
-        return PIPELINE[f"{variant}/{name}"]
-
-    np.testing.assert_array_equal(samples.anchors, expected("anchor_positions"))
+    wanted, found = (
+        under(PIPELINE, f"{variant}/"),
+        {"anchor_positions": samples.anchors},
+    )
     batch = samples.read(samples.anchors)
-    lengths = expected("history_lengths")
-    np.testing.assert_array_equal(batch.dense["history_length"], lengths)
+    found["history_lengths"] = lengths = batch.dense["history_length"]
     for name in ("item", "artist", "album"):
         ids = batch.features[f"{name}_id"]
         candidate = "" if name == "item" else f"{name}_"
-        np.testing.assert_array_equal(
-            ids["history"].values, expected(f"history.{name}_id")
-        )
+        found[f"history.{name}_id"] = ids["history"].values
+        found[f"candidate.item_candidate_{candidate}id"] = ids["candidate"]
         np.testing.assert_array_equal(np.diff(ids["history"].row_splits), lengths)
-        np.testing.assert_array_equal(
-            ids["candidate"], expected(f"candidate.item_candidate_{candidate}id")
-        )
     is_event = np.arange(samples.history_length) < lengths[:, None]
     for name in ("action_weight", "action_timestamp"):
         padded = batch.dense[name]
-        np.testing.assert_array_equal(padded[is_event], expected(f"history.{name}"))
+        found[f"history.{name}"] = padded[is_event]
         assert not padded[~is_event].any() and padded.dtype == np.int32
     contextual = [batch.features[name] for name in ("uid", *CROSSES)]
-    np.testing.assert_array_equal(
-        np.stack(contextual, axis=1), expected("contextual_ids")
-    )
-    query_time = expected("candidate.item_query_time")
-    np.testing.assert_array_equal(batch.dense["query_time"], query_time)
-    labels = expected("candidate.item_action_weight")
-    np.testing.assert_array_equal(batch.labels, labels)
+    found["contextual_ids"] = np.stack(contextual, axis=1)
+    found["candidate.item_query_time"] = batch.dense["query_time"]
+    found["candidate.item_action_weight"] = batch.labels
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, wanted[name], name)
 
 
 def test_samples_without_a_history():
     samples = data_of(HistorySettings(history_length=9, min_history=0, scan_window=5))
-    starts = np.searchsorted(golden_log().users, golden_log().users[samples.anchors])
-    first = samples.anchors[samples.anchors == starts]
-    batch = samples.read(first[:3])
-    assert batch.dense["history_length"].tolist() == [0, 0, 0]
-    assert not batch.dense["action_weight"].any()
-    times = golden_log().times[first[:3]]
-    assert batch.dense["query_time"].tolist() == times.tolist()
-    mixed = samples.read(np.append(first[0], samples.anchors[-1]))
-    assert mixed.dense["history_length"][1] > 0
-    last = mixed.dense["action_timestamp"][1, mixed.dense["history_length"][1] - 1]
-    assert mixed.dense["query_time"].tolist() == [times[0], last]
+    log = golden_log()
+    starts = np.searchsorted(log.users, log.users[samples.anchors])
+    first = samples.anchors[samples.anchors == starts][:3]
+    batch = samples.read(np.append(first, samples.anchors[-1]))
+    assert batch.dense["history_length"][:3].tolist() == [0, 0, 0]
+    assert not batch.dense["action_weight"][:3].any()
+    num_events = batch.dense["history_length"][3]
+    last = batch.dense["action_timestamp"][3, num_events - 1]
+    assert num_events > 0
+    assert batch.dense["query_time"].tolist() == [*log.times[first], last]
 
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
@@ -167,56 +158,47 @@ def test_the_source_reads_files(tmp_path):
     assert outline.table_sizes == data.table_sizes
     assert outline.history_length == data.history_length == 9
     small = dataclasses.replace(source, table_sizes={**TABLE_SIZES, "item_id": 10})
-    with pytest.raises(DataError, match="for table 'item_id' of 10 rows. Set table_si"):
+    with pytest.raises(DataError, match="'item_id' of 10"):
         small.open(tmp_path, batch_size=6, seed=0)
 
 
-def changed(name, value, row=70):
-    values = golden_columns()[name].tolist()
-    values[row] = value
-    return values
-
-
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("uid", None, "a value must not be null"),
-        ("uid", -1, r"values must be integers in \[0, 2147483646\], got -1"),
-        ("timestamp", 2**31, ".* got 2147483648"),
-        ("item_id", 0.5, "values must be integers"),
-    ],
+    ("column", "value"),
+    [("uid", None), ("uid", -1), ("timestamp", 2**31), ("item_id", 0.5)],
 )
-def test_wrong_values_name_their_row(tmp_path, column, value, message):
-    write_files(tmp_path, **{column: changed(column, value)})
-    with pytest.raises(DataError, match=f"multi_event.*, column '{column}': {message}"):
+def test_wrong_values_name_their_row(tmp_path, column, value):
+    values = golden_columns()[column].tolist()
+    values[70] = value
+    write_files(tmp_path, **{column: values})
+    with pytest.raises(DataError, match=f"multi_event.*'{column}'"):
         read_yambda(tmp_path)
 
 
 def test_wrong_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"must hold a file 'multi_event\*.parquet'"):
+    with pytest.raises(DataError, match="multi_event"):
         read_yambda(tmp_path)
     words = ["listen"] * 400
     words[70] = "share"
     path = write_files(tmp_path, event_type=words)
-    with pytest.raises(DataError, match=r"row 70 .*must be one of listen.*got share"):
+    with pytest.raises(DataError, match="row 70 .*share"):
         read_yambda(tmp_path)
     write_files(tmp_path)
     (tmp_path / ALBUM_FILE).unlink()
-    with pytest.raises(DataError, match=f"must hold '{ALBUM_FILE}'"):
+    with pytest.raises(DataError, match=ALBUM_FILE):
         read_yambda(tmp_path)
     cut(path, 500)
-    with pytest.raises(DataError, match="multi_event.parquet is missing, damaged"):
+    with pytest.raises(DataError, match="multi_event.parquet"):
         read_yambda(tmp_path)
-    with pytest.raises(DataError, match="pass their path with --data-dir"):
+    with pytest.raises(DataError, match="--data-dir"):
         YambdaSource(table_sizes=TABLE_SIZES).open(None, batch_size=4, seed=0)
 
 
-def test_logs_without_samples_are_refused():
+def test_logs_without_samples_are_rejected():
     columns = {name: values[:1] for name, values in golden_columns().items()}
     none = np.zeros(0, np.int32)
-    with pytest.raises(DataError, match="must have an event in the 300 days"):
+    with pytest.raises(DataError, match="300 days"):
         EventLog.of_columns(columns, item_artists=none, item_albums=none, name="one")
-    with pytest.raises(DataError, match="a listen with 10000 earlier events"):
+    with pytest.raises(DataError, match="10000"):
         data_of(HistorySettings(min_history=10_000))
-    with pytest.raises(DataError, match="a day before the last must have 999 anchors"):
+    with pytest.raises(DataError, match="999"):
         data_of(golden_history("benchmark"), batch_size=999)

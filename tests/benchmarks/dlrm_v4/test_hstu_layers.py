@@ -12,7 +12,6 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
     check,
-    error,
     golden,
     pad,
     run,
@@ -20,6 +19,7 @@ from tests.benchmarks.dlrm_v4.golden_runs import (
     unpad,
     with_weights,
 )
+from tests.tiers import quick_cases
 from tpu_embedding.tools.train import load_config
 
 FILE = golden("stu_layer")
@@ -52,7 +52,8 @@ def golden_lengths(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "block_size"), [("no_targets", 512), ("many_targets", 7)]
+    ("name", "block_size"),
+    quick_cases([("no_targets", 512), ("many_targets", 7)], "many_targets-7"),
 )
 def test_the_layer_is_the_reference(name, block_size):
     case = under(FILE, f"{name}/")
@@ -72,28 +73,6 @@ def test_the_layer_is_the_reference(name, block_size):
     check(gradients, under(case, "grad."), GRADIENT_TOLERANCE)
 
 
-@pytest.mark.full
-def test_the_candidate_alone_is_the_row_of_the_whole_layer():
-    case = under(FILE, "larger_n/")
-    lengths = golden_lengths(case)
-
-    def whole(layer, inputs):
-        rows = layer(pad(inputs["x"], LENGTHS), lengths)
-        return {"y": rows[np.arange(len(LENGTHS)), LENGTHS - 1]}
-
-    def alone(layer, inputs):
-        return {"y": layer.candidate(pad(inputs["x"], LENGTHS), lengths)}
-
-    inputs = {"x": case.get("input.x", FILE["input.x"])}
-    cotangents = {"y": case["cotangent.y"][np.cumsum(LENGTHS) - 1]}
-    outputs, gradients = run(whole, golden_layer(), inputs, cotangents)
-    own_outputs, own_gradients = run(alone, golden_layer(), inputs, cotangents)
-    check(own_outputs, outputs, OUTPUT_TOLERANCE)
-    check(own_gradients, gradients, GRADIENT_TOLERANCE)
-    wanted = case["output.y"][np.cumsum(LENGTHS) - 1]
-    assert error(own_outputs["y"], wanted) <= OUTPUT_TOLERANCE
-
-
 def test_dropout():
     x, keys = jnp.ones((100, 100)), jax.random.split(jax.random.key(0), 100)
     dropped = np.asarray(dropout(x, 0.2, keys))
@@ -108,21 +87,6 @@ def test_dropout():
 HEAD_DIM = 4
 
 
-def make_arrays(length, batch=3):
-    generator = np.random.default_rng(0)
-    shape = (4, batch, length, 2, HEAD_DIM)
-    return jnp.asarray(generator.normal(size=shape), jnp.float32)
-
-
-def lengths_of(tokens, num_candidates=1):
-    tokens = jnp.asarray(tokens)
-    return SequenceLengths(
-        tokens=tokens,
-        shared=jnp.maximum(tokens - num_candidates, 0),
-        normalizer=jnp.asarray(50),
-    )
-
-
 def dense_attention(q, k, v, lengths):
     """Returns the outputs by one array of all pairs of tokens."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD_DIM)
@@ -133,11 +97,17 @@ def dense_attention(q, k, v, lengths):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-@pytest.mark.parametrize("block_size", [5, 512])
+@pytest.mark.parametrize("block_size", quick_cases([5, 512], "5"))
 def test_blocks_add_up_to_dense_attention(block_size):
     length = 23
-    q, k, v, cotangent = make_arrays(length)
-    lengths = lengths_of([23, 1, 9], num_candidates=2)
+    shape = (4, 3, length, 2, HEAD_DIM)
+    arrays = np.random.default_rng(0).normal(size=shape)
+    q, k, v, cotangent = jnp.asarray(arrays, jnp.float32)
+    lengths = SequenceLengths(
+        tokens=jnp.array([23, 1, 9]),
+        shared=jnp.array([21, 0, 7]),
+        normalizer=jnp.asarray(50),
+    )
     is_token = np.arange(length) < np.asarray(lengths.tokens)[:, None]
     cotangent = cotangent * is_token[:, :, None, None]
 

@@ -7,6 +7,7 @@ import pytest
 from mlperf import LOG_FILE, MLPerfLog
 
 from tests.benchmarks.dlrm_v4 import FULL, SMALL
+from tests.tiers import each_once
 from tests.tools.train.runs import run, small_config
 from tpu_embedding.tools.train import (
     RunDirectoryError,
@@ -79,27 +80,6 @@ def test_an_open_log_of_the_small_config_fails_only_for_its_size(tmp_path):
     assert "eval_accuracy" in others[0]
 
 
-def test_a_resumed_run_continues_its_log(tmp_path):
-    tiny, path = tiny_run(tmp_path), tmp_path / LOG_FILE
-    tiny.tell("init")
-    tiny.tell("start")
-    begun = path.read_text()
-    tiny.tell("init", 2)
-    tiny.tell("start", 2)
-    assert path.read_text() == begun
-    tiny.tell("train", 3, loss=0.5)
-    tiny.tell("result", 3, target_met=None)
-    ended = path.read_text()
-    assert ended.startswith(begun) and '"status": "aborted"' in ended
-    tiny.tell("init", 3)
-    tiny.evaluate(3)
-    tiny.tell("result", 3, target_met=True)
-    assert path.read_text() == ended
-    tiny.tell("init")
-    tiny.tell("start")
-    assert path.read_text().count("\n") == begun.count("\n")
-
-
 def events_of(path):
     lines = path.read_text().splitlines()
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
@@ -108,8 +88,9 @@ def events_of(path):
 EVALUATION = ("block_stop", "eval_start", "eval_accuracy", "eval_stop", "block_start")
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-@pytest.mark.parametrize("killed_after", range(12))
+@pytest.mark.parametrize(
+    ("killed_after", "evaluates"), each_once(range(12), [True, False])
+)
 def test_a_killed_run_leaves_no_unpaired_events(tmp_path, killed_after, evaluates):
     """Killed after any event of the evaluations at 2 and 4, it resumes after 2."""
     tiny, path = tiny_run(tmp_path, 2 if evaluates else 0), tmp_path / LOG_FILE
@@ -135,11 +116,11 @@ def test_a_log_of_somebody_else_is_not_followed(tmp_path):
     tiny, path, target = tiny_run(tmp_path), tmp_path / LOG_FILE, tmp_path / "other"
     target.write_bytes(b"\xff")
     path.symlink_to(target)
-    with pytest.raises(RunDirectoryError, match=f"{LOG_FILE} must be a file"):
+    with pytest.raises(RunDirectoryError, match=LOG_FILE):
         tiny.tell("init", 2)
     path.unlink()
     target.rename(path)
-    with pytest.raises(RunDirectoryError, match="in UTF-8"):
+    with pytest.raises(RunDirectoryError, match=LOG_FILE):
         tiny.tell("init", 2)
 
 

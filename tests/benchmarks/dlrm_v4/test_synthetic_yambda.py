@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.benchmarks.dlrm_v4 import SMALL
+from tests.rejections import rejects
 from tests.tools.data.test_synthetic_sources import checksum
 from tpu_embedding.tools.train import load_config
 
@@ -23,5 +24,5 @@ def test_the_synthetic_log_of_events_is_the_recorded_one():
 
 
 def test_a_log_without_a_day_is_an_error():
-    with pytest.raises(ValueError, match="num_days must be at least 1, got 0"):
+    with rejects(field="num_days", value=0):
         dataclasses.replace(load_config(SMALL).data, num_days=0)

@@ -106,17 +106,9 @@ class GoldenData:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class GoldenSource:
-    def open(self, data_dir, *, batch_size, seed):
-        return GoldenData()
-
-
-WARM_UP_STEPS = int(RUN["warmup_steps"])
-
 CONFIG = RunConfig(
     name="golden",
-    data=GoldenSource(),
+    data=None,  # opened already
     batch_size=BATCH_SIZE,
     model=DLRMv4Config(hstu=SIZES),
     loss="log_loss",
@@ -125,28 +117,31 @@ CONFIG = RunConfig(
     table_learning_rate=float(RUN["base_learning_rate"]),
     dense_learning_rate=float(RUN["base_learning_rate"]),
     make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
-        warm_up(run.table_learning_rate, WARM_UP_STEPS),
+        warm_up(run.table_learning_rate, int(RUN["warmup_steps"])),
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
     make_dense_optimizer=lambda run: optax.adam(
-        warm_up(run.dense_learning_rate, WARM_UP_STEPS), b1=0.95, b2=0.999, eps=1e-8
+        warm_up(run.dense_learning_rate, int(RUN["warmup_steps"])),
+        b1=0.95,
+        b2=0.999,
+        eps=1e-8,
     ),
     max_dense_norm=1.0,
 )
 
 
-def dense_params(model):
-    """Returns the variables of the dense part by their names in the file."""
-    return {
-        golden_name(".".join(map(str, path))): variable
-        for path, variable in nnx.to_flat_state(nnx.state(model.hstu, nnx.Param))
-    }
-
-
 @pytest.mark.full
 def test_training_steps_are_those_of_the_reference():
     data, config = GoldenData(), CONFIG
+
+    def dense_params(model):
+        """Returns the variables of the dense part by their names in the file."""
+        return {
+            golden_name(".".join(map(str, path))): variable
+            for path, variable in nnx.to_flat_state(nnx.state(model.hstu, nnx.Param))
+        }
+
     plan = make_run_plan(config, data, mesh_of(2))
     graph, state = init_train_state(config, data, plan)
     model, optimizer = nnx.merge(graph, state)
@@ -173,7 +168,7 @@ def test_training_steps_are_those_of_the_reference():
         check(slots, tables(under(wanted, "slot.")), TOLERANCE)
 
 
-def test_another_number_of_contextual_features_is_refused():
+def test_another_number_of_contextual_features_is_rejected():
     model = DLRMv4Config(hstu=dataclasses.replace(SIZES, num_contextual=7))
-    with pytest.raises(ValueError, match="per sample, 8, got 7"):
+    with pytest.raises(ValueError, match="8.* 7"):
         model.feature_config(GoldenData())

@@ -184,7 +184,6 @@ def test_a_restore_mends_a_sum_that_was_wrong(tmp_path):
     np.testing.assert_allclose(kept, true, rtol=1e-6)
 
 
-
 def test_keeps_what_float32_would_lose():
     """Each addend is far below half a unit in the last place of the sum."""
     start = np.float32([1.0, -1.0, 1000.0])

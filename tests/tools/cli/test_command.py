@@ -20,59 +20,46 @@ def status_of(*arguments):
         return end.code
 
 
-def test_help(capsys):
-    assert status_of("--help") == 0
-    shown = capsys.readouterr().out
-    for name in (
-        "train",
-        "evaluate",
-        "compile",
-        "export",
-        "inspect",
-        "doctor",
-    ):
-        assert f" {name} " in shown
-
-
 @pytest.mark.parametrize(
     "arguments, shown",
     [
-        (["train", "synthetic", "--set", "help"], "--model.hidden-sizes"),
-        (["train", "--help"], "--output-dir"),
-        (["evaluate", "--help"], "--data-dir"),
-        (["inspect", "--help"], "--row"),
+        (["--help"], ["train", "evaluate", "compile", "export", "inspect", "doctor"]),
+        (["--version"], [tpu_embedding.__version__]),
+        (["train", "synthetic", "--set", "help"], ["--model.hidden-sizes"]),
+        (["train", "--help"], ["--output-dir"]),
     ],
 )
 def test_help_of_commands_and_configs(arguments, shown, capsys):
     assert status_of(*arguments) == 0
-    assert shown in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert all(word in text for word in shown)
 
 
-def test_version(capsys):
-    assert status_of("--version") == 0
-    assert tpu_embedding.__version__ in capsys.readouterr().out
+ONE = ["--devices", "1"]
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "arguments, name",
     [
         (["trian", "synthetic"], "train"),
         (["train", "synthetic", "--device", "8"], "--devices"),
         (["train", "synthetic", "--set", "num_step=5"], "--num-steps"),
         (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
-        (["train", "synthetic", "--set", "num_steps=0"], "an int of at least 1, got 0"),
-        (["train", "syntetic"], "Unknown config 'syntetic'"),
-        (["train", "synthetic", "--devices", "9"], "at most JAX's 8 CPU devices"),
-        (["train", "synthetic", "--devices", "1", "--data-dir", "."], "reads no file"),
-        (["train", "dlrm", "--devices", "1", "--data-dir", "x"], "does not exist"),
-        (["train", "clicks.csv"], "Unknown config 'clicks.csv'"),
-        (["evaluate", "synthetic", "--devices", "1"], "no checkpoint to evaluate"),
+        (["train", "synthetic", "--set", "num_steps=0"], "RunConfig.num_steps"),
+        (["train", "syntetic"], "'syntetic'"),
+        (["train", "synthetic", "--devices", "9"], "--devices"),
+        (["train", "synthetic", *ONE, "--data-dir", "."], "--data-dir"),
+        (["train", "dlrm", *ONE, "--data-dir", "x"], "--data-dir"),
+        (["train", "clicks.csv"], "'clicks.csv'"),
+        (["evaluate", "synthetic", *ONE], "synthetic"),
+        (["compile", "synthetic", "--topology", "v9:2x2"], "topology"),
+        (["compile", "synthetic", "--topology", "v5e:3x3"], "topology"),
     ],
 )
-def test_errors_of_the_user(arguments, message, capsys, monkeypatch, tmp_path):
+def test_errors_of_the_user(arguments, name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert status_of(*arguments) == 2
-    assert message in capsys.readouterr().err
+    assert name in capsys.readouterr().err
     assert not (tmp_path / "runs" / "clicks").exists()
 
 
@@ -81,15 +68,15 @@ def test_train_and_evaluate(tmp_path, capsys):
     options = ["--devices", "2", "--output-dir", tmp_path]
     run = ["synthetic", *options, *set_options(SMALL)]
     assert status_of("train", *run, "--stop-at", "2") == 75
-    assert "--resume continues" in capsys.readouterr().out
     assert status_of("train", *run) == 2
-    assert "already has a run, saved at step 2" in capsys.readouterr().err
+    assert "--resume" in capsys.readouterr().err
     assert status_of("train", *run, "--resume") == 0
     (trained,) = [s for s in capsys.readouterr().out.splitlines() if "result" in s]
     assert status_of("evaluate", *run) == 0
     assert trained in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_output_that_nobody_reads_ends_a_command_quietly():
     program = (
         "from tpu_embedding.tools.cli import command\n"

@@ -26,32 +26,19 @@ from tpu_embedding.tools import train
 
 @dataclasses.dataclass(frozen=True)
 class Tagged:
-    def open(self, data_dir, *, batch_size, seed):
-        return Samples(batch_size)
-
-
-class Samples:
+    batch_size: int = 32
     vocabulary_sizes = {"user": 9, "tags": 9}
-    vocabularies = {
-        "user": te.inputs.Vocabulary([f"u{i}" for i in range(7)], mask_token="")
-    }
+    vocabularies = {"user": te.inputs.Vocabulary(["u1", "u2", "u3"], mask_token="")}
 
-    def __init__(self, batch_size):
-        self.batch_size = batch_size
+    def open(self, data_dir, *, batch_size, seed):
+        return dataclasses.replace(self, batch_size=batch_size)
 
     def train_batch(self, step):
-        random = np.random.default_rng(step)
-        lengths = random.integers(4, size=self.batch_size)
-        tags = random.integers(9, size=lengths.sum())
-        splits = np.concatenate([[0], np.cumsum(lengths)])
-        return train.Batch(
-            features={
-                "user": random.integers(9, size=self.batch_size),
-                "tags": te.RaggedIds(values=tags, row_splits=splits),
-            },
-            labels=random.integers(2, size=self.batch_size),
-            weights=np.ones(self.batch_size),
-        )
+        ids = np.random.default_rng(step).integers(9, size=self.batch_size)
+        splits = np.append(0, np.cumsum(ids % 4))
+        tags = te.RaggedIds(values=np.resize(ids, splits[-1]), row_splits=splits)
+        features, weights = {"user": ids, "tags": tags}, np.ones(self.batch_size)
+        return train.Batch(features=features, labels=ids % 2, weights=weights)
 
     def evaluation_batches(self):
         yield self.train_batch(10**6)
@@ -73,25 +60,24 @@ def genuine(tmp_path_factory):
 
 
 def run_command(name, config, run, output=None):
+    export = ["export", run, output, "--format", "safetensors", "--devices", "1"]
     options = {
         "train": ["train", config, "--output-dir", run, "--resume", *OPTIONS],
         "evaluate": ["evaluate", config, "--output-dir", run, *OPTIONS],
         "evaluate the run": ["evaluate", run, *OPTIONS],
         "inspect": ["inspect", run, "--row", "user", "u3"],
-        "export": ["export", run, output, "--format", "safetensors", "--devices", "1"],
+        "export": export,
+        "export with config": [*export, "--config", config, *set_options(SETTINGS)],
     }
-    given = ["--config", config, *set_options(SETTINGS)]
-    options["export with config"] = [*options["export"], *given]
     return status_of(*options[name])
 
 
 def edit_json(path, change):
     """Changes the last document of a file of JSON lines."""
     *before, last = path.read_text().splitlines()
-    document = json.loads(last) if path.suffix == ".jsonl" else None
-    if document is None:
-        before, document = [], json.loads(path.read_text())
-    change(document)
+    if path.suffix != ".jsonl":
+        before, last = [], path.read_text()
+    change(document := json.loads(last))
     path.write_text("\n".join([*before, json.dumps(document)]) + "\n")
 
 
@@ -125,12 +111,7 @@ def forge_values(run, outside, draw):
 
 def forge_lines(run, outside, draw):
     lines = [b"\xff", b"123", b"[" * 10**6, b"[" + b"{}," * MIB + b"{}]"]
-    lines += [
-        b'{"run": []}',
-        b'{"step": 1e9, "train": {}}',
-        b'{"step": -1}',
-        b"\0" * 99,
-    ]
+    lines += [b'{"run": []}', b'{"step": 1e9, "train": {}}', b'{"step": -1}', bytes(99)]
     lines += [b'{"origin": {"config": {}}}', b"9" * 5000, b'{"result": {"step": "x"}}']
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(draw(lines) + b"\n")
@@ -161,13 +142,11 @@ def forge_vocabularies(run, outside, draw):
 
 
 def forge_steps(run, outside, draw):
-    name = draw(
-        ["9" * 200, "٣", "-1", "1e5", "7", "..7", "3.orbax-checkpoint-tmp", "x"]
-    )
-    (run / "checkpoints" / name).mkdir()
+    names = ["9" * 200, "٣", "-1", "1e5", "7", "..7", "3.orbax-checkpoint-tmp", "x"]
+    forged = run / "checkpoints" / draw(names)
+    forged.mkdir()
     if draw([True, False]):
-        default = run / "checkpoints" / "2" / "default"
-        shutil.copytree(default, run / "checkpoints" / name / "default")
+        shutil.copytree(run / "checkpoints" / "2" / "default", forged / "default")
 
 
 def forge_sizes(run, outside, draw):

@@ -43,7 +43,7 @@ def run_directory(tmp_path_factory):
 def test_tables_are_listed(run_directory, capsys):
     assert cli.main(["inspect", str(run_directory)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{run_directory / 'checkpoints' / '10'}\n")
+    assert str(run_directory / "checkpoints" / "10") in text
     assert re.search(r"^movie +accumulators +2,000 +4 +float32$", text, re.MULTILINE)
 
 
@@ -67,42 +67,40 @@ def with_strings(run_directory, tmp_path):
     return copied
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/10"])
-@pytest.mark.parametrize(("string", "row"), [("39", 3), ("a b", 4), ("55", 2)])
+@pytest.mark.parametrize(
+    ("string", "row", "place"),
+    [("39", 3, ""), ("a b", 4, "checkpoints"), ("55", 2, "checkpoints/10")],
+)
 def test_strings_have_the_rows_of_the_vocabulary(
     with_strings, capsys, string, row, place
 ):
+    arguments = ["inspect", str(with_strings / place), "--row", "movie", string]
+    assert cli.main(arguments) == 0
     path = with_strings / "checkpoints" / "10"
-    assert (
-        cli.main(["inspect", str(with_strings / place), "--row", "movie", string]) == 0
-    )
     (wanted,) = te.checkpoint.read_table(path, "movie", [row])
     shown = capsys.readouterr().out
     assert f"movie {string}: row {row}\nvalues: {wanted.tolist()}\n" in shown
 
 
-@pytest.mark.parametrize("string", ["2", "", "[UNK]"])
-def test_unknown_strings(with_strings, capsys, string):
-    assert cli.main(["inspect", str(with_strings), "--row", "movie", string]) == 2
-    assert f"{string!r} is not one of the 3 strings" in capsys.readouterr().err
+WRONG_ROWS = [
+    *([name, "movie", name] for name in ("2", "", "[UNK]")),
+    *(["film", "film", "3"], ["user", "user", "5"], ["user", "user", "x"]),
+]
+
+
+@pytest.mark.parametrize(("shown", "table", "id_"), WRONG_ROWS)
+def test_unknown_rows(with_strings, capsys, shown, table, id_):
+    assert cli.main(["inspect", str(with_strings), "--row", table, id_]) == 2
+    assert f"{shown!r}" in capsys.readouterr().err
+
+
+def test_rows_outside_of_a_table(run_directory, capsys):
+    assert cli.main(["inspect", str(run_directory), "--row", "movie", "2000"]) == 2
+    assert "1999" in capsys.readouterr().err
 
 
 def test_links_out_of_a_run_are_not_followed(with_strings, tmp_path, capsys):
     (with_strings / "vocabularies").rename(tmp_path / "moved")
     (with_strings / "vocabularies").symlink_to(tmp_path / "moved")
     assert cli.main(["inspect", str(with_strings)]) == 2
-    assert "vocabularies must be a file or directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--row", "movie", "The Matrix"], "must be an integer"),
-        (["--row", "film", "3"], "has the tables movie, user"),
-        (["--row", "movie", "2000"], "from 0 to 1999, got 2000"),
-        (["--row", "user", "5"], "not one of the 2 ids"),
-    ],
-)
-def test_refusals(run_directory, capsys, arguments, message):
-    assert cli.main(["inspect", str(run_directory), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert str(with_strings / "vocabularies") in capsys.readouterr().err

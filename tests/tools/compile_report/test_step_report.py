@@ -16,53 +16,43 @@ from tpu_embedding.tools.compile_report.hlo import temporary_bytes
 from tpu_embedding.tools.compile_report.step_report import refused_memory
 
 
-@pytest.fixture(scope="module")
-def report():
-    return report_of_step()
-
-
 def report_of_step(num_rows=1000, placement=None):
     """Returns the report of a step on two CPU devices."""
     table = te.TableConfig(
         vocabulary_size=num_rows, dim=16, name="table", placement=placement
     )
-    plan = te.make_plan(
-        {"f": te.FeatureConfig(table=table)}, mesh_of(2), optimizer="adagrad"
-    )
+    config = {"f": te.FeatureConfig(table=table)}
+    plan = te.make_plan(config, mesh_of(2), optimizer="adagrad")
 
     def step(state, batch):
-        tables, slots = state
-        result = te.functional.lookup(tables, batch, plan)
+        result = te.functional.lookup(state[0], batch, plan)
         gradients = te.functional.compute_gradients(
             result.routing, result.activations, plan
         )
-        return te.functional.apply_gradients(tables, slots, gradients, plan)
+        return te.functional.apply_gradients(*state, gradients, plan)
 
     tables = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
     slots = jax.eval_shape(lambda x: te.functional.init_slots(x, plan), tables)
     batch = {"f": jax.ShapeDtypeStruct((64,), jnp.int32)}
-    return compile_report.compile_report(
-        jax.jit(step, donate_argnums=0),
-        (
-            compile_report.abstract_arrays((tables, slots), plan),
-            compile_report.abstract_batch(batch, plan),
-        ),
-        plan,
-        topology="laptop",
+    arguments = (
+        compile_report.abstract_arrays((tables, slots), plan),
+        compile_report.abstract_batch(batch, plan),
     )
+    step = jax.jit(step, donate_argnums=0)
+    return compile_report.compile_report(step, arguments, plan, topology="laptop")
 
 
-def test_an_own_step_on_the_cpu(report):
+def test_an_own_step_on_the_cpu():
+    report = report_of_step()
     assert report.memory.arguments >= 2 * 500 * 64 + 32 * 4
     assert report.memory.capacity is None and report.memory.fits
     assert report.accesses.table_sized_copies == ()
     assert report.accesses.sparse_core_gathers == 0
     assert report.accesses.all_to_alls >= 3
-    text = compile_report.format_report(report)
-    assert "train step on laptop: 2 devices" in text
-    assert "the device's memory is unknown" in text
+    assert "laptop: 2 devices" in compile_report.format_report(report)
 
 
+@pytest.mark.full
 def test_rows_on_the_host():
     """The cache and its map are counted, and updated without a copy."""
     report = report_of_step(200_000, te.HostRows(cache_rows=20_000))
@@ -74,12 +64,8 @@ def test_rows_on_the_host():
     assert 0 <= report.memory.arguments - report.memory.aliased < 1000
     assert report.accesses is not None
     assert report.accesses.table_sized_copies == ()
-    lines = compile_report.format_report(report).splitlines()
-    assert "  maps of cached rows    390.62 KiB" in lines
-    assert (
-        "stack_0: 200,000 rows in host memory, 24.41 MiB; 20,000 of them (10.0%) "
-        "cached on the devices; the map of rows takes 390.62 KiB per device"
-    ) in lines
+    text = compile_report.format_report(report)
+    assert "24.41 MiB" in text and text.count("390.62 KiB") == 2
 
 
 @pytest.mark.parametrize(
@@ -98,7 +84,7 @@ def test_the_larger_of_temporaries_and_peak(temp, peak, expected):
     assert temporary_bytes(sizes) == expected
 
 
-def test_refusals():
+def test_rejections():
     v5e = hardware_by_name("v5e")
     text = "RESOURCE_EXHAUSTED: Program hbm requirement 20G: (20.00G) exceeds available"
     memory = refused_memory(f"{text} HBM (15.75G)", v5e)
@@ -113,8 +99,6 @@ def test_the_command(capsys):
     options = ["--topology", "v5e:2x2", "--slices", "2", "--set", "batch_size=64"]
     assert cli.main(["compile", "synthetic", *options]) == 0
     out = capsys.readouterr().out
-    assert "synthetic on 2 slices of v5e:2x2: 8 devices" in out
-    assert "FITS: needs" in out
     assert re.search(r"table-sized copies +0\n", out)
 
 
@@ -126,18 +110,4 @@ def test_a_step_that_does_not_fit(capsys):
     settings += ["model.dim=128", "model.hidden_sizes=16", "model.output_dim=8"]
     options = ["--topology", "v5e:1x1", *set_options(settings)]
     assert cli.main(["compile", "two_tower", *options]) == 1
-    out = capsys.readouterr().out
-    assert "DOES NOT FIT\n" in out
-    assert "RESOURCE_EXHAUSTED" in out
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--topology", "v9:2x2"], "Pass a generation"),
-        (["--topology", "v5e:3x3"], "slices of v5e have"),
-    ],
-)
-def test_wrong_usage(options, words, capsys):
-    assert cli.main(["compile", "synthetic", *options]) == 2
-    assert words in capsys.readouterr().err
+    assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out

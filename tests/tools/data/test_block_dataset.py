@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.rejections import rejects
 from tests.tools.data.damage import samples_of_steps
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_dataset import BlockDataset, BlockOrder
@@ -85,6 +86,6 @@ def test_held_out_samples_of_another_reader():
 
 
 @pytest.mark.parametrize("num_held_out", [8, 9])
-def test_too_few_samples_are_refused(num_held_out):
-    with pytest.raises(DataError, match="has 8 samples.*num_evaluation_samples="):
+def test_too_few_samples_are_rejected(num_held_out):
+    with rejects(DataError, field="num_evaluation_samples", value=num_held_out):
         BlockDataset(Numbers([0, 8]), batch_size=2, num_evaluation_samples=num_held_out)

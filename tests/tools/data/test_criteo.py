@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.rejections import rejects
 from tests.tools.data.criteo_text import criteo_lines, write_criteo_text
 from tpu_embedding.tools.data import criteo_to_parquet
 from tpu_embedding.tools.data.batch import DataError
@@ -49,22 +50,22 @@ def test_training_reads_the_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named", "fix"),
     [
-        (0, "2", "day_0, lines 1 to 9: a label must be 0 or 1, got 2"),
-        (0, "", "a label must be 0 or 1"),
-        (3, "x", r"day_0: .*column #3.*'x'"),
-        (20, "12g45678", "column 'cat_06': a category must be 8 hex digits or empty"),
-        (20, "1234567", "column 'cat_06': a category must be 8 hex digits or empty"),
-        (39, "12345678\t9", "day_0: .*Expected 40 columns, got 41"),
+        (0, "2", "label", "day_0, lines 1 to 9"),
+        (0, "", "label", ""),
+        (3, "x", None, "column #3"),
+        (20, "12g45678", "column 'cat_06'", "day_0, lines 1 to 9"),
+        (20, "1234567", "column 'cat_06'", ""),
+        (39, "12345678\t9", None, "day_0"),
     ],
 )
-def test_a_wrong_field_leaves_no_table(tmp_path, field, value, message):
+def test_a_wrong_field_leaves_no_table(tmp_path, field, value, named, fix):
     text = write_criteo_text(tmp_path / "day_0", 9)
     lines = [line.rstrip("\n").split("\t") for line in text.read_text().splitlines()]
     lines[4][field] = value
     text.write_text("".join("\t".join(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=message):
+    with rejects(DataError, field=named, fix=fix):
         criteo_to_parquet.convert(text, tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
 
@@ -72,7 +73,7 @@ def test_a_wrong_field_leaves_no_table(tmp_path, field, value, message):
 def test_text_is_to_be_converted_first(tmp_path):
     write_criteo_text(tmp_path / "train.txt")
     for path in (tmp_path, tmp_path / "train.txt"):
-        with pytest.raises(DataError, match=r"Convert .*\.criteo_to_parquet TEXT"):
+        with rejects(DataError, fix=".criteo_to_parquet TEXT"):
             SOURCE.open(path, batch_size=10, seed=0)
-    with pytest.raises(DataError, match="absent"):
+    with rejects(DataError, fix="absent"):
         criteo_to_parquet.convert(tmp_path / "absent", tmp_path / "out.parquet")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.rejections import rejects
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.doctor import cases, examine
@@ -35,25 +36,24 @@ def statuses(findings):
     return {finding.check: finding.status for finding in findings}
 
 
-VARIABLES = {
-    "JAX_PLATFORMS=cpu": "FAILED",
-    "JAX_PLATFORMS=tpu,cpu": None,
-    "TPU_SKIP_MDS_QUERY=1": "FAILED",
-    "TPU_SKIP_MDS_QUERY=false": None,
-    "TPU_VISIBLE_DEVICES=1": "warning",
-    "MEGASCALE_NUM_SLICES=2": "warning",
-    "UNKNOWN=1": None,
-}
-
-
-@pytest.mark.parametrize("assignment", VARIABLES)
-def test_variables(assignment):
-    name, _, value = assignment.partition("=")
-    on_tpu = check_variables({name: value}, CHIPS)
-    expected = VARIABLES[assignment]
-    assert [finding.status for finding in on_tpu] == ([expected] if expected else [])
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("JAX_PLATFORMS=cpu", ["FAILED"]),
+        ("JAX_PLATFORMS=tpu,cpu", []),
+        ("TPU_SKIP_MDS_QUERY=1", ["FAILED"]),
+        ("TPU_SKIP_MDS_QUERY=false", []),
+        ("TPU_VISIBLE_DEVICES=1", ["warning"]),
+        ("MEGASCALE_NUM_SLICES=2", ["warning"]),
+        ("UNKNOWN=1", []),
+    ],
+)
+def test_variables(assignment, expected):
+    variables = dict([assignment.split("=")])
+    on_tpu = check_variables(variables, CHIPS)
+    assert [finding.status for finding in on_tpu] == expected
     assert all(assignment in finding.text for finding in on_tpu)
-    assert {finding.status for finding in check_variables({name: value}, [])} <= {"ok"}
+    assert {finding.status for finding in check_variables(variables, [])} <= {"ok"}
 
 
 def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch):
@@ -65,27 +65,25 @@ def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch):
     assert statuses(check_versions())["libtpu"] == "FAILED"
 
 
-EXPECTED = {
-    # --expect, the devices found, and the status.
-    "8": (8, "TPU v5 lite", "ok"),
-    "16": (8, "TPU v5 lite", "FAILED"),
-    "v5e:2x4": (8, "TPU v5 lite", "ok"),
-    "v6e:8": (8, "TPU v5 lite", "FAILED"),
-    "tpu7x:4": (8, "TPU7x", "ok"),
-    "v5p:1": (1, "TPU of the future", "FAILED"),
-}
-
-
-@pytest.mark.parametrize("expected", EXPECTED)
-def test_expected_devices(expected):
-    count, kind, status = EXPECTED[expected]
+@pytest.mark.parametrize(
+    ("expected", "count", "kind", "status"),
+    [
+        ("8", 8, "TPU v5 lite", "ok"),
+        ("16", 8, "TPU v5 lite", "FAILED"),
+        ("v5e:2x4", 8, "TPU v5 lite", "ok"),
+        ("v6e:8", 8, "TPU v5 lite", "FAILED"),
+        ("tpu7x:4", 8, "TPU7x", "ok"),
+        ("v5p:1", 1, "TPU of the future", "FAILED"),
+    ],
+)
+def test_expected_devices(expected, count, kind, status):
     found = found_devices(count, kind)
     assert statuses(check_devices(found, expected, CHIPS))["expected"] == status
 
 
 @pytest.mark.parametrize("text", ["", "v5e", "0", "-8", "v5e:", "v5e:8x", "v9:8", "²"])
 def test_wrong_expectations(text, capsys):
-    with pytest.raises(ValueError, match=r"--expect must be|hardware must be one of"):
+    with rejects():
         parse_expectation(text)
     assert cli.main(["doctor", f"--expect={text}"]) == 2
 
@@ -158,32 +156,28 @@ def test_the_first_wrong_row_is_named():
     actual[3] += 1e-6
     assert cases._difference("table", actual, expected, touched) is None
     actual[7, 1] += 1e-6
-    assert cases._difference("table", actual, expected, touched) == (
-        "table: 1 of 1,000 rows are wrong; the first is row 7, which no sample looks "
-        "up: in column 1, 1.00000095 instead of 1"
-    )
+    text = cases._difference("table", actual, expected, touched)
+    assert "table: 1 of" in text and "row 7," in text and "1.00000095" in text
     actual[3, 0] = np.nan
-    assert cases._difference("table", actual, expected, touched) == (
-        "table: 2 of 1,000 rows are wrong; the first is row 3: in column 0, nan "
-        "instead of 1"
-    )
+    text = cases._difference("table", actual, expected, touched)
+    assert "table: 2 of" in text and "row 3:" in text and "nan" in text
 
 
-def answers(problems=(), step=2.0):
-    """Plays children of a TPU host, whose cases have the given problems."""
-    problems = dict(problems)
+def play(monkeypatch, found, problems, on_case=dict):
+    """Plays children that find devices, and whose cases have the given problems."""
 
     def ask(question, environment, seconds):
         if question == ["devices"]:
-            return found_devices(8, "TPU v6 lite", gibibytes=31.5)
-        _, name, backend = question
-        found = problems.get((name, backend))
-        if isinstance(found, str):
             return found
-        time = step if backend == "sparse_core" else 3 * step
-        return {"problem": found and found[0], "step": time, "dispatch": 0.1}
+        _, *case = question
+        on_case(environment)
+        problem, step = problems.get(tuple(case)), 2.0
+        if isinstance(problem, str):
+            return problem
+        step *= 1 if case[1] == "sparse_core" else 3
+        return {"problem": problem and problem[0], "step": step, "dispatch": 0.1}
 
-    return ask
+    monkeypatch.setattr(examine, "ask_child", ask)
 
 
 def test_cases_of_a_host_with_sparse_cores(monkeypatch):
@@ -191,29 +185,21 @@ def test_cases_of_a_host_with_sparse_cores(monkeypatch):
         ("dim 8, Adam", "sparse_core"): "hangs: no result in 300 s; killed",
         ("dim 32, Adagrad", "xla"): ["table: 1 of 9 rows are wrong"],
     }
-    monkeypatch.setattr(examine, "ask_child", answers(problems))
+    play(monkeypatch, found_devices(8, "TPU v6 lite", gibibytes=31.5), problems)
     monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 12, 0)))
     findings = {x.check: x for x in examine.examine("v6e:2x4", 300)}
     failed = {check for check, x in findings.items() if x.status == "FAILED"}
     assert {"SparseCores, dim 8, Adam", "rows, dim 32, Adagrad"} <= failed
     assert "hangs" in findings["SparseCores, dim 8, Adam"].text
     assert findings["SparseCores, dim 128, Adagrad, no exchange"].status == "ok"
-    assert "3.00 to 3.00 times" in findings["backend"].text
+    assert "3.00 to 3.00" in findings["backend"].text
 
 
 def test_cases_run_the_twin_elsewhere(monkeypatch):
-    answer = answers()
-    cpu = found_devices(1, "cpu", "cpu", None)
-
-    def ask(question, environment, seconds):
-        if question == ["devices"]:
-            return cpu
-        assert environment["JAX_NUM_CPU_DEVICES"] == "4"
-        return answer(question, environment, seconds)
-
-    monkeypatch.setattr(examine, "ask_child", ask)
+    variables = []
+    play(monkeypatch, found_devices(1, "cpu", "cpu", None), {}, variables.append)
     findings = list(examine.examine(None, 300))
-    assert "twin" in next(x.text for x in findings if x.check == "SparseCores")
+    assert {x["JAX_NUM_CPU_DEVICES"] for x in variables} == {"4"}
     assert sum(x.check.startswith("twin, ") for x in findings) == len(cases.CASES)
 
 
@@ -228,14 +214,11 @@ def test_wrong_rows_are_found(monkeypatch):
     assert problem.startswith("activations: ") and " instead of " in problem
 
 
-SOME_CASES = ["dim 24, Adam, minibatches"]
-
-
 @pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(SOME_CASES, id="some"),
+        pytest.param(["dim 24, Adam, minibatches"], id="some"),
         pytest.param(list(cases.CASES), id="all", marks=pytest.mark.exhaustive),
     ],
 )
@@ -246,6 +229,6 @@ def test_this_machine(names, monkeypatch, capsys):
     assert cli.main(["doctor", "--expect", "7"]) == 1
     out = capsys.readouterr().out
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
-    assert len(failed) == 1 and "expected 7: 7 devices" in failed[0]
+    assert len(failed) == 1 and "expected 7" in failed[0]
     num_steps = sum(len(case.backends) for case in chosen.values())
     assert out.count(": equal to NumPy; ") == num_steps

@@ -55,16 +55,3 @@ def test_a_signal_to_one_process_stops_both_at_a_step(tmp_path):
         tmp_path, "num_steps=3000", existing_run="resume", stop_at=int(step) + 4
     )
     assert resumed.step == int(step) + 4
-
-
-@pytest.mark.exhaustive
-def test_an_error_of_one_process_ends_both(tmp_path):
-    # Only the first process claims the directory.
-    other = start_command(tmp_path, "--devices", 1, settings=["num_steps=100000"])
-    wait_for_line(other, "train")
-    statuses, outputs = end(start_two(tmp_path))
-    assert statuses[0] == 2
-    assert statuses[1] != 0
-    assert "is in use by another process" in outputs[0][1]
-    other.kill()
-    other.communicate()

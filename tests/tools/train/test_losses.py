@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.nn import in_batch_softmax
 from tpu_embedding.tools.train.losses import LOSSES, mean_loss, values_of
 from tpu_embedding.tools.train.models.click import Outputs, click_outputs
 
@@ -13,10 +12,6 @@ GENERATOR = np.random.default_rng(0)
 SCORES = GENERATOR.normal(size=(3, 50)).astype(np.float32)
 CLICKS = (GENERATOR.random((3, 50)) < 0.3).astype(np.float32)
 WEIGHTS = (GENERATOR.random((3, 50)) < 0.8).astype(np.float32)
-
-
-def rating_outputs(scores):
-    return Outputs(scores=scores, predictions=jnp.clip(scores, -1, 1))
 
 
 def summarize(loss, outputs_of, scores=SCORES, clicks=CLICKS, weights=WEIGHTS):
@@ -43,56 +38,37 @@ def test_click_metrics_over_batches():
     assert metrics["calibration"] == pytest.approx(p.mean() / rate, rel=1e-6)
 
 
-def test_an_auc_of_coarse_bins_states_its_error():
-    def outputs_of(scores):
-        return click_outputs(0.01 * scores + 12)
-
-    metrics = summarize("log_loss", outputs_of)
-    assert list(metrics)[1:3] == ["auc", "auc_max_error"]
-    assert metrics["auc_max_error"] > 0.1
+def coarse_outputs(scores):
+    return click_outputs(0.01 * scores + 12)
 
 
-@pytest.mark.parametrize(
-    ("clicks", "names"),
-    [
-        (np.zeros_like(CLICKS), ["log_loss"]),
-        (np.ones_like(CLICKS), ["log_loss", "calibration"]),
-    ],
-)
-def test_metrics_that_one_class_does_not_determine_are_left_out(clicks, names):
-    assert list(summarize("log_loss", click_outputs, clicks=clicks)) == names
+def test_metrics_that_the_samples_do_not_determine():
+    def names(outputs_of=click_outputs, **changes):
+        return list(summarize("log_loss", outputs_of, **changes))
 
-
-def test_no_samples_have_no_metrics():
-    no_weights = np.zeros_like(WEIGHTS)
-    assert summarize("log_loss", click_outputs, weights=no_weights) == {}
-    assert summarize("log_loss", click_outputs, SCORES[:0]) == {}
-
-
-def test_nan_predictions_are_not_left_out():
-    """A diverged model must not look like data of one class."""
+    assert names(clicks=np.zeros_like(CLICKS)) == ["log_loss"]
+    assert names(clicks=np.ones_like(CLICKS)) == ["log_loss", "calibration"]
+    assert names(weights=np.zeros_like(WEIGHTS)) == names(scores=SCORES[:0]) == []
+    assert names(coarse_outputs)[1:3] == ["auc", "auc_max_error"]
+    # A diverged model must not look like data of one class.
     scores = np.where(SCORES > 1, np.nan, SCORES).astype(np.float32)
     metrics = summarize("log_loss", click_outputs, scores)
     assert len(metrics) == 4 and np.isnan(list(metrics.values())).all()
 
 
-def test_probabilities_at_the_ends_have_a_bin():
-    metrics = summarize(
-        "log_loss",
-        click_outputs,
-        np.array([[-200.0, 200.0, 0.0]], np.float32),
-        np.array([[0.0, 1.0, 1.0]], np.float32),
-        np.ones((1, 3), np.float32),
-    )
-    assert metrics["auc"] == 1
+def test_ratings_use_predictions_and_their_loss_uses_scores():
+    def outputs_of(scores):
+        return Outputs(scores=scores, predictions=jnp.clip(scores, -1, 1))
 
-
-def test_rmse_and_mae_use_predictions():
     used = WEIGHTS > 0
     errors = np.clip(SCORES, -1, 1)[used] - CLICKS[used]
-    metrics = summarize("squared_error", rating_outputs)
+    metrics = summarize("squared_error", outputs_of)
     assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-6)
     assert metrics["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-6)
+    s, y, w = (jnp.array(a[0]) for a in (SCORES, CLICKS, WEIGHTS))
+    wanted = np.mean((SCORES[0] - CLICKS[0])[used[0]] ** 2)
+    got = mean_loss(LOSSES["squared_error"], outputs_of(s), y, w)
+    assert float(got) == pytest.approx(wanted, rel=1e-6)
 
 
 def retrieval_outputs(scores):
@@ -119,22 +95,3 @@ def test_softmax_loss_and_recall_over_batches():
         retrieval_outputs(jnp.array(SCORES[0])), jnp.array(CLICKS[0])
     )
     np.testing.assert_array_equal(loss, np.abs(SCORES[0]))
-
-
-@pytest.mark.parametrize(("score", "wanted"), [(0.0, 10 / 50), (np.nan, np.nan)])
-def test_recall_of_a_model_that_tells_no_items_apart(score, wanted):
-    def outputs_of(scores):
-        vectors = jnp.full((len(scores), 1), score)
-        log_softmax, ranks = in_batch_softmax(vectors, vectors)
-        return Outputs(scores=log_softmax, predictions=ranks)
-
-    metrics = summarize("in_batch_softmax", outputs_of)
-    assert metrics["recall_at_10"] == pytest.approx(wanted, nan_ok=True)
-
-
-def test_loss_uses_scores():
-    s, y, w = (jnp.array(a[0]) for a in (SCORES, CLICKS, WEIGHTS))
-    used = WEIGHTS[0] > 0
-    wanted = np.mean((SCORES[0] - CLICKS[0])[used] ** 2)
-    got = mean_loss(LOSSES["squared_error"], rating_outputs(s), y, w)
-    assert float(got) == pytest.approx(wanted, rel=1e-6)

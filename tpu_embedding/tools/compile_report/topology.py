@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.dynamic.directory import IdDirectory
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES, HardwareInfo, hardware_by_name
 from tpu_embedding.host_without_tpus import ONE_HOST
@@ -60,9 +61,7 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     """
     hardware = topology_hardware(topology)
     if not 1 <= num_slices <= MAX_SLICES:
-        raise ValueError(
-            f"num_slices must be from 1 to {MAX_SLICES}, got {num_slices}."
-        )
+        raise invalid("num_slices", f"be from 1 to {MAX_SLICES}", num_slices)
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -91,23 +90,19 @@ def topology_hardware(topology: str) -> HardwareInfo:
     """
     match = _TOPOLOGY.fullmatch(topology)
     if match is None or match[1] not in TPU_GENERATIONS:
-        raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")
+        raise _unknown(topology, f"Known generations: {', '.join(TPU_GENERATIONS)}")
     hardware = hardware_by_name(match[1])
     grid = tuple(map(int, match[2].split("x")))
     shapes = SLICE_SHAPES[hardware.name]
     if not shapes.has(grid):
-        raise ValueError(
-            f"topology {topology!r} does not exist; slices of {hardware.name} have "
-            f"{shapes.describe()}."
-        )
+        rule = f"exist; slices of {hardware.name} have {shapes.describe()}"
+        raise invalid("topology", rule, topology)
     return hardware
 
 
 def _unknown(topology: str, reason: str) -> ValueError:
-    return ValueError(
-        f"topology {topology!r} is unknown. Pass a generation and its chips, as in "
-        f"{list(EXAMPLE_TOPOLOGIES)}; {reason.rstrip('.')}."
-    )
+    rule = f"be a generation and its chips, as in {list(EXAMPLE_TOPOLOGIES)}"
+    return invalid("topology", rule, topology, f"{reason.rstrip('.')}.")
 
 
 @contextlib.contextmanager

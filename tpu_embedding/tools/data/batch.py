@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Problem, is_int, raise_all
+from tpu_embedding.argument_checks import Problem, invalid, is_int, raise_all
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 
@@ -189,11 +189,10 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
       DataError: if the path is None or does not exist.
     """
     if data_dir is None:
-        raise DataError(f"This config reads {files}; pass their path with --data-dir.")
+        raise invalid("--data-dir", f"be the path of {files}", None, kind=DataError)
     if not is_local_path(data_dir) or not local_path(data_dir).exists():
-        raise DataError(
-            f"{data_dir} does not exist on this machine. Pass the path of {files}."
-        )
+        rule = f"be the path of {files} on this machine"
+        raise invalid("--data-dir", rule, str(data_dir), kind=DataError)
     return local_path(data_dir)
 
 
@@ -227,10 +226,8 @@ class SyntheticSource(abc.ABC):
           DataError: if a directory is given.
         """
         if data_dir is not None:
-            raise DataError(
-                "This config generates its data and reads no file. Leave out "
-                f"--data-dir, got {data_dir}."
-            )
+            rule = "be left out, because this config generates its data"
+            raise invalid("--data-dir", rule, str(data_dir), kind=DataError)
         return self.draw(batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:

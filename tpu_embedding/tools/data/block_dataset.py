@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.tools.data.batch import Batch, DataError, padded_batches
 from tpu_embedding.tools.data.teacher import TRAIN_STREAM, random_generator
 
@@ -99,11 +100,9 @@ class BlockDataset:
         if evaluation_reader is None:
             self.num_train_samples -= self.num_evaluation_samples
         if self.num_evaluation_samples > available or self.num_train_samples < 1:
-            raise DataError(
-                f"{self._evaluation_reader} has {available} samples and cannot hold "
-                f"out num_evaluation_samples={num_evaluation_samples}. Change it, or "
-                "set evaluation files."
-            )
+            rule = f"be less than the {available} samples of {self._evaluation_reader}"
+            field, fix = "num_evaluation_samples", "Or set evaluation files."
+            raise invalid(field, rule, num_evaluation_samples, fix, DataError)
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]
         self._order = BlockOrder(

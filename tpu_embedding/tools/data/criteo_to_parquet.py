@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.criteo import DENSE_NAMES, LABEL
@@ -67,7 +68,8 @@ def convert(text: str | pathlib.Path, parquet_file: str | pathlib.Path) -> int:
             place = f"{text}, lines {num_rows + 1} to {num_rows + len(block)}"
             labels = block[LABEL].fill_null(-1).to_numpy(zero_copy_only=False)
             if (wrong := labels[~np.isin(labels, (0, 1))]).size:
-                raise DataError(f"{place}: a label must be 0 or 1, got {wrong[0]}.")
+                rule, label = "be 0 or 1", int(wrong[0])
+                raise invalid(f"{place}: a label", rule, label, kind=DataError)
             arrays = [labels.astype(np.int8)]
             for name in DENSE_NAMES:
                 counts = block[name].fill_null(0).to_numpy(zero_copy_only=False)
@@ -110,10 +112,8 @@ def _category(column: Any, name: str, place: str) -> np.ndarray:
         numbers = np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.int64)
         return np.where(column.is_valid(), 1 + numbers, 0)
     except (pa.ArrowException, ValueError) as error:
-        raise DataError(
-            f"{place}, column {name!r}: a category must be 8 hex digits or empty: "
-            f"{error}."
-        ) from error
+        text = f"{place}, column {name!r}: a category must be 8 hex digits or empty: "
+        raise about(DataError(f"{text}{error}."), f"column {name!r}") from error
 
 
 def main() -> None:

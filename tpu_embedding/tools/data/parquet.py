@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from tpu_embedding.argument_checks import about
 from tpu_embedding.extras import require_extra
 from tpu_embedding.tools.data.batch import (
     Batch,
@@ -103,10 +104,9 @@ class RowGroup:
 
     def error(self, column: str, row: int, text: str) -> DataError:
         """Returns the error for a value in a row of the group."""
-        return DataError(
-            f"{self.path}, row {self.first_row + row} (row group {self.number}), "
-            f"column {column!r}: {text}."
-        )
+        row += self.first_row
+        where = f"{self.path}, row {row} (row group {self.number}), column {column!r}"
+        return about(DataError(f"{where}: {text}."), where)
 
 
 class ParquetRows:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Final, Literal
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.hardware import (
     EXAMPLE_TOPOLOGIES,
     GIBIBYTE,
@@ -179,10 +180,9 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
     """
     name, _, size = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
-        raise ValueError(
-            "--expect must be a number of devices, or a generation and its chips, such "
-            f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
-        )
+        example = " or ".join(EXAMPLE_TOPOLOGIES)
+        rule = f"be a number of devices, or a generation and its chips, like {example}"
+        raise invalid("--expect", rule, text)
     per_chip = hardware_by_name(name).devices_per_chip if name else 1
     return name or None, math.prod(map(int, size.split("x"))) * per_chip
 

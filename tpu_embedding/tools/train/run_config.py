@@ -24,6 +24,7 @@ from tpu_embedding.argument_checks import (
     Problem,
     broken_rules,
     int_rule,
+    invalid,
     raise_all,
     type_name,
 )
@@ -54,10 +55,8 @@ def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
       [0.0, 0.5, 2.0, 2.0]
     """
     if num_steps < 1:
-        raise ValueError(
-            f"warm_up: num_steps must be at least 1, got {num_steps!r}. To train "
-            "without a warm-up, use the learning rate itself."
-        )
+        fix = "To train without a warm-up, use the learning rate itself."
+        raise invalid("warm_up: num_steps", "be at least 1", num_steps, fix)
     return lambda step: learning_rate * jnp.minimum(1.0, step / num_steps)
 
 
@@ -99,10 +98,8 @@ class Target:
 
     def __post_init__(self):
         if (self.at_most is None) == (self.at_least is None):
-            raise ValueError(
-                "Target must have either at_most or at_least, got "
-                f"at_most={self.at_most!r} and at_least={self.at_least!r}."
-            )
+            limits, rule = [self.at_most, self.at_least], "be one number and one None"
+            raise invalid("Target: at_most and at_least", rule, limits)
 
     def is_met(self, value: float, teacher: float | None) -> bool | None:
         """Returns True if a value reaches the target, or None if that is unknown.

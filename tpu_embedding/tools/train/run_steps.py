@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.config import Sharded
 from tpu_embedding.functional import find_ids
 from tpu_embedding.functional.steps import finite_rates
@@ -190,10 +191,9 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
         if not is_wrong.any():
             continue
         sample = int(np.argmax(is_wrong))
-        raise DataError(
-            f"{owner}: {name} must be finite and in [{low:g}, {high:g}] for the "
-            f"loss {config.loss!r}, got {values[sample]:g} for sample {sample}."
-        )
+        rule = f"be finite and in [{low:g}, {high:g}] for the loss {config.loss!r}"
+        value, fix = float(values[sample]), f"Correct sample {sample}."
+        raise invalid(f"{owner}: {name}", rule, value, fix, DataError)
 
 
 StepMetrics = dict[str, jax.Array]

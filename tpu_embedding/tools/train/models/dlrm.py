@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tpu_embedding import initializers
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -49,11 +50,9 @@ class DLRMConfig:
 
     def __post_init__(self):
         if not self.initial_deviation > 0:
-            raise ValueError(
-                "DLRMConfig.initial_deviation must be positive, got "
-                f"{self.initial_deviation!r}: scalar products of zero rows have zero "
-                "gradients, so the tables would never train."
-            )
+            field, value = "DLRMConfig.initial_deviation", self.initial_deviation
+            reason = "Zero rows have zero gradients, so the tables would never train."
+            raise invalid(field, "be positive", value, reason)
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
