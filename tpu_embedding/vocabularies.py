@@ -163,7 +163,7 @@ class VocabularyStacks:
         """Returns the memory of the arrays on each device."""
         return 0
 
-    def notes(self, stack: "StackPlan", hardware: "HardwareInfo") -> Iterator[Problem]:
+    def notes(self, stack: "StackPlan", hardware: "HardwareInfo") -> Iterator[str]:
         """Yields lines of `print(plan)` about the arrays."""
         return iter(())
 

@@ -8,7 +8,6 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tables.test_initial_values import row_number
 from tests.tiers import matrix, quick_cases
 from tpu_embedding.host_rows import initial
 from tpu_embedding.host_rows.initial import (
@@ -185,7 +184,10 @@ def test_packed_rows_of_whole_blocks(name, dtype, dim, hardware):
 )
 def test_initializers_of_rows_and_of_whole_tables(dtype, small_blocks):
     initializers = [
-        row_number,  # needs the whole shape
+        # It needs the whole shape.
+        lambda key, shape, dtype: jnp.arange(np.prod(shape), dtype=dtype).reshape(
+            shape
+        ),
         te.initializers.normal(0.3, 0.1),
         te.initializers.uniform(-0.1, 0.3),
         te.initializers.normal(0.1, 0.4),

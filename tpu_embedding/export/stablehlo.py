@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from tpu_embedding.argument_checks import invalid
+from tpu_embedding.argument_checks import ArgumentType, check_type, invalid
 from tpu_embedding.export.documents import (
     AGAIN,
     DENSE_FILE,
@@ -102,6 +102,9 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
+    line = "te.export.save(model, directory, batch)"
+    a_module = ArgumentType(nnx.Module, "an nnx.Module")
+    check_type("te.export.save: model", a_module, model, line)
     check_row_format(dtype)
     check_serving_extra()
     check_new_directory(local_path(directory))

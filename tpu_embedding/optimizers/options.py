@@ -56,11 +56,11 @@ def with_slot_storage(
     except TypeError:  # The value isn't a dtype.
         is_floating = False
     if not is_floating:
-        rule = "be a floating type such as jnp.bfloat16"
-        raise invalid(f"{owner}: slot_dtype", rule, dtype)
+        must = "be a floating type such as jnp.bfloat16"
+        raise invalid(f"{owner}: slot_dtype", must, dtype)
     if not isinstance(initializers, Mapping | None):
-        rule = "map slot names to values, such as {'accumulators': 0.5}"
-        raise invalid(f"{owner}: slot_initializers", rule, initializers, kind=TypeError)
+        must = "map slot names to values, such as {'accumulators': 0.5}"
+        raise invalid(f"{owner}: slot_initializers", must, initializers, kind=TypeError)
     values = dict(initializers or {})
     checks = {
         f"slot_initializers[{name!r}]": finite(value)
@@ -314,8 +314,8 @@ def with_options(
     """
     check_rule("with_options", rule)
     if unknown := sorted(set(options) - set(_OPTION_NAMES)):
-        rule = f"be one of {', '.join(_OPTION_NAMES)}"
-        raise invalid("with_options: option", rule, unknown[0], kind=TypeError)
+        must = f"be one of {', '.join(_OPTION_NAMES)}"
+        raise invalid("with_options: option", must, unknown[0], kind=TypeError)
     if learning_rate is not None:
         learning_rate = checked_schedule("with_options", learning_rate)
     return _with_options("with_options", rule, learning_rate, **options)
@@ -352,13 +352,13 @@ def _with_options(
             "Set values with slot_initializers, and the dtype with slot_dtype.",
         )
     if clipvalue is not None and not use_gradient_accumulation:
-        rule = "be None with use_gradient_accumulation=False, which sums no gradients"
-        raise invalid(f"{owner}: clipvalue", rule, clipvalue, "Remove one of them.")
+        must = "be None with use_gradient_accumulation=False, which sums no gradients"
+        raise invalid(f"{owner}: clipvalue", must, clipvalue, "Remove one of them.")
     decays = isinstance(weight_decay_factor, Tracer) or bool(weight_decay_factor)
     multiplies = multiply_weight_decay_factor_by_learning_rate
     if decays and multiplies and learning_rate is None:
-        rule = "be a rate with multiply_weight_decay_factor_by_learning_rate=True"
-        raise invalid(f"{owner}: learning_rate", rule, None)
+        must = "be a rate with multiply_weight_decay_factor_by_learning_rate=True"
+        raise invalid(f"{owner}: learning_rate", must, None)
 
     # Wrappers are added from the inside to the outside.
     if slot_dtype is not None or slot_initializers is not None:

@@ -226,10 +226,11 @@ class TrainState(struct.PyTreeNode):
                 dense, self.opt_state, params, **(extra_args or {})
             ),
         )
+        updates = updates or {}
         updates = keep_if(
             keep_dense,
-            {**(updates or {})},
-            {name: self.variables[name] for name in updates or {}},
+            dict(updates),
+            {name: self.variables[name] for name in updates},
         )
         variables = {**self.variables, **updates}
         if "params" in variables:
