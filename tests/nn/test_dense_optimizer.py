@@ -285,3 +285,68 @@ def test_gradients_of_tables_that_nobody_uses_are_warned_of():
     with pytest.warns(UserWarning, match=r"te\.Optimizer"):
         del gradients
         gc.collect()
+
+
+@pytest.mark.full(every_case=True)
+def test_multi_steps_pass_the_loss_on():
+    model = Model(WAITING["fixed"])
+    optimizer = te.Optimizer(model, optax.MultiSteps(NEED_VALUE["plateau"], 2))
+    before = np.array(model.dense.kernel[...])
+    for _ in range(2):
+        train_step(model, optimizer, 1.0, value=jnp.float32(3.0))
+    assert np.any(model.dense.kernel[...] != before)
+
+
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        te.optimizers.with_ema(ADAM),
+        te.optimizers.adafactor(0.1),
+        te.optimizers.ftrl(0.1),
+    ],
+    ids=["with_ema", "adafactor", "ftrl"],
+)
+def test_annotated_parameters(tx):
+    """Only state shaped like a parameter is sharded like it."""
+
+    def make(annotate, num_devices):
+        model = Model(num_devices=num_devices)
+        initializers = {"kernel_init": nnx.initializers.ones_init()}
+        if annotate:
+            initializers = {
+                "kernel_init": nnx.with_partitioning(
+                    nnx.initializers.ones_init(), (None, "shard")
+                ),
+                "bias_init": nnx.with_partitioning(
+                    nnx.initializers.zeros_init(), ("shard",)
+                ),
+            }
+        model.dense = nnx.Linear(4, 8, rngs=nnx.Rngs(0), **initializers)
+        return model
+
+    found = []
+    for annotate in (True, False):
+        with jax.set_mesh(mesh_of(2)):
+            model = make(annotate, 2)
+            optimizer = te.Optimizer(model, tx)
+            for factor in (1.0, 0.5):
+                train_step(model, optimizer, factor)
+            optimizer.finalize_variable_values(model)
+        found.append(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    # XLA may fuse, and so round, sharded arithmetic differently.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), *found)
+
+
+def test_set_to_zero_keeps_one_table_of_a_layer_fixed():
+    fixed = te.TableConfig(
+        vocabulary_size=6, dim=4, name="fixed", optimizer=optax.set_to_zero()
+    )
+    int8 = te.TableConfig(
+        vocabulary_size=6, dim=4, name="int8", dtype="int8", optimizer=fixed.optimizer
+    )
+    tables = (TABLE, fixed, int8)
+    features = {table.name: te.FeatureConfig(table=table) for table in tables}
+    plan = te.make_plan(features, mesh_of(1), optimizer=RULE)
+    trained_tables = [t.name for stack in plan.trained_stacks for t in stack.tables]
+    assert trained_tables == ["movie"]

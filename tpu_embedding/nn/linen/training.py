@@ -226,13 +226,9 @@ class TrainState(struct.PyTreeNode):
                 dense, self.opt_state, params, **(extra_args or {})
             ),
         )
-        updates = updates or {}
-        updates = keep_if(
-            keep_dense,
-            dict(updates),
-            {name: self.variables[name] for name in updates},
-        )
-        variables = {**self.variables, **updates}
+        updates = dict(updates or {})
+        old = {name: self.variables[name] for name in updates}
+        variables = {**self.variables, **keep_if(keep_dense, updates, old)}
         if "params" in variables:
             new = optax.apply_updates(params, changes)
             variables["params"] = keep_if(keep_dense, new, params)
