@@ -372,6 +372,7 @@ def test_without_the_exchange_a_step_beyond_the_limit_is_skipped(num_devices, sk
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.full
 def test_without_the_exchange_sums_of_incomplete_lookups_are_skipped():
     """The sum of the gradients has a fallback, but the lookups had none."""
     backend = te.SparseCore(cores=2, max_ids=8, exchange=False)
