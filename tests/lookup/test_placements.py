@@ -20,7 +20,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "placement", "case", "capacity"),
     [
-        ("2x2", "model", "ragged_weighted", None),
+        ("2x2", "model", "ragged_weighted", 1),
         pytest.param("2", "replicated", "multi_hot", 2, marks=full),
         pytest.param("2x2x2", "data+expert", "all_of_one_shard", 1, marks=full),
     ],
