@@ -300,7 +300,7 @@ def convert_ints(config: Any, *fields: str) -> None:
 def raise_all(problems: Iterable[Problem]) -> None:
     """Raises one ValueError with all problems, if any.
 
-    Its attributes `field` and `value` are those of the first one.
+    Its attributes `field` and `value` name the first one.
     """
     problems = list(problems)
     if problems:

@@ -169,7 +169,7 @@ def test_linen_train_state(tmp_path):
 
 @pytest.mark.full
 def test_a_part_under_another_name(saved):
-    """The state has no other leaves, so those of the checkpoint are not compared."""
+    """The state has no other leaves, so the checkpoint's are not compared."""
     directory, numbers = saved
     other = plan_of({"film": 40, "user": 7, "new": 9})
     state = {k: x for k, x in state_of(other, 1).items() if k != "step"}

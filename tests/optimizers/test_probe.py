@@ -161,7 +161,7 @@ def test_rows_that_are_mixed_only_sometimes_are_rejected(case):
 
 
 def of_state(make_state):
-    """A of_state with this state, of which only `init` is of interest."""
+    """A transformation with this state. Only its `init` matters."""
     return optax.GradientTransformation(
         lambda params: {"part": make_state(params)},
         lambda updates, state, params=None: (updates, state),

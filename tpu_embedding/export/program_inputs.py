@@ -420,7 +420,7 @@ class Feeder:
                 continue
             arrays |= _arrays_of_ids(input_, self._prepare(value, input_))
         if arrays.keys() != self._arrays.keys():
-            rule = f"be those of the export's example, {sorted(self._arrays)}"
+            rule = f"have the names of the export's example, {sorted(self._arrays)}"
             raise invalid("Input arrays", rule, sorted(arrays), kind=ExportError)
         return arrays
 

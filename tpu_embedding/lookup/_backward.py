@@ -113,7 +113,7 @@ class StackGradient:
       first: the first round at the owners. None if there are blocks, or if the backend
         replaces the update.
       is_partial: bool `[1]`, True if the backend could not look up all ids of the step;
-        None if programs have a fallback. Zeros in place of a gradient are not partial.
+        None if programs have a fallback. Zeros instead of a gradient are not partial.
     """
 
     routing: StackRouting
