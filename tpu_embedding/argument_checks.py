@@ -17,6 +17,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 T = TypeVar("T", bound=Callable[..., Any])
 E = TypeVar("E", bound=Exception)
 
@@ -37,8 +39,8 @@ def describe_value(value: Any) -> str:
     """Returns a short description of a value for an error.
 
     Example:
-      >>> describe_value(0.1), describe_value([0]), describe_value(describe_value)
-      ('0.1', '[0]', 'the function describe_value')
+      >>> describe_value(0.1), describe_value((0, 1)), describe_value(describe_value)
+      ('0.1', '(0, 1)', 'the function describe_value')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -46,11 +48,12 @@ def describe_value(value: Any) -> str:
         return f"the function {value.__name__}"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {reprlib.repr(list(value))}"
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     # A long repr, such as a plan's or a model's, would bury the rest of the error.
-    text = repr(value) if isinstance(value, _SHOWN) else ""
-    return text if 0 < len(text) <= _MAX_LENGTH else type(value).__name__
+    return _REPR.repr(value) if isinstance(value, _SHOWN) else type(value).__name__
 
 
 def about(error: E, field: str, value: Any = None) -> E:
@@ -99,8 +102,10 @@ def type_name(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
-_SHOWN = bool | int | float | complex | str | bytes | list | None
-_MAX_LENGTH = 80
+_SHOWN = bool | int | float | complex | str | bytes | list | tuple | None
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = 12
+_REPR.maxstring, _REPR.maxother = 200, 80
 
 
 def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> None:

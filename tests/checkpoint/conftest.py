@@ -1,20 +1,26 @@
-"""A checkpoint that many tests read."""
+"""A checkpoint that many tests read.
+
+The package is imported when it is used: jaxtyping checks only what is imported later
+than this file.
+"""
 
 import pytest
-
-import tpu_embedding as te
-from tests.checkpoint.states import numbers_of, plan_of, state_of, with_random_slots
-from tpu_embedding.tables import line_exchange
 
 
 @pytest.fixture(scope="session")
 def plan():
+    from tests.checkpoint.states import plan_of
+
     return plan_of()
 
 
 @pytest.fixture(scope="session")
 def saved(plan, tmp_path_factory):
     """A directory with a state, and its numbers. Tables have several chunks."""
+    import tpu_embedding as te
+    from tests.checkpoint.states import numbers_of, state_of, with_random_slots
+    from tpu_embedding.tables import line_exchange
+
     directory = tmp_path_factory.mktemp("saved") / "checkpoint"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 128)

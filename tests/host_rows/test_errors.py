@@ -74,6 +74,24 @@ def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     check_equal(state_of(model, optimizer), expected(12)[1])
 
 
+def test_an_iterator_is_not_called_after_its_end():
+    """A loader that reads from a queue would wait forever."""
+    model, optimizer = make()
+    loader = iter([*batches(3), None, "not drawn"])
+
+    class Queue:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if (batch := next(loader)) is None:
+                raise StopIteration
+            return batch
+
+    assert len(fit(model, optimizer, Queue())) == 3
+    assert next(loader) == "not drawn"
+
+
 def test_an_evaluation_without_the_loop():
     """The next loop raises at its start or end; nothing is lost, and it goes on."""
     model, optimizer = make()

@@ -129,6 +129,19 @@ def test_a_forged_size_takes_no_memory():
     assert choose(forged, demand_of([3] * 8)) == [24]
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_sparse_batches_shrink_no_buffer(is_stored):
+    sizes = BufferSizes()
+    (large,) = choose(sizes, demand_of([2000]))
+    if is_stored:
+        sizes = BufferSizes.from_json(sizes.to_json())
+        choose(sizes, demand_of([2000]))
+    for _ in range(4):
+        assert choose(sizes, demand_of([1])) == choose(sizes, demand_of([2000]))
+    assert choose(sizes, demand_of([1])) == [large]
+    assert sizes.num_combinations == 1
+
+
 @pytest.mark.parametrize(
     "document",
     [

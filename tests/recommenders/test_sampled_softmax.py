@@ -137,7 +137,7 @@ def test_ids_of_different_kinds_are_compared_exactly(item_ids, negative_ids):
     ("options", "field"),
     [
         ({"num_hard_negatives": 0}, "num_hard_negatives"),
-        ({"item_ids": IDS}, "item_ids"),
+        ({"item_ids": IDS}, "negative_ids"),
         ({"negative_log_probabilities": SAMPLED_LOG_Q}, "item_log_probabilities"),
         ({"item_ids": SAMPLED_IDS, "negative_ids": SAMPLED_IDS}, "shapes"),
         (

@@ -212,7 +212,7 @@ class Example:
             for path, (_, leaf) in zip(paths, leaves, strict=True)
         )
         for input_, (_, leaf) in zip(inputs, leaves, strict=True):
-            if input_.kind != "ragged_ids" and not hasattr(ids_of(leaf), "shape"):
+            if input_.kind != "ragged_ids" and not hasattr(ids_of(leaf), "ndim"):
                 rule = "be an array, RaggedIds or DenseIds"
                 fix = "Use np.asarray(...), or te.RaggedIds.from_lists(...) for lists."
                 owner = f"Example's input {input_.name!r}"

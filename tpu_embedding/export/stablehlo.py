@@ -105,6 +105,9 @@ def save(
     line = "te.export.save(model, directory, batch)"
     a_module = ArgumentType(nnx.Module, "an nnx.Module")
     check_type("te.export.save: model", a_module, model, line)
+    if not example:
+        fix = f"Write {line}."
+        raise invalid("te.export.save: example", "be a batch", None, fix, TypeError)
     check_row_format(dtype)
     check_serving_extra()
     check_new_directory(local_path(directory))

@@ -69,7 +69,8 @@ def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
         shape, dtype = specs[name].shape, specs[name].dtype
         if name == "__metadata__":  # safetensors reserves it.
             fix = "Rename the table."
-            raise invalid("TableConfig.name", "be another", name, fix, ExportError)
+            rule = "not be reserved by safetensors"
+            raise invalid("TableConfig.name", rule, name, fix, ExportError)
         if dtype not in _NAMES:
             rule = f"be one of {sorted(map(str, _NAMES))} in {path.name}"
             raise invalid(f"dtype of {name!r}", rule, str(dtype), kind=ExportError)

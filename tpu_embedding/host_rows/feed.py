@@ -88,6 +88,7 @@ class Feed(Generic[Batch]):
                 batch = next(self._source)
                 rows = self._finders.submit(self._rows_of, batch)
             except StopIteration:
+                self._source = iter(())  # Its iterator may block after its end.
                 break
             except Exception as error:  # Raised after the batches before it.
                 batch, self._source = None, iter(())

@@ -74,7 +74,8 @@ class BufferSizes:
     layer's object. A batch that fits the current sizes uses them. When a feature
     outgrows its buffer, the buffers of all ragged features are resized together, each
     with room for at least six standard deviations above the batch's mean. A stationary
-    stream thus settles after a few compilations. No ids are ever lost.
+    stream thus settles after a few compilations. No ids are ever lost, and buffers
+    never shrink.
 
     A feature's first size comes from `FeatureConfig.expected_valence` if it is set, and
     otherwise from the first batch. Each batch size and each subset of the ragged
@@ -98,6 +99,7 @@ class BufferSizes:
 
     def __init__(self):
         self._sizes: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        self._unproven: set[tuple[tuple[str, int], ...]] = set()
         self._combinations: set[tuple[tuple[str, int, int], ...]] = set()
         self._num_growths = 0
 
@@ -122,6 +124,7 @@ class BufferSizes:
 
         Args:
           document: result of `to_json`, which may have been read from a JSON file.
+            Sizes far above what their first batch needs are dropped.
 
         Raises:
           ValueError: if the document is not from `to_json`.
@@ -132,6 +135,7 @@ class BufferSizes:
                 key = tuple((str(name), int(samples)) for name, samples in key)
                 numbers = [max(1, int(n)) for n, _ in zip(numbers, key, strict=True)]
                 sizes._sizes[key] = numbers
+                sizes._unproven.add(key)
         except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise invalid(
                 "te.inputs.BufferSizes.from_json: document",
@@ -158,7 +162,10 @@ class BufferSizes:
             return []
         key = tuple((d.feature_name, d.samples_per_shard) for d in demands)
         sizes = self._sizes.get(key)
-        if sizes is None or any(map(_is_excessive, demands, sizes)):
+        if key in self._unproven and any(map(_is_excessive, demands, sizes or [])):
+            sizes = None
+        self._unproven.discard(key)
+        if sizes is None:
             sizes = list(map(_first_size, demands))
         elif outgrown := [
             d for d, n in zip(demands, sizes, strict=True) if d.num_ids > n

@@ -149,7 +149,7 @@ def checked_shape(
             length and has_deep_ids and num_outputs != math.prod(values.shape)
         ):
             rule = f"hold the {batch_size} samples of its ids, or a multiple of them, "
-            rule += f"{list(values.shape)}"
+            rule += f"for ids of shape {list(values.shape)}"
             field = f"FeatureConfig.output_shape of feature {feature.name!r}"
             raise invalid(field, rule, list(output_shape))
         if length and config.default_id is not None:

@@ -358,7 +358,8 @@ def _with_options(
     multiplies = multiply_weight_decay_factor_by_learning_rate
     if decays and multiplies and learning_rate is None:
         must = "be a rate with multiply_weight_decay_factor_by_learning_rate=True"
-        raise invalid(f"{owner}: learning_rate", must, None)
+        fix = "Pass learning_rate to with_options."
+        raise invalid(f"{owner}: learning_rate", must, None, fix)
 
     # Wrappers are added from the inside to the outside.
     if slot_dtype is not None or slot_initializers is not None:

@@ -166,8 +166,10 @@ def sampled_softmax(
         given = {"samples": jnp.zeros(len(negatives)), f"negative_{name}": negative}
         _check_shapes(owner, "[negatives]", **given)
         if (item is None) != (negative is None):
-            field, rule = f"te.nn.{owner}: item_{name}", f"come with negative_{name}"
-            raise invalid(field, rule, item, "Pass both or neither.")
+            missing = "item" if item is None else "negative"
+            rule = f"be passed together with item_{name} and negative_{name}"
+            field, fix = f"te.nn.{owner}: {missing}_{name}", "Pass both or neither."
+            raise invalid(field, rule, None, fix)
     # One matmul of the negatives and all items would score batch**2 more pairs.
     own, products = jnp.einsum("bd,bd->b", queries, items), queries @ negatives.T
     is_negative = jnp.ones(products.shape, bool)

@@ -303,7 +303,8 @@ class Vocabulary:
         except UnicodeDecodeError as error:
             line = content[: error.start].count(b"\n") + 1
             where = f"{os.fspath(path)}:{line}: a vocabulary"
-            raise invalid(where, "be UTF-8", content, str(error)) from None
+            found = content[error.start : error.end]
+            raise invalid(where, "be UTF-8", found, f"{error}.") from None
         tokens = [line.removesuffix("\r") for line in lines]
         if tokens[-1] == "":
             tokens.pop()

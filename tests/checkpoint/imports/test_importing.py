@@ -138,6 +138,7 @@ REFUSED = {
     "tables": (WHOLE, {"tables": ["c"]}, "tables", "c"),
     "rename": (WHOLE, {"rename": {"a": "x"}}, "rename", "x"),
     "slot shape": (WHOLE, {}, "accumulators", "a/accumulators"),
+    "count": (WHOLE, {"rename": {"a/count": "x"}}, "rename", "a/count"),
     "slot": (WHOLE, {"rename": {"a/m": "a/accumulators"}}, "rename", "a/m"),
     "array": (WHOLE, {"rename": {"a/accumulators": "v"}}, "accumulators", "v"),
     "ids": (WHOLE, {"ids": {"b": np.arange(7)}, "tables": ["b"]}, "ids", np.arange(7)),

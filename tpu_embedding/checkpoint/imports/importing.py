@@ -50,7 +50,8 @@ class ImportReport:
       slots: name of each imported table to a dict of its imported slots, from slot name
         in the model to the name of its array in the source.
       dropped: arrays of the source with slots of the imported tables that were not
-        imported, because no optimizer was passed or `rename` left them out.
+        imported, because no optimizer was passed, its rule has no such slots, or
+        `rename` left them out.
       kept: tables of the model that kept their values, because the source lacks them or
         `tables` left them out.
       unused: tables of the source that were not imported.
@@ -166,7 +167,7 @@ def import_tables(
     """
     layers = set(embedding_layers(model))
     if optimizer is not None and set(optimizer.slots.get_value()) != layers:
-        rule = f"have the model's layers {sorted(layers)}"
+        rule = f"be the model's, {sorted(layers)}"
         found = sorted(optimizer.slots.get_value())
         raise invalid("import_tables: the optimizer's layers", rule, found)
     state = SplitState((model,) if optimizer is None else (model, optimizer))
@@ -395,13 +396,23 @@ def match_tables(
     """
     arrays = source.arrays
     own = [*targets]
-    slots = [f"{k}/{slot}" for k, target in targets.items() for slot in target.slots]
-    given = {"tables": tables or (), "rename": rename, "ids": ids}
+    slots = [
+        f"{table}/{key}"
+        for table, target in targets.items()
+        if rename.get(table, table) in arrays
+        for key, slot in target.slots.items()
+        if slot.has_rows
+    ]
+    given = {
+        "tables": (tables or (), own),
+        "rename": (rename, own + slots),
+        "ids": (ids, own),
+    }
     problems: list[ValueError] = [
-        invalid(argument, f"name {own} of the model, or of {slots}", name)
-        for argument, named in given.items()
+        invalid(argument, f"name one of {known}", name)
+        for argument, (named, known) in given.items()
         for name in named
-        if name not in own and (argument != "rename" or name not in slots)
+        if name not in known
     ]
     matched: dict[str, MatchedTable] = {}
     for table, target in targets.items():

@@ -95,7 +95,7 @@ def topology_hardware(topology: str) -> HardwareInfo:
     grid = tuple(map(int, match[2].split("x")))
     shapes = SLICE_SHAPES[hardware.name]
     if not shapes.has(grid):
-        rule = f"exist; slices of {hardware.name} have {shapes.describe()}"
+        rule = f"be a slice of {hardware.name}, which has {shapes.describe()}"
         raise invalid("topology", rule, topology)
     return hardware
 

@@ -100,8 +100,9 @@ class BlockDataset:
         if evaluation_reader is None:
             self.num_train_samples -= self.num_evaluation_samples
         if self.num_evaluation_samples > available or self.num_train_samples < 1:
-            rule = f"be less than the {available} samples of {self._evaluation_reader}"
-            field, fix = "num_evaluation_samples", "Or set evaluation files."
+            limit = "less than" if evaluation_reader is None else "at most"
+            rule = f"be {limit} the {available} samples of {self._evaluation_reader}"
+            field, fix = "num_evaluation_samples", "Lower it, or set evaluation files."
             raise invalid(field, rule, num_evaluation_samples, fix, DataError)
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]
