@@ -155,7 +155,7 @@ def check_row_format(row_format: str) -> None:
     """
     if row_format not in get_args(RowFormat):
         rule = f"be one of {get_args(RowFormat)}"
-        raise invalid("te.export.save: dtype", rule, row_format, kind=ExportError)
+        raise invalid("te.export: dtype", rule, row_format, kind=ExportError)
 
 
 def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
@@ -272,7 +272,7 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     layers = embedding_layers(model)
     if not layers:
         rule, fix = "own a TPUEmbedding to be exported", "Use jax.export instead."
-        raise invalid("te.export.save: model", rule, model, fix, ExportError)
+        raise invalid("te.export: model", rule, model, fix, ExportError)
     named = [
         (table_prefix(path, layers) + table.table.name, table)
         for path, layer in layers.items()
