@@ -7,8 +7,10 @@ import pytest
 
 from tpu_embedding.xla import (
     copied_in_vectors,
+    fill_by_shifts,
     forward_fill,
     running_sum,
+    sum_in_blocks,
     zeros_unless,
 )
 
@@ -30,15 +32,42 @@ def _hold(values):
     return values
 
 
+def _sum(values):
+    return np.cumsum(values, dtype=np.int32)
+
+
 @pytest.mark.parametrize(
-    ("running", "expected"), [(running_sum, np.cumsum), (forward_fill, _hold)]
+    ("running", "expected"),
+    [
+        (running_sum, _sum),
+        (sum_in_blocks, _sum),
+        (forward_fill, _hold),
+        (fill_by_shifts, _hold),
+    ],
 )
-@pytest.mark.parametrize("size", [129, 2**14 + 1])
+@pytest.mark.parametrize("size", [0, 1, 129, 1024, 1025, 2**17 + 1])
 def test_equals_numpy(size, running, expected):
-    values = np.random.default_rng(size).integers(-9, 9, size).astype(np.int32)
-    result = running(jnp.asarray(values))
-    assert result.dtype == jnp.int32
-    np.testing.assert_array_equal(result, expected(values.copy()))
+    int32 = np.iinfo(np.int32)
+    for low, high in [(-9, 9), (int32.min, int32.max), (int32.max, int32.max)]:
+        values = np.random.default_rng(size).integers(low, high, size, endpoint=True)
+        values = values.astype(np.int32)
+        result = running(jnp.asarray(values))
+        assert result.dtype == jnp.int32
+        np.testing.assert_array_equal(result, expected(values.copy()))
+
+
+@pytest.mark.parametrize("size", [129, 1025, 2**17 + 1])
+def test_sums_of_bools(size):
+    for values in (np.ones(size, bool), np.arange(size) % 3 == 0):
+        for running in (running_sum, sum_in_blocks):
+            np.testing.assert_array_equal(running(jnp.asarray(values)), _sum(values))
+
+
+def test_default_precision_does_not_change_sums():
+    values = np.full(1025, 2**16 - 1, np.int32)
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.jit(sum_in_blocks).lower(values).as_text()
+    assert program.count("HIGHEST") == program.count("dot_general") * 2 > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int8", "bfloat16"])

@@ -3,6 +3,7 @@
 The last functions reimplement JAX operations in forms that suit TPUs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -25,6 +26,9 @@ _BLOCK: Final = 128
 
 _UNROLL: Final = 8
 """Numbers of each block per iteration of the loop."""
+
+_MAX_COMPARED: Final = 1024
+"""Maximum numbers to compare with each other instead of summing them in blocks."""
 
 
 def read_before_write(values: T) -> T:
@@ -128,13 +132,50 @@ def zeros_unless(
 def running_sum(values: Array) -> Int[Array, " n"]:
     """Returns `jnp.cumsum(values)` of integers or bools `[n]`, as int32.
 
-    XLA:TPU takes 10 to 40 s to compile `jnp.cumsum` of 900,000 numbers, and 1 s to
-    compile this function, which sums within all blocks at once, then over the blocks.
-    Arrays of symbolic size, in serving programs, cannot be split into blocks.
+    XLA:TPU takes 3 s to compile `jnp.cumsum` of 106,496 numbers, and 45 s for 900,000.
+    On TPUs, products with a triangle of ones sum within blocks of 128 numbers. They
+    compile in a second, and run in as many cycles.
     """
-    if jax.export.is_symbolic_dim(values.shape[0]):
-        return jnp.cumsum(values, dtype=jnp.int32)
-    return _scan(values.astype(jnp.int32), jnp.add, 0)
+    cumsum = functools.partial(jnp.cumsum, dtype=jnp.int32)
+    if jax.export.is_symbolic_dim(values.shape[0]):  # It has no number of blocks.
+        return cumsum(values)
+    return jax.lax.platform_dependent(values, tpu=sum_in_blocks, default=cumsum)
+
+
+def sum_in_blocks(values: Array) -> Int[Array, " n"]:
+    """Does the work of `running_sum` on TPUs."""
+    num_values = values.shape[0]
+    if num_values <= _MAX_COMPARED:
+        values = values.astype(jnp.int32)
+        return _sums_before(values) + values
+    blocks = _in_blocks(values, 0)
+    triangle = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
+
+    def sums(terms: Array, dtype: Any) -> Array:
+        return jnp.dot(
+            *(terms.astype(dtype), triangle.astype(dtype)),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        ).astype(jnp.int32)
+
+    if values.dtype == bool:
+        within = sums(blocks, jnp.bfloat16)
+    else:
+        # Sums of 128 numbers of 16 bits are below 2**24, so float32 holds them.
+        blocks = blocks.astype(jnp.int32)
+        low, high = blocks & 0xFFFF, jax.lax.shift_right_logical(blocks, 16)
+        within = sums(low, jnp.float32) + (sums(high, jnp.float32) << 16)
+    # Not read from `within`: a slice of one lane costs more than another sum.
+    totals = jnp.sum(blocks, axis=1, dtype=jnp.int32)
+    before = sum_in_blocks(totals) - totals
+    return (before[:, None] + within).reshape(-1)[:num_values]
+
+
+def _sums_before(values: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Sums all numbers before each, with one comparison for each pair."""
+    positions = jnp.arange(values.shape[0])
+    is_before = positions[None, :] < positions[:, None]
+    return jnp.sum(jnp.where(is_before, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def value_of_range(
@@ -166,35 +207,57 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
 
     Leading negative numbers become -1. The result is int32.
     """
-    return _scan(
-        values.astype(jnp.int32),
-        lambda before, value: jnp.where(value < 0, before, value),
-        -1,
+    values = jnp.maximum(values.astype(jnp.int32), -1)
+    return jax.lax.platform_dependent(
+        values, tpu=fill_by_shifts, default=_fill_in_a_loop
     )
 
 
-def _scan(
-    values: Int[Array, " n"], combine: Callable[[Array, Array], Array], neutral: int
-) -> Int[Array, " n"]:
-    """Combines each number with all before it, using an associative function."""
+def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Does the work of `forward_fill` on TPUs.
+
+    A loop with a step for each number of a block takes 10 times as many cycles.
+    """
+    num_values = values.shape[0]
+    if num_values <= _MAX_COMPARED:
+        positions = jnp.arange(num_values)
+        is_found = (values >= 0)[None, :] & (positions[None, :] <= positions[:, None])
+        found = jnp.max(jnp.where(is_found, positions[None, :], -1), axis=1, initial=-1)
+        is_found = positions[None, :] == found[:, None]
+        return jnp.max(jnp.where(is_found, values[None, :], -1), axis=1, initial=-1)
+    within, distance = _in_blocks(values, -1), 1
+    while distance < _BLOCK:
+        pad = ((0, 0), (distance, 0))
+        shifted = jnp.pad(within[:, :-distance], pad, constant_values=-1)
+        # Now each number is filled from twice the distance.
+        within, distance = _last_of(shifted, within), 2 * distance
+    before = jnp.pad(fill_by_shifts(within[:, -1])[:-1], (1, 0), constant_values=-1)
+    return _last_of(before[:, None], within).reshape(-1)[:num_values]
+
+
+def _fill_in_a_loop(values: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Fills within all blocks at once, then over the blocks."""
     num_values = values.shape[0]
     if num_values <= _BLOCK:
-        return jax.lax.associative_scan(combine, combine(jnp.int32(neutral), values))
-    num_blocks = -(-num_values // _BLOCK)
-    padded = jnp.pad(
-        values, (0, num_blocks * _BLOCK - num_values), constant_values=neutral
-    )
+        return jax.lax.associative_scan(_last_of, values)
 
-    def add(so_far, terms):
-        so_far = combine(so_far, terms)
-        return so_far, so_far
+    def fill(last: Array, values: Array) -> tuple[Array, Array]:
+        last = _last_of(last, values)
+        return last, last
 
-    totals, within = jax.lax.scan(
-        add,
-        jnp.full((num_blocks,), neutral, jnp.int32),
-        padded.reshape(num_blocks, _BLOCK).T,
-        unroll=_UNROLL,
+    blocks = _in_blocks(values, -1).T
+    last, within = jax.lax.scan(
+        fill, jnp.full_like(blocks[0], -1), blocks, unroll=_UNROLL
     )
-    block_results = _scan(totals, combine, neutral)
-    before = jnp.pad(block_results[:-1], (1, 0), constant_values=neutral)
-    return combine(before[:, None], within.T).reshape(-1)[:num_values]
+    before = jnp.pad(_fill_in_a_loop(last)[:-1], (1, 0), constant_values=-1)
+    return _last_of(before[:, None], within.T).reshape(-1)[:num_values]
+
+
+def _last_of(before: Array, value: Array) -> Array:
+    return jnp.where(value < 0, before, value)
+
+
+def _in_blocks(values: Array, padding: int) -> Shaped[Array, "blocks 128"]:
+    spare = -values.shape[0] % _BLOCK
+    padded = jnp.pad(values, (0, spare), constant_values=padding)
+    return padded.reshape(-1, _BLOCK)
