@@ -52,8 +52,8 @@ libtpu aborts when it compiles a sort of 512 ids for tpu7x's SparseCores."""
 _SORTED_TILE: Final = 4096
 """Sorts on SparseCores are padded to a multiple of this many ids."""
 
-_MAX_COMPARED_GROUPS: Final = 1024
-"""With at most this many groups, bounds come from comparing ids with all groups."""
+_BLOCK: Final = 128
+"""Sorted ids per block: the lanes of a TPU vector register."""
 
 SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
 """Maps positions of ids in the batch to their samples."""
@@ -163,45 +163,47 @@ def partition_ids(
 
     gain = None if gains is None else gains[order]
     is_new_row = _differs(group) | _differs(row)
-    is_new_id = jnp.ones_like(is_new_row)
+    ids_before = jnp.arange(num_ids + 1, dtype=jnp.int32)
+    is_counted = group < num_groups
     if may_repeat:
-        is_new_id = is_new_row | _differs(sample) | (group == num_groups)
+        is_new_id = is_new_row | _differs(sample) | ~is_counted
+        ids_before = _count_before(is_new_id)
+        is_counted &= is_new_id
         gain = _sum_repeats(is_new_id, gain)
     is_finite = True
     if gain is not None:
-        is_finite = jnp.all(jnp.isfinite(gain) | ~is_new_id | (group == num_groups))
+        is_finite = jnp.all(jnp.isfinite(gain) | ~is_counted)
     ids = _SortedIds(
         bounds=_bounds_of_groups(group, num_groups),
         row=row,
         rows_before=_count_before(is_new_row),
-        ids_before=_count_before(is_new_id),
+        ids_before=ids_before,
     )
     sizes = {"num_rows": rows_per_partition, "limits": limits, "axes": axes}
+    sizes["cores"] = cores
     cut = jax.lax.platform_dependent(
         *(ids, jnp.asarray(is_finite)),
         cpu=functools.partial(_cut_for_all_devices, **sizes),
         default=functools.partial(_cut_into_minibatches, **sizes),
     )
 
-    by_core = (-1, cores, num_partitions)
-    first, counts = (x.reshape(by_core).swapaxes(0, 1) for x in (cut.first, cut.counts))
-    taken = -(-counts // ALIGNMENT) * ALIGNMENT
-    aligned_end = running_sum(taken.reshape(-1)).reshape(taken.shape)
-    end = aligned_end - taken + counts
     arrays = [row, sample] if gain is None else [row, sample, gain]
     if may_repeat:
         positions = jnp.arange(num_ids, dtype=jnp.uint32)
         keys = jnp.where(is_new_id, positions, _LAST_WORD)
         arrays = [_sort(keys, values)[1] for values in arrays]
-    source, used_until = _sources(first, counts, aligned_end, cut, limits.room)
-    rows, samples, *gains_of_rows = _copy_lines(arrays, source)
-    is_used = jnp.arange(limits.room) < jnp.repeat(used_until, ALIGNMENT)
-    gain = gains_of_rows[0] if gains_of_rows else jnp.float32(1)
+    taken = -(-cut.counts // ALIGNMENT) * ALIGNMENT
+    aligned_end = running_sum(taken.reshape(-1)).reshape(taken.shape)
+    start, end = aligned_end - taken, aligned_end - taken + cut.counts
+    source, used_until = _sources(start, end, cut, limits.room)
+    rows, samples, *gains = _copy_lines(arrays, source, used_until)
+    if not gains:
+        gains = [jnp.where(rows == PADDING_ROW_ID, jnp.nan, jnp.float32(1))]
     ids = PartitionedIds(
         pointers=_pointers(end, aligned_end, cut.num_minibatches),
-        rows=jnp.where(is_used, rows, PADDING_ROW_ID),
-        samples=jnp.where(is_used, samples, PADDING_ROW_ID),
-        gains=jnp.where(is_used, gain, jnp.nan),
+        rows=rows,
+        samples=samples,
+        gains=gains[0],
         num_minibatches=cut.num_minibatches[None],
     )
     return ids, cut.is_complete
@@ -242,8 +244,8 @@ class _CutState(NamedTuple):
     next_row: Int[Array, ""]
     begin: Int[Array, " groups"]
     positions: Int[Array, ""]
-    first: Int[Array, "64 groups"]
-    counts: Int[Array, "64 groups"]
+    first: Int[Array, "cores 64 partitions"]
+    counts: Int[Array, "cores 64 partitions"]
     is_stuck: Bool[Array, ""]
 
 
@@ -251,15 +253,15 @@ class _Cut(NamedTuple):
     """The minibatches of all groups.
 
     Attributes:
-      first: int32 `[64, groups]`, number of sorted ids before each minibatch's part of
-        each group.
-      counts: int32 `[64, groups]`, number of ids in that part.
+      first: int32 `[cores, 64, partitions]`, number of sorted ids before each
+        minibatch's part of each group.
+      counts: int32 `[cores, 64, partitions]`, number of ids in that part.
       num_minibatches: int32, from 1 to 64, the same on all devices.
       is_complete: whether all ids of all devices are in minibatches.
     """
 
-    first: Int[Array, "64 groups"]
-    counts: Int[Array, "64 groups"]
+    first: Int[Array, "cores 64 partitions"]
+    counts: Int[Array, "cores 64 partitions"]
     num_minibatches: Int[Array, ""]
     is_complete: Bool[Array, ""]
 
@@ -364,10 +366,18 @@ def _sum_repeats(
 def _bounds_of_groups(
     group: Int[Array, " ids"], num_groups: int
 ) -> Int[Array, " groups_and_1"]:
-    """Returns the start of each group in the sorted ids, then of the padding."""
-    method = "compare_all" if num_groups <= _MAX_COMPARED_GROUPS else "scan"
-    numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)
-    return jnp.searchsorted(group, numbers, method=method).astype(jnp.int32)
+    """Returns the start of each group in the sorted ids, then of the padding.
+
+    Compares each group with the last id of each block, then with the ids of the block
+    where it starts. A binary search would gather numbers one by one.
+    """
+    numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)[:, None]
+    padding = (0, _BLOCK - group.size % _BLOCK)
+    blocks = jnp.pad(group, padding, constant_values=num_groups + 1)
+    blocks = blocks.reshape(-1, _BLOCK)
+    num_full = jnp.sum(blocks[None, :, -1] < numbers, axis=1, dtype=jnp.int32)
+    within = blocks.at[num_full].get(mode="promise_in_bounds") < numbers
+    return _BLOCK * num_full + jnp.sum(within, axis=1, dtype=jnp.int32)
 
 
 def _cut_for_all_devices(
@@ -389,6 +399,7 @@ def _cut_into_minibatches(
     is_finite: Bool[Array, ""],
     *,
     num_rows: int,
+    cores: int,
     limits: Limits,
     axes: Sequence[str],
 ) -> _Cut:
@@ -401,6 +412,7 @@ def _cut_into_minibatches(
       ids: the sorted ids.
       is_finite: whether this device's gains are finite.
       num_rows: rows of a partition.
+      cores: SparseCores per device.
       limits: sizes that the operations are compiled for.
       axes: mesh axes that shard the table.
     """
@@ -433,21 +445,25 @@ def _cut_into_minibatches(
         counts = ids.ids_before[end] - ids_before
         is_stuck = next_row <= state.next_row
         taken = -(-counts // ALIGNMENT) * ALIGNMENT
+
+        def put(values: Array, of_groups: Array) -> Array:
+            of_groups = of_groups.reshape(cores, -1)
+            return values.at[:, state.count].set(of_groups, mode="promise_in_bounds")
+
         return _CutState(
             count=state.count + ~is_stuck,
             next_row=next_row,
             begin=end,
             positions=state.positions + jnp.sum(taken),
-            first=state.first.at[state.count].set(ids_before),
-            counts=state.counts.at[state.count].set(counts),
+            first=put(state.first, ids_before),
+            counts=put(state.counts, counts),
             is_stuck=is_stuck,
         )
 
     zero = jnp.int32(0)
-    none = jnp.zeros((MAX_MINIBATCHES, num_groups), jnp.int32)
+    none = jnp.zeros((cores, MAX_MINIBATCHES, num_groups // cores), jnp.int32)
     state = _CutState(zero, zero, ids.bounds[:-1], zero, none, none, jnp.bool_(False))
-    # Usually there is only one minibatch, so it is cut outside of the loop.
-    state = jax.lax.while_loop(is_unfinished, cut, cut(state))
+    state = jax.lax.while_loop(is_unfinished, cut, state)
     is_complete = state.next_row >= num_rows
     return _Cut(
         first=state.first,
@@ -477,9 +493,8 @@ def _first_index(
 
 
 def _sources(
-    first: Int[Array, "cores 64 partitions"],
-    counts: Int[Array, "cores 64 partitions"],
-    aligned_end: Int[Array, "cores 64 partitions"],
+    start: Int[Array, "cores 64 partitions"],
+    end: Int[Array, "cores 64 partitions"],
     cut: _Cut,
     room: int,
 ) -> tuple[Int[Array, " lines"], Int[Array, " lines"]]:
@@ -490,43 +505,38 @@ def _sources(
     groups. The end is computed in the same way.
 
     Args:
-      first: number of sorted ids before each minibatch's part of each group.
-      counts: number of ids in that part.
-      aligned_end: position after that part, rounded up to a multiple of 8.
+      start: position of each minibatch's part of each group.
+      end: position after that part.
       cut: the minibatches.
       room: number of positions.
     """
-    start = aligned_end - -(-counts // ALIGNMENT) * ALIGNMENT
-    num_minibatches = cut.num_minibatches
+    num_minibatches, num_lines = cut.num_minibatches, room // ALIGNMENT
+    values = jnp.stack([cut.first - start, end])
+    last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=2)
+    is_used = jnp.arange(MAX_MINIBATCHES)[:, None] < num_minibatches
+    values = jnp.where(is_used, values, last[..., -1:])
+    # The second half continues the running sum of the first.
+    steps = jnp.diff(values.reshape(-1), prepend=0).reshape(values.shape)
+    lines = jnp.stack([start, start + room]) // ALIGNMENT
 
-    def steps_of(values: Array) -> Array:
-        """Returns each group's step from the one before; 0 in unused minibatches."""
-        last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=1)
-        is_used = jnp.arange(MAX_MINIBATCHES)[None, :, None] < num_minibatches
-        values = jnp.where(is_used, values, last[:, :, -1:])
-        return jnp.diff(values.reshape(-1), prepend=0).reshape(values.shape)
-
-    steps = steps_of(first - start), steps_of(start + counts)
-
-    def add_steps(minibatch: Array, totals: tuple[Array, Array]) -> Any:
-        line, *of_minibatch = (
-            jax.lax.dynamic_index_in_dim(x, minibatch, axis=1).reshape(-1)
-            for x in (start // ALIGNMENT, *steps)
+    def add_steps(minibatch: Array, total: Array) -> Array:
+        line, step = (
+            jax.lax.dynamic_index_in_dim(x, minibatch, axis=2).reshape(-1)
+            for x in (lines, steps)
         )
-        return tuple(
-            total.at[line].add(step, indices_are_sorted=True, mode="drop")
-            for total, step in zip(totals, of_minibatch, strict=True)
-        )
+        return total.at[line].add(step, indices_are_sorted=True, mode="drop")
 
     # Batches have few minibatches, so a loop is faster than one scatter of all 64.
-    zeros = jnp.zeros((room // ALIGNMENT,), jnp.int32)
-    totals = jax.lax.fori_loop(0, num_minibatches, add_steps, (zeros, zeros))
-    difference, end = (running_sum(total) for total in totals)
-    return ALIGNMENT * jnp.arange(zeros.size, dtype=jnp.int32) + difference, end
+    total = jnp.zeros((2 * num_lines,), jnp.int32)
+    total = jax.lax.fori_loop(0, num_minibatches, add_steps, total)
+    difference, until = running_sum(total).reshape(2, num_lines)
+    return ALIGNMENT * jnp.arange(num_lines, dtype=jnp.int32) + difference, until
 
 
 def _copy_lines(
-    arrays: Sequence[Shaped[Array, " ids"]], source: Int[Array, " lines"]
+    arrays: Sequence[Shaped[Array, " ids"]],
+    source: Int[Array, " lines"],
+    used_until: Int[Array, " lines"],
 ) -> list[Shaped[Array, " positions"]]:
     """Copies unaligned lines of 8 numbers out of arrays, and concatenates them.
 
@@ -535,7 +545,9 @@ def _copy_lines(
 
     Args:
       arrays: arrays of 4-byte numbers.
-      source: start of each line. Numbers past the end of the arrays are undefined.
+      source: start of each line.
+      used_until: end of the positions in use in each line's group. Other positions get
+        `PADDING_ROW_ID`, or NaN in arrays of float32.
     """
     padding = ALIGNMENT - arrays[0].size % ALIGNMENT + ALIGNMENT
     lines = jnp.concatenate(
@@ -552,12 +564,16 @@ def _copy_lines(
     found = computed_apart(table.at[source // ALIGNMENT].get(mode="clip").T)
     windows = found.reshape(2, len(arrays), ALIGNMENT, -1)
     shift, results = source % ALIGNMENT, []
+    positions = jnp.arange(source.size * ALIGNMENT).reshape(-1, ALIGNMENT).T
     for i, values in enumerate(arrays):
         window = windows[:, i].reshape(2 * ALIGNMENT, -1)
         for bit in (4, 2, 1):
             window = jnp.where(shift & bit, window[bit:], window[:-bit])
-        line = window[:ALIGNMENT].T.reshape(-1)
-        results.append(jax.lax.bitcast_convert_type(line, values.dtype))
+        line = jax.lax.bitcast_convert_type(window[:ALIGNMENT], values.dtype)
+        unused = jnp.nan if values.dtype == jnp.float32 else PADDING_ROW_ID
+        is_used = positions < used_until[None, :]
+        line = jnp.where(is_used, line, jnp.asarray(unused, line.dtype))
+        results.append(line.T.reshape(-1))
     return results
 
 
@@ -584,7 +600,8 @@ def _pointers(
 
 def _count_before(is_counted: Bool[Array, " n"]) -> Int[Array, " n_and_1"]:
     """Returns the number of True values before each position, and in total."""
-    return jnp.pad(running_sum(is_counted), (1, 0))
+    is_counted = jnp.pad(is_counted, (0, 1))
+    return running_sum(is_counted) - is_counted
 
 
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
