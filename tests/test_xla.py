@@ -11,6 +11,7 @@ from tpu_embedding.xla import (
     forward_fill,
     running_sum,
     sum_in_blocks,
+    value_of_range,
     zeros_unless,
 )
 
@@ -93,3 +94,27 @@ def test_zeros_unless():
     result = np.asarray(jax.jit(zeros_unless)(is_row, rows))
     assert result[is_row].tobytes() == rows[is_row].tobytes()
     assert not result[~is_row].view(np.int32).any()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+@pytest.mark.parametrize(
+    ("starts", "values"),
+    [
+        ([0], [7]),
+        ([3, 5], [7, 2]),
+        ([0, 4, 8], [0, 4, 8]),
+        ([2, 6, 10], [9, 9, 9]),
+        ([2, 6, 10], [9, 5, 1]),
+        ([0, 4, 9], [0, 4, 8]),
+        ([0, 2**30, 2**31 - 1], [5, 2**31 - 1, 0]),
+        ([2**31 - 9, 2**31 - 5, 2**31 - 1], [0, 2**30, 2**31 - 1]),
+    ],
+)
+def test_value_of_range(starts, values, dtype):
+    numbers = np.concatenate([[0], starts, np.asarray(starts) + 1, [2**31 - 2]])
+    numbers = np.minimum(numbers, 2**31 - 1).astype(dtype)
+    found = np.searchsorted(starts, numbers, side="right")
+    expected = np.asarray([0, *values], dtype)[found]
+    result = value_of_range(jnp.asarray(numbers), starts, values)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result, expected)

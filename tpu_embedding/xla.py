@@ -197,8 +197,17 @@ def value_of_range(
       [10, 10, 7, 7, 7, 8]
     """
     dtype = numbers.dtype
-    steps = np.diff(np.asarray(values, dtype), prepend=dtype.type(0))
-    is_reached = numbers[:, None] >= np.asarray(starts, dtype)[None, :]
+    starts, values = np.asarray(starts, np.int64), np.asarray(values, np.int64)
+    if len(starts) > 1 and not (np.diff(starts, 2).any() or np.diff(values, 2).any()):
+        # Equal ranges with equal steps need one division, not a sum over all ranges.
+        (length, step), last = (x[1] - x[0] for x in (starts, values)), starts.size - 1
+        number = jnp.minimum(
+            (numbers - starts[0].astype(dtype)) // length.astype(dtype), last
+        )
+        value = values[0].astype(dtype) + number * step.astype(dtype)
+        return jnp.where(numbers < starts[0].astype(dtype), 0, value).astype(dtype)
+    steps = np.diff(values, prepend=0).astype(dtype)
+    is_reached = numbers[:, None] >= starts.astype(dtype)[None, :]
     return jnp.sum(jnp.where(is_reached, steps[None, :], 0), axis=1, dtype=dtype)
 
 
