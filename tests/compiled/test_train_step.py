@@ -161,13 +161,15 @@ def steps():
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dim", "generation"),
-    quick_cases([pytest.param(*case) for case in steps()], "16-v5p"),
+    quick_cases([pytest.param(*case) for case in steps()], "16-v5e", "16-v6e"),
 )
 def test_tpu_step_is_in_place(dim, generation):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
     compiled = compile_step(plan, dim)
     report, text = check(plan, compiled), compiled.as_text()
+    cycles = compile_report.count_cycles(text)
+    assert 0 < cycles.total < 700_000 and cycles.num_operations < 450
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
     # The ends of the ranges of a round, also in both loops; all counts of the lookup.

@@ -1,11 +1,15 @@
 """Ahead-of-time compilation and inspection of TPU programs, without a TPU.
 
-* `step_report`: compiles a step, and reports its memory and table accesses.
+* `step_report`: compiles a step, and reports its memory, table accesses and cycles.
+* `cycles`: sums the compiler's estimated cycles.
 * `traffic`: models the bytes that a step moves.
 * `hlo`: parses a program, and finds what it does with its tables.
 * `topology`: meshes of TPUs that need not be present.
 """
 
+from tpu_embedding.tools.compile_report.cycles import Cycles as Cycles
+from tpu_embedding.tools.compile_report.cycles import count_cycles as count_cycles
+from tpu_embedding.tools.compile_report.cycles import format_cycles as format_cycles
 from tpu_embedding.tools.compile_report.hlo import (
     TableAccesses as TableAccesses,
 )

@@ -1,7 +1,7 @@
-"""The compile report: whether a step fits, and how it treats its tables.
+"""The compile report: whether a step fits, how it treats its tables, what it costs.
 
 `compile_report` compiles a step ahead of time, without a TPU. The report has the
-compiler's memory figures and the counts from `hlo.py`.
+compiler's memory figures, the counts from `hlo.py`, and the cycles from `cycles.py`.
 """
 
 import dataclasses
@@ -14,6 +14,11 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.mesh_options import num_slices_of
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tools.compile_report.cycles import (
+    Cycles,
+    count_cycles,
+    format_cycles,
+)
 from tpu_embedding.tools.compile_report.hlo import (
     TableAccesses,
     inspect_program,
@@ -55,7 +60,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """Memory and table accesses of a step, compiled for a TPU topology, per device.
+    """Memory, table accesses and cycles of a step compiled for a TPU, per device.
 
     Attributes:
       name: name of the step.
@@ -63,6 +68,8 @@ class CompileReport:
       plan: plan of the layer.
       memory: memory of the step, and whether it fits.
       accesses: what the program does with its tables. None if the compiler rejected it.
+      cycles: the compiler's estimate of the program's cycles; see `cycles.py`. None if
+        the compiler rejected it.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time to compile.
       rejection: the compiler's error if it rejected the step, or "".
@@ -73,6 +80,7 @@ class CompileReport:
     plan: EmbeddingPlan
     memory: Memory
     accesses: TableAccesses | None
+    cycles: Cycles | None
     trace_seconds: float
     compile_seconds: float
     rejection: str
@@ -94,7 +102,7 @@ def compile_report(
     name: str = "train step",
     topology: str = "",
 ) -> CompileReport:
-    """Compiles a step ahead of time, and reports its memory and table accesses.
+    """Compiles a step ahead of time; reports its memory, table accesses and cycles.
 
     Args:
       step: jitted function that donates the state and uses the plan's
@@ -133,7 +141,7 @@ def compile_report(
     begin = time.perf_counter()
     lowered = step.lower(*arguments)
     lowered_at = time.perf_counter()
-    rejection, accesses = "", None
+    rejection, accesses, cycles = "", None, None
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -144,12 +152,14 @@ def compile_report(
     else:
         memory = memory_of(compiled, plan.hardware)
         accesses = inspect_program(compiled, plan)
+        cycles = count_cycles(compiled.as_text() or "")
     return CompileReport(
         name=name,
         topology=topology,
         plan=plan,
         memory=memory,
         accesses=accesses,
+        cycles=cycles,
         trace_seconds=lowered_at - begin,
         compile_seconds=time.perf_counter() - lowered_at,
         rejection=rejection,
@@ -185,7 +195,7 @@ def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
 
 
 def format_report(report: CompileReport) -> str:
-    """Returns a report as text: the plan, the memory and the table accesses.
+    """Returns a report as text: plan, memory, table accesses and cycles.
 
     Example:
       >>> print(format_report(report))  # doctest: +SKIP
@@ -212,7 +222,7 @@ def format_report(report: CompileReport) -> str:
     ]
     if report.rejection:
         lines.append(report.rejection)
-    if accesses is None:
+    if accesses is None or report.cycles is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
     maps = sum(stack.storage.bytes_per_device(stack) for stack in plan.stacks)
@@ -239,4 +249,6 @@ def format_report(report: CompileReport) -> str:
     lines += [f"  {name:22} {format_bytes(size):>10}" for name, size in sizes.items()]
     lines += ["", *(f"  {name:28} {count:>4}" for name, count in counts.items())]
     lines += [f"    {copy[:120]}" for copy in accesses.table_sized_copies]
+    if report.cycles.total:
+        lines += ["", format_cycles(report.cycles)]
     return "\n".join(lines)

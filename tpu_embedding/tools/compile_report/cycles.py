@@ -1,0 +1,191 @@
+"""The TPU compiler's estimate of a program's cycles, with the iterations of its loops.
+
+XLA:TPU writes `estimated_cycles` on each operation of a TensorCore. XLA's cost analysis
+(`optimal_seconds`) counts the body of a loop once. This module multiplies the cycles of
+an operation by the iterations of the loops around it. The sum is no running time:
+operations may overlap, and waiting for other devices is not part of it. Compare
+programs with it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tpu_embedding.plan.memory import format_table
+from tpu_embedding.tools.compile_report.hlo import (
+    Computation,
+    Instruction,
+    Module,
+    parse_module,
+)
+
+NOT_CHARGED: Final = "work on SparseCores and waiting for other devices"
+"""What the compiler's estimate leaves out."""
+
+_CYCLES: Final = re.compile(r'"estimated_cycles":"(\d{1,9})"')
+_SCOPE: Final = re.compile(r'op_name="([^"]*)"')
+_BRANCHES: Final = re.compile(
+    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+)"
+)
+_NAME: Final = re.compile(r"[\w.\-]+")
+_KERNELS: Final = frozenset(
+    "add all-reduce all-to-all broadcast call-start compare concatenate convert copy "
+    "copy-start custom-call dynamic-slice dynamic-update-slice fusion gather iota pad "
+    "reduce reduce-window scatter select slice sort transpose".split()
+)
+"""Opcodes that start a kernel or a transfer, except a few that XLA fuses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation of a program, with the iterations of the loops around it.
+
+    Attributes:
+      name: the compiler's name, such as `"fusion.12"`.
+      scope: the `jax.named_scope`s and the primitive that the operation comes from, or
+        "" if the compiler added it.
+      shape: dimensions of the result, or of its first array.
+      runs: runs per step, with one iteration of each loop whose length depends on data.
+      cycles: estimated cycles of one run; 0 if the compiler charges nothing.
+    """
+
+    name: str
+    scope: str
+    shape: tuple[int, ...]
+    runs: int
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cycles:
+    """Estimated cycles of one run of a program, per TensorCore.
+
+    Attributes:
+      total: sum over all operations, with both branches of each conditional, and with
+        one iteration of each loop whose length depends on data.
+      without_data_loops: the same sum with no iteration of these loops.
+      num_operations: number of operations that run, counted as in `total`.
+      data_loops: scopes of the loops whose length depends on data.
+      operations: the operations, the most expensive first.
+    """
+
+    total: int
+    without_data_loops: int
+    num_operations: int
+    data_loops: tuple[str, ...]
+    operations: tuple[Operation, ...]
+
+
+def count_cycles(text: str) -> Cycles:
+    """Sums the estimated cycles of a program compiled for a TPU.
+
+    Args:
+      text: the program, from `compiled.as_text()`. Programs for other platforms have no
+        estimates, so their sums are 0.
+
+    Raises:
+      ValueError: if the text has no entry computation.
+
+    Example:
+      >>> cycles = count_cycles('''ENTRY %main (a: f32[8,128]) -> f32[8,128] {
+      ...   %a = f32[8,128]{1,0} parameter(0)
+      ...   ROOT %b = f32[8,128]{1,0} negate(%a), {"estimated_cycles":"55"}
+      ... }''')
+      >>> cycles.total, cycles.operations[0].name, cycles.operations[0].shape
+      (55, 'b', (8, 128))
+    """
+    module = parse_module(text)
+    operations, loops, without_data_loops, num_operations = [], [], 0, 0
+    for instruction, least, runs in _run(module, module.entry, 1, 1):
+        scope = _SCOPE.search(instruction.text)
+        if instruction.opcode == "while":
+            if _trip_count(module, instruction) is None:
+                loops.append(scope[1] if scope else instruction.name)
+            continue
+        found = _CYCLES.search(instruction.text)
+        operation = Operation(
+            name=instruction.name,
+            scope=scope[1] if scope else "",
+            shape=instruction.dims[0] if instruction.dims else (),
+            runs=runs,
+            cycles=int(found[1]) if found else 0,
+        )
+        operations.append(operation)
+        without_data_loops += least * operation.cycles
+        num_operations += runs if instruction.opcode in _KERNELS else 0
+    operations.sort(key=lambda x: -x.runs * x.cycles)
+    return Cycles(
+        total=sum(x.runs * x.cycles for x in operations),
+        without_data_loops=without_data_loops,
+        num_operations=num_operations,
+        data_loops=tuple(loops),
+        operations=tuple(operations),
+    )
+
+
+def _run(
+    module: Module, computation: Computation, least: int, runs: int
+) -> Iterator[tuple[Instruction, int, int]]:
+    """Yields each loop and operation with its runs.
+
+    `least` counts no iteration of a loop whose length depends on data; `runs` counts
+    one. A loop tests its condition once more than it runs its body.
+    """
+    for x in computation.values():
+        inside = []
+        if x.opcode == "while":
+            yield x, least, runs
+            count = _trip_count(module, x)
+            body = (least * (count or 0), runs * (1 if count is None else count))
+            inside.append((x.called("body"), *body))
+            inside.append((x.called("condition"), least + body[0], runs + body[1]))
+        elif x.opcode == "conditional":
+            names = " ".join("".join(pair) for pair in _BRANCHES.findall(x.text))
+            inside += [(name, least, runs) for name in _NAME.findall(names)]
+        elif x.opcode == "call":
+            inside.append((x.called("to_apply"), least, runs))
+        else:
+            yield x, least, runs
+        for name, *times in inside:
+            yield from _run(module, module.computations[name], *times)
+
+
+def _trip_count(module: Module, loop: Instruction) -> int | None:
+    """Returns the iterations of a loop that counts to a constant, otherwise None."""
+    condition = module.computations[loop.called("condition") or ""]
+    compares = [x for x in condition.values() if x.opcode == "compare"]
+    bounds = re.findall(
+        r"constant\((\d+)\)", " ".join(x.text for x in condition.values())
+    )
+    counts_up = len(compares) == 1 and "direction=LT" in compares[0].text
+    if not counts_up or len(bounds) != 1 or len(condition) > 6:
+        return None
+    return int(bounds[0])
+
+
+def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
+    """Returns the sums and the most expensive operations as text.
+
+    Example:
+      >>> print(format_cycles(cycles))  # doctest: +SKIP
+      estimated cycles: 716,112 in 266 operations; not charged: work on SparseCores ...
+    """
+    lines = [
+        f"estimated cycles: {cycles.total:,} in {cycles.num_operations:,} operations; "
+        f"not charged: {NOT_CHARGED}"
+    ]
+    if cycles.data_loops:
+        lines.append(
+            f"  without the {len(cycles.data_loops)} loops whose length depends on "
+            f"data, each counted once: {cycles.without_data_loops:,}"
+        )
+    rows = [
+        (f"{x.runs * x.cycles:,}", f"{x.runs} x", x.name, str(x.shape), x.scope[-60:])
+        for x in cycles.operations[:num_operations]
+        if x.cycles
+    ]
+    if rows:
+        head = ("cycles", "runs", "operation", "shape", "scope")
+        lines.append(format_table([head, *rows], num_left_aligned=0))
+    return "\n".join(lines)
