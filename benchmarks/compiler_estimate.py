@@ -5,15 +5,20 @@
     python benchmarks/record.py FILE
 
 26 tables of dim 128, one id per sample and table, global batch 16,384, Adagrad. Both
-libraries compile for a TPU slice that need not be there. The estimate is the compiler's
-own `optimal_seconds`. It charges whole tables for each gather and scatter. So each
-program is compiled for two vocabulary sizes, and the line through both is followed to
-size 0 (the intercept).
+libraries compile for a TPU slice that need not be there. There are two estimates, both
+by the compiler:
 
-Limits of the estimate:
+* `cycles` of a TensorCore, times the iterations of the loops around each operation, and
+  the number of `operations`; see `tpu_embedding/tools/compile_report/cycles.py`. Loops
+  whose length depends on data count once.
+* `optimal_seconds` of XLA's cost analysis. It counts the body of each loop once, and
+  charges whole tables for each gather and scatter. So each program is compiled for two
+  vocabulary sizes, and the line through both is followed to size 0 (the intercept).
+
+Limits of both:
 
 * jax-tpu-embedding does its work on SparseCore in custom calls, which cost nothing in
-  the estimate, and so does `backend="sparse_core"`. So their gathers, scatters, sums
+  either estimate, and so does `backend="sparse_core"`. So their gathers, scatters, sums
   over duplicates and exchanges are free, and only the TensorCore's work around them is
   charged: here, sorting the ids, and the exchange for batches beyond the limit.
 * jax-tpu-embedding receives ids that the host has sorted and deduplicated. That takes
@@ -174,13 +179,14 @@ def compile_theirs(vocabulary_size: int, mesh: Any) -> list[Any]:
 
 
 def measure(compile_programs: Any, mesh: Any) -> dict[str, float]:
-    """Compiles for both vocabulary sizes; returns milliseconds at size 0."""
-    totals, compile_seconds, argument_bytes = [], [], []
+    """Compiles for both vocabulary sizes; returns cycles, and time at size 0."""
+    totals, compile_seconds, argument_bytes, counts = [], [], [], []
     for vocabulary_size in VOCABULARY_SIZES:
         start = time.perf_counter()
         programs = compile_programs(vocabulary_size, mesh)
         compile_seconds.append(time.perf_counter() - start)
         totals.append(sum(p.cost_analysis()["optimal_seconds"] for p in programs))
+        counts.append([compile_report.count_cycles(p.as_text()) for p in programs])
         # The last program takes table and slots, and the ids.
         argument_bytes.append(programs[-1].memory_analysis().argument_size_in_bytes)
     small, large = VOCABULARY_SIZES
@@ -190,6 +196,8 @@ def measure(compile_programs: Any, mesh: Any) -> dict[str, float]:
         "intercept_ms": 1e3 * intercept,
         "argument_mib": argument_bytes[0] / 2**20,
         "compile_seconds": compile_seconds[0],
+        "cycles": sum(x.total for x in counts[0]),
+        "operations": sum(x.num_operations for x in counts[0]),
     }
 
 
@@ -210,8 +218,8 @@ def main() -> None:
         "jax-tpu-embedding": compile_theirs,
     }
     results = []
-    heads = ("ms", "MiB", "compile s")
-    print(" " * 40 + "".join(f"{head:>10}" for head in heads))
+    heads = ("ms", "MiB", "compile s", "cycles", "operations")
+    print(" " * 40 + "".join(f"{head:>13}" for head in heads))
     for topology in arguments.topology:
         mesh = compile_report.topology_mesh(topology)
         for name, compile_programs in libraries.items():
@@ -222,7 +230,10 @@ def main() -> None:
                 result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
                 print(f"{label}{result['error'][:60]}", flush=True)
             else:
-                cells = [f"{value:10.3f}" for value in result.values()]
+                cells = [
+                    f"{x:13,}" if isinstance(x, int) else f"{x:13.3f}"
+                    for x in result.values()
+                ]
                 print(f"{label}{''.join(cells)}", flush=True)
             case = {"topology": topology, "library": name}
             results.append(case | result)

@@ -22,8 +22,8 @@ _TABLE: Final = re.compile(
 )
 
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
-    "compiler_estimate": ("intercept_ms", "compile_seconds"),
-    "partition_estimate": ("optimal_ms",),
+    "compiler_estimate": ("cycles", "operations", "intercept_ms", "compile_seconds"),
+    "partition_estimate": ("cycles", "operations", "optimal_ms"),
     "step_time": ("median_ms", "compile_seconds"),
     "table_size": ("median_ms", "ratio"),
     "memory_tables": ("median_ms", "ratio"),
@@ -82,6 +82,8 @@ def _show(field: str, value: float) -> str:
         "bytes": f"{value / 1e6:,.0f} MB",
         "ratio": f"ratio {value:.2f}",
         "rate": f"{value:.1%}",
+        "cycles": f"{value:,} cycles",
+        "operations": f"{value:,} operations",
     }
     return f"{name} {texts[unit]}".strip()
 
