@@ -7,9 +7,8 @@ Linen layer also uses the warning about unintended pooling.
 
 import contextlib
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
@@ -222,24 +221,6 @@ _ATTRIBUTES: Final = {
     "num_embeddings": "print(layer.plan) shows the rows of each table",
 }
 """Attributes of other libraries' layers, and what to use instead."""
-
-
-class _Method:
-    """A method that TensorFlow has as a property, with an error for that habit."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self._function
-        return _BoundMethod(self._function, instance)
-
-
-class _BoundMethod(functools.partial):
-    def __getitem__(self, name: Any) -> Any:
-        method = self.func.__name__
-        raise TypeError(f"{method} is a method. Write layer.{method}()[{name!r}].")
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -513,7 +494,6 @@ class TPUEmbedding(ShortRepr):
             features, plan, weights, self.buffer_sizes, samples=samples
         )
 
-    @_Method
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
         return unstack_tables(self.tables.get_value(), self.plan)
