@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.inputs.containers import HostIds, read_ids
-from tpu_embedding.paths import local_path
+from tpu_embedding.paths import local_path, write_atomically
 from tpu_embedding.strings.fingerprints import (
     encode,
     farmhash64,
@@ -57,27 +56,6 @@ def read_flat_json(path: pathlib.Path) -> Any:
     if not _FLAT.fullmatch(text):
         raise ValueError("it must be JSON, with lists of strings and nothing nested")
     return json.loads(text)
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text in UTF-8, completely or not at all.
-
-    Raises:
-      OSError: if the text can't be written, for example because the disk is full. The
-        error names the file. An existing file is then unchanged.
-    """
-    path = pathlib.Path(os.path.realpath(path))
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
@@ -537,41 +515,28 @@ def save_vocabularies(
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Returns the vocabularies in a subdirectory, by the names of their features.
 
-    The directory may be untrusted. Symbolic links could point outside of it, so they
-    are errors.
+    The files may be untrusted. The caller must reject symbolic links, which could point
+    outside of the directory.
 
     Raises:
-      ValueError: if a file is missing or was not written by `save_vocabularies`. The
-        message names it.
+      OSError: if a file is missing.
+      ValueError: if a file was not written by `save_vocabularies`. The message names
+        it.
     """
     path = directory / VOCABULARIES_DIR
-    if not path.exists() and not path.is_symlink():
+    if not path.exists():
         return {}
-    if path.is_symlink() or not path.is_dir():
-        raise _not_saved(path, "it must be a directory, not a link or a file")
     names_file = path / _NAMES_FILE
-    _check_is_file(names_file)
     try:
         names = read_flat_json(names_file)
         if not isinstance(names, list) or len(set(names)) < len(names):
             raise ValueError("it must be a list of different names")
     except ValueError as error:
-        raise _not_saved(names_file, error) from None
-    vocabularies = {}
-    for number, name in enumerate(names):
-        file = path / f"{number}.json"
-        _check_is_file(file)
-        vocabularies[name] = Vocabulary.load(file)
-    return vocabularies
-
-
-def _check_is_file(path: pathlib.Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise _not_saved(path, "it must be a file, and not a link")
-
-
-def _not_saved(path: pathlib.Path, problem: object) -> ValueError:
-    return ValueError(
-        f"{path} is not part of saved vocabularies: {problem}; copy the directory "
-        "again."
-    )
+        raise ValueError(
+            f"{names_file} is not part of saved vocabularies: {error}; copy the "
+            "directory again."
+        ) from None
+    return {
+        name: Vocabulary.load(path / f"{number}.json")
+        for number, name in enumerate(names)
+    }

@@ -18,6 +18,7 @@ import numpy as np
 
 from tpu_embedding import distributed
 from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.paths import write_atomically
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.tools.train.run_config import RunConfig
@@ -27,7 +28,6 @@ from tpu_embedding.tools.train.run_directory import (
     TENSORBOARD_DIR,
     latest_start,
     read_records,
-    replace_text,
 )
 from tpu_embedding.tools.train.run_steps import StepMetrics
 
@@ -284,7 +284,7 @@ def drop_repeated_records(
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
     if path.exists():
-        replace_text(path, kept)
+        write_atomically(path, kept)
 
 
 def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:
