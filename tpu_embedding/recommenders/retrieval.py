@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type, invalid
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -18,13 +18,12 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicated_type
 from tpu_embedding.recommenders.best_rows import (
     TopK,
-    best_of_device,
+    best_of_all,
+    check_search,
     checked_exclusions,
     find_table,
-    merged,
 )
 from tpu_embedding.transfers import moves_arrays
-from tpu_embedding.types import PADDING_ROW_ID
 
 _LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
@@ -161,25 +160,15 @@ def top_k_of_tower(
       [[0, 2]]
     """
     queries = replicated_type(jnp.asarray(queries, jnp.float32))
-    item = jax.ShapeDtypeStruct((1,), jnp.int32)
-    shape = jax.eval_shape(tower, item).shape
-    if not 1 <= k <= num_items:
-        rule = f"be from 1 to {num_items}, the number of items"
-        raise invalid("te.nn.top_k_of_tower: k", rule, k)
-    if len(shape) != 2 or queries.ndim != 2 or queries.shape[1] != shape[1]:
-        rule = f"be [queries, dim], as wide as tower(numbers), {list(shape)} of an item"
-        raise invalid("te.nn.top_k_of_tower: queries", rule, list(queries.shape))
+    vector = jax.eval_shape(tower, jax.ShapeDtypeStruct((1,), jnp.int32))
+    check_search("te.nn.top_k_of_tower", queries, k, num_items, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
 
-    def read(numbers: Array) -> tuple[Array, Array]:
+    def vectors_of(numbers: Array) -> Array:
         vectors = tower(jnp.minimum(numbers, num_items - 1)).astype(jnp.float32)
-        return replicated_type(vectors), jnp.where(
-            numbers < num_items, numbers, PADDING_ROW_ID
-        )
+        return replicated_type(vectors)
 
-    num_best = min(k + excluded.shape[1], num_items)
-    best = best_of_device(queries, read, num_items, num_best, None)
-    return merged(best, excluded, k)
+    return best_of_all(queries, vectors_of, num_items, excluded, k)
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
