@@ -79,7 +79,7 @@ def top_k(
     The result is exact, and the same on any number of devices up to float32 rounding of
     the scores. Rows with equal scores are ordered by id. Time is proportional to the
     number of queries times the number of rows. Outside `jax.jit`, each call with a
-    `transform` recompiles.
+    `transform` recompiles, unless it is a `jax.tree_util.Partial`.
 
     Args:
       tables: packed rows by stack name, from `init_tables`; or, as in exported
@@ -135,8 +135,8 @@ def top_k(
             raise invalid(field, "be on the devices", str(stack.storage), fix)
     arrays = (rows, queries.astype(jnp.float32), excluded)
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
-    if transform is None:
-        return _compiled_search(*arrays, **sizes)
+    if transform is None or isinstance(transform, jax.tree_util.Partial):
+        return _compiled_search(*arrays, transform, **sizes)
     # Compile again: the function may read a model that has changed since the last call.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
@@ -146,12 +146,12 @@ def _search(
     rows: PackedRows | Array,
     queries: Float[Array, "queries query_dim"],
     excluded: Int[Array, "queries n"],
+    transform: Transform | None,
     *,
     k: int,
     stack: StackPlan,
     member: TablePlan,
     plan: EmbeddingPlan,
-    transform: Transform | None = None,
 ) -> TopK:
     """Returns the best rows of a table on one or several devices; see `top_k`."""
     num_queries = queries.shape[0]
@@ -208,9 +208,7 @@ def _search(
     return on_mesh(rows, queries, excluded)
 
 
-_compiled_search = jax.jit(
-    _search, static_argnames=("k", "stack", "member", "plan", "transform")
-)
+_compiled_search = jax.jit(_search, static_argnames=("k", "stack", "member", "plan"))
 """Compiles once per shape, even if it is called outside of `jit`."""
 
 

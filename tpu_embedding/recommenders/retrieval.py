@@ -1,6 +1,5 @@
 """Retrieves the best rows of a layer's table, in training programs and in exports."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicated_type
 from tpu_embedding.recommenders.best_rows import (
     TopK,
@@ -83,43 +81,12 @@ def top_k(
         tables = jax.lax.stop_gradient(layer.tables.get_value())
     transform = options.get("transform")
     module = getattr(transform, "__self__", transform)
-    if not isinstance(module, nnx.Module):
-        return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
-    if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
-        options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
-    # A module, or the module of a bound method, enters jit as a static graph and traced
-    # weights. So new weights don't cause a recompilation.
-    graph, state = nnx.split(module)
-    method = getattr(transform, "__func__", type(module).__call__)
-    options |= {"transform": state, "graph": graph, "method": method}
-    return _top_k_with_module(
-        tables, queries, plan=layer.plan, k=k, table=table, **options
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "method", "plan", "k", "table"))
-def _top_k_with_module(
-    tables: Mapping[str, Any],
-    queries: Float[Array, "queries query_dim"],
-    *,
-    graph: nnx.GraphDef[Any],
-    method: Callable[..., Array],
-    plan: EmbeddingPlan,
-    k: int,
-    table: str | None,
-    transform: nnx.State,
-    **options: Any,
-) -> TopK:
-    """Returns the best rows after transforming all rows with a module; see `top_k`.
-
-    The module is split into its `graph`, a `method` of its class, and its state,
-    `transform`. The state is an argument, so its new values after a training step don't
-    cause a recompilation.
-    """
-    by_module = functools.partial(method, nnx.merge(graph, transform))
-    return functional.top_k(
-        tables, queries, plan, k, table=table, transform=by_module, **options
-    )
+    if isinstance(module, nnx.Module):
+        # A module, or the module of a bound method, is an argument of the compiled
+        # search. So new weights don't cause a recompilation.
+        method = getattr(transform, "__func__", type(module).__call__)
+        options["transform"] = jax.tree_util.Partial(method, module)
+    return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
 
 
 @moves_arrays
