@@ -18,18 +18,14 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.argument_checks import about, invalid
+from tpu_embedding.argument_checks import about, invalid, is_int
 from tpu_embedding.inputs.containers import HostIds, read_ids
 from tpu_embedding.paths import local_path, write_atomically
-from tpu_embedding.strings.fingerprints import (
-    encode,
-    farmhash64,
-    siphash64,
-)
+from tpu_embedding.strings.fingerprints import encode, farmhash64, siphash64
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
@@ -64,9 +60,6 @@ MAX_IDS: Final = PADDING_ROW_ID - 1
 _UNKNOWN: Final = -1
 
 _FILE_FORMAT: Final = "tpu_embedding.vocabulary 1"
-
-Unknown = Literal["bucket", "error"]
-"""What a string outside the vocabulary gets: the id of a bucket, or an error."""
 
 
 def hash_ids(
@@ -119,22 +112,19 @@ def hash_ids(
       >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
       [0, 2147483647, 1]
     """
-    if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
+    if not is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
         rule, fix = (
             f"be an int from 1 to {MAX_IDS}",
             "Pass the table's vocabulary_size.",
         )
         raise invalid("hash_ids: num_buckets", rule, num_buckets, fix)
     key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
-    is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
+    is_key = len(key) == 2 and all(is_int(n) and 0 <= n < 2**64 for n in key)
     if salt is not None and not is_key:
         rule = "be an int from 0 to 2**64 - 1, or a pair of such ints"
         raise invalid("hash_ids: salt", rule, salt)
-    read = read_ids(strings, "hash_ids", "Strings")
-    values = values_of(read).reshape(-1)
-    if is_integer(values.dtype):
-        values = values.astype(np.bytes_)
-    encoded = encode(_check_strings(values, "hash_ids"))
+    read, values = _read_strings(strings, "hash_ids", takes_integers=True)
+    encoded = encode(values)
     if salt is None:
         hashes = farmhash64(encoded)
     else:
@@ -166,8 +156,7 @@ def fingerprint_ids(strings: Any) -> Any:
       >>> ids.dtype, bool(ids[0] == ids[2])
       (dtype('uint64'), True)
     """
-    read = read_ids(strings, "fingerprint_ids", "Strings")
-    values = _check_strings(values_of(read).reshape(-1), "fingerprint_ids")
+    read, values = _read_strings(strings, "fingerprint_ids", takes_integers=False)
     words = farmhash64(encode(values))
     words = np.minimum(words, np.uint64(2**64 - 2))
     return _in_container_of(strings, read, words)
@@ -221,7 +210,7 @@ class Vocabulary:
           TypeError: if a token is not a str, or `tokens` is a single string.
           ValueError: if `tokens` is empty, has duplicates, or is too long.
         """
-        if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
+        if not is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             rule = f"be an int from 0 to {MAX_IDS}"
             fix = "With 0, unknown strings raise an error."
             raise invalid("Vocabulary: num_oov_buckets", rule, num_oov_buckets, fix)
@@ -258,19 +247,14 @@ class Vocabulary:
     def from_file(
         cls,
         path: str | os.PathLike[str],
-        *,
-        num_oov_buckets: int = 1,
-        mask_token: str | None = None,
-        oov_token: str = "[UNK]",
+        **options: Any,
     ) -> "Vocabulary":
         """Reads a UTF-8 text file with one token per line.
 
         Args:
           path: path of the file. Spaces are part of a token. Line endings and a byte
             order mark are not.
-          num_oov_buckets: see `Vocabulary`.
-          mask_token: see `Vocabulary`.
-          oov_token: see `Vocabulary`.
+          **options: keyword arguments of `Vocabulary`, such as `num_oov_buckets`.
 
         Raises:
           ValueError: if the file is not UTF-8, or a token occurs twice.
@@ -287,12 +271,7 @@ class Vocabulary:
         if tokens[-1] == "":
             tokens.pop()
         try:
-            return cls(
-                tokens,
-                num_oov_buckets=num_oov_buckets,
-                mask_token=mask_token,
-                oov_token=oov_token,
-            )
+            return cls(tokens, **options)
         except ValueError as error:
             error.args = (f"{os.fspath(path)}: {error}",)
             raise
@@ -363,14 +342,12 @@ class Vocabulary:
                 "it again, or use from_file for a text file with one token per line."
             ) from None
 
-    def ids(self, strings: Any, *, unknown: Unknown = "bucket") -> Any:
+    def ids(self, strings: Any) -> Any:
         """Returns the id of each string.
 
         Args:
           strings: containers as in `hash_ids`. If any token is a number, integers are
             looked up by their decimal digits.
-          unknown: how to handle unknown strings: `"bucket"` returns a bucket's id,
-            `"error"` raises an error.
 
         Returns:
           int32 ids in the container of the strings. Lists become an array, or
@@ -378,16 +355,13 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if a string is unknown and there are no buckets, or
-            `unknown="error"`; if an unknown string is longer than 65,536 bytes and
-            there are several buckets; or if `unknown` is not one of its choices.
+          ValueError: if a string is unknown and there are no buckets, or if an unknown
+            string is longer than 65,536 bytes and there are several buckets.
         """
-        check_unknown(unknown, "Vocabulary.ids: unknown")
-        read = read_ids(strings, "Vocabulary.ids", "Strings")
-        values = values_of(read).reshape(-1)
-        if is_integer(values.dtype) and self._has_numbers:
-            values = values.astype(np.bytes_)
-        flat = _check_strings(values, "Vocabulary.ids").tolist()
+        read, values = _read_strings(
+            strings, "Vocabulary.ids", takes_integers=self._has_numbers
+        )
+        flat = values.tolist()
         kinds = set(map(type, flat))
         if not all(issubclass(kind, str | bytes) for kind in kinds):
             encode(flat)  # Raises an error that shows the value.
@@ -403,7 +377,7 @@ class Vocabulary:
             unknown_positions = np.flatnonzero(ids == _UNKNOWN)
         if unknown_positions.size:
             rest = [flat[i] for i in unknown_positions]
-            ids[unknown_positions] = self._oov_ids(rest, unknown)
+            ids[unknown_positions] = self._oov_ids(rest)
         return _in_container_of(strings, read, ids)
 
     @functools.cached_property
@@ -415,12 +389,12 @@ class Vocabulary:
     def _has_numbers(self) -> bool:
         return any(token.removeprefix("-").isdecimal() for token in self.tokens)
 
-    def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
-        if not self.num_oov_buckets or unknown == "error":
+    def _oov_ids(self, strings: list[Any]) -> np.ndarray:
+        if not self.num_oov_buckets:
             text = (
                 f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
                 f"tokens ({len(strings)} unknown strings in total). To give unknown "
-                "strings ids, set num_oov_buckets and unknown='bucket'."
+                "strings ids, set num_oov_buckets."
             )
             raise about(ValueError(text), "Vocabulary.ids: strings", strings[0])
         if self.num_oov_buckets == 1:
@@ -462,12 +436,6 @@ class Vocabulary:
         )
 
 
-def check_unknown(unknown: Any, owner: str) -> None:
-    """Raises a ValueError if a value is not one of `Unknown`."""
-    if unknown not in get_args(Unknown):
-        raise invalid(owner, f"be one of {list(get_args(Unknown))}", unknown)
-
-
 def _strip(string: str | bytes) -> str | bytes:
     """Strips white space. Bytes are treated as UTF-8 text."""
     if isinstance(string, str):
@@ -476,17 +444,23 @@ def _strip(string: str | bytes) -> str | bytes:
     return text.strip().encode(errors="surrogateescape")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _read_strings(
+    strings: Any, owner: str, *, takes_integers: bool
+) -> tuple[HostIds, np.ndarray]:
+    """Returns the container of strings, and the flat strings.
 
-
-def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
+    With `takes_integers`, integers become strings of their decimal digits.
+    """
+    read = read_ids(strings, owner, "Strings")
+    values = values_of(read).reshape(-1)
     if not values.size:
-        return values.astype(object)  # NumPy makes empty lists float64.
+        return read, values.astype(object)  # NumPy makes empty lists float64.
+    if takes_integers and is_integer(values.dtype):
+        return read, values.astype(np.bytes_)
     if values.dtype.kind not in "SUTO":
         fix = "Convert numbers with .astype(str)."
         raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
-    return values
+    return read, values
 
 
 def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
