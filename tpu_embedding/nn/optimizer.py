@@ -35,6 +35,7 @@ from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.learning_rates import with_hyperparameters
 from tpu_embedding.tables.slot_values import (
     StateParts,
+    shortest_names,
     slot_values,
     with_slot_values,
 )
@@ -432,14 +433,10 @@ class Optimizer(ShortRepr):
 
     def _table_keys(self) -> dict[tuple[str, str], str]:
         """Returns the shortest key of each table, by layer and name."""
-        paths_and_names = [
+        keys = [
             (path, table.name)
             for path, plan in self.plans
             for stack in plan.stacks
             for table in stack.tables
         ]
-        names = [name for _, name in paths_and_names]
-        return {
-            (path, name): name if names.count(name) == 1 else f"{path}/{name}"
-            for path, name in paths_and_names
-        }
+        return dict(zip(keys, shortest_names(keys), strict=True))
