@@ -480,9 +480,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _notes(stack: StackPlan) -> Iterator[str]:
-    """Yields notes on the memory and the optimizer of a stack."""
-    if stack.optimizer is not None and stack.optimizer.named:
-        yield f"{stack.name}: trained by {stack.optimizer.named}"
+    """Yields notes on the memory of a stack."""
     for table in stack.tables:
         if table.row_initializer is None:
             # A device holds its share of the rows twice, in whole lines: before they

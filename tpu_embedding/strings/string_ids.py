@@ -232,23 +232,32 @@ class Vocabulary:
         if len(listed) >= first_id and listed[:first_id] == self._special():
             listed = listed[first_id:]
         self.tokens = listed
-        self._check_tokens()
-        self._ids: dict[str, int] = dict(zip(listed, itertools.count(first_id)))
-        if len(self._ids) < len(listed):
-            first: dict[str, int] = {}
-            for i, token in enumerate(listed):
-                if first.setdefault(token, i) != i:
-                    rule = f"differ, also tokens {first[token]} and {i}"
-                    raise invalid("Vocabulary: tokens", rule, token)
+        self._ids: dict[str, int] = {}
+        for i, token in enumerate(listed):
+            if not isinstance(token, str):
+                fix = "Pass numbers as str(token), and bytes as token.decode()."
+                raise invalid(
+                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
+                )
+            if not token or token == mask_token:
+                rule = "be neither empty nor the mask token"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
+            if strip_whitespace and token != token.strip():
+                rule = "have no white space around it if strip_whitespace is set"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
+            if not token.isascii():
+                token.encode()  # A lone surrogate raises an error.
+            if (known_id := self._ids.setdefault(token, first_id + i)) < first_id + i:
+                rule = f"differ, also tokens {known_id - first_id} and {i}"
+                raise invalid("Vocabulary: tokens", rule, token)
+        if not 1 <= len(listed) <= MAX_IDS - num_oov_buckets - 1:
+            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
+            raise invalid("Vocabulary: tokens", rule, len(listed))
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
     @classmethod
-    def from_file(
-        cls,
-        path: str | os.PathLike[str],
-        **options: Any,
-    ) -> "Vocabulary":
+    def from_file(cls, path: str | os.PathLike[str], **options: Any) -> "Vocabulary":
         """Reads a UTF-8 text file with one token per line.
 
         Args:
@@ -406,25 +415,6 @@ class Vocabulary:
         """Returns the strings that precede the tokens in lists written by Keras."""
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
-
-    def _check_tokens(self) -> None:
-        for i, token in enumerate(self.tokens):
-            if not isinstance(token, str):
-                fix = "Pass numbers as str(token), and bytes as token.decode()."
-                raise invalid(
-                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
-                )
-            if not token or token == self.mask_token:
-                rule = "be neither empty nor the mask token"
-                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
-            if self.strip_whitespace and token != token.strip():
-                rule = "have no white space around it if strip_whitespace is set"
-                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
-            if not token.isascii():
-                token.encode()  # A lone surrogate raises an error.
-        if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
-            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
-            raise invalid("Vocabulary: tokens", rule, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
