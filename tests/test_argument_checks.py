@@ -87,11 +87,6 @@ LAYERS = {
         lambda x: te.TPUEmbedding(TABLE, rngs=nnx.Rngs(0)),
         dict(field="feature_config", value=TABLE, fix="te.FeatureConfig(table=table)"),
     ),
-    "item": (
-        lambda x: x.model.embedding["movie"],
-        dict(fix="layer.embedding_tables()['movie']"),
-    ),
-    "attribute": (lambda x: x.model.embedding.attend, dict(fix="queries @ layer")),
     "call: lists": (
         lambda x: x.model({"watched": [[1, 2], [3]]}),
         dict(fix="layer.prepare(features)"),

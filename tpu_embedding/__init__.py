@@ -79,26 +79,7 @@ class _Package(_types.ModuleType):
 _sys.modules[__name__].__class__ = _Package
 
 
-def _module_with(name: str) -> str:
-    """Returns a hint with the public module of the name, or an empty string."""
-    if name.startswith("_"):
-        return ""
-    for module in (
-        "functional",
-        "gradients",
-        "inputs",
-        "initializers",
-        "hardware",
-        "nn",
-    ):
-        value = getattr(_import_name(module), name, None)
-        # Modules within a public one are private.
-        if value is not None and not isinstance(value, _types.ModuleType):
-            return f"; it is {__name__}.{module}.{name}"
-    return ""
-
-
-_import_name = _import_when_used(__name__, _module_with)
+_import_name = _import_when_used(__name__)
 
 
 def __getattr__(name: str) -> _Any:

@@ -133,12 +133,13 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
 
 
 def right_names(
-    aliases: Mapping[str, str] | None = None, /, **right: str
+    aliases: Mapping[str, str] | None = None, module: str = "te", /, **right: str
 ) -> Callable[[T], T]:
     """Decorates a function or class so that its errors suggest the right arguments.
 
     Args:
       aliases: mapping from an alias to the name of the argument.
+      module: public module of the function or class, for the errors.
       **right: mapping from a name in another library to the argument's name, or to
         other code to write instead.
 
@@ -163,17 +164,16 @@ def right_names(
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            owner = f"te.{target.__name__}"
+            owner = f"{module}.{target.__name__}"
             if unnamed := by_name[: max(0, len(args) - num_by_place)]:
                 line = ", ".join(f"{name}=..." for name in unnamed)
                 raise TypeError(f"{owner} takes these by name: write {line}")
             for alias in aliases.keys() & kwargs.keys():
                 name = aliases[alias]
-                if name in kwargs:
-                    raise TypeError(
-                        f"{owner} got {alias} and {name}, which are the same argument. "
-                        f"Pass only {name}; dataclasses.replace doesn't accept {alias}."
-                    )
+                if name in kwargs or name in known[: len(args)]:
+                    text = f"{owner} got {alias} and {name}, which are the same. Pass "
+                    text += f"only {name}, also in dataclasses.replace."
+                    raise about(TypeError(text), f"{owner}: {alias}")
                 kwargs[name] = kwargs.pop(alias)
             for name in kwargs:
                 if name not in known:

@@ -502,22 +502,16 @@ class FeatureConfig:
                 f"got {self.max_sequence_length!r} and {self.output_shape!r}{owner}; "
                 "remove one of them",
             )
-        if self.default_id is not None and self.max_sequence_length:
-            yield Problem(
-                "FeatureConfig.default_id",
-                self.default_id,
-                "has no effect on sequences, got "
-                f"{self.default_id!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; remove one of them",
-            )
-        if self.combiner is not None and self.max_sequence_length:
-            yield Problem(
-                "FeatureConfig.combiner",
-                self.combiner,
-                "has no effect on sequences, got "
-                f"{self.combiner!r} with max_sequence_length="
-                f"{self.max_sequence_length!r}{owner}; remove one of them",
-            )
+        for field in ("default_id", "combiner"):
+            value = getattr(self, field)
+            if value is not None and self.max_sequence_length:
+                yield Problem(
+                    f"FeatureConfig.{field}",
+                    value,
+                    f"has no effect on sequences, got {value!r} with "
+                    f"max_sequence_length={self.max_sequence_length!r}{owner}; remove "
+                    "one of them",
+                )
         yield from self.table.vocabulary.feature_problems(self, owner)
         if self.find_only is True and self.table.vocabulary.ids_are_rows:
             yield Problem(

@@ -360,39 +360,36 @@ def _constant_rows(
     return jnp.full((row_ids.shape[0], dim), value, jnp.float32)
 
 
-def _uniform_rows(
-    key: jax.Array,
-    row_ids: Int[Array, " rows"],
-    dim: int,
-    low: jax.Array,
-    high: jax.Array,
-) -> Float[Array, "rows dim"]:
+def _of_random_numbers(values_of: Callable[..., jax.Array]) -> RowFunction:
+    """Makes a row function from a function of `_symmetric` numbers and parameters."""
+
+    @functools.wraps(values_of)
+    def rows(
+        key: jax.Array, row_ids: Int[Array, " rows"], dim: int, *parameters: jax.Array
+    ) -> Float[Array, "rows dim"]:
+        return values_of(_symmetric(row_bits(key, row_ids, dim)), *parameters)
+
+    return rows
+
+
+@_of_random_numbers
+def _uniform_rows(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     middle, half_width = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
-    values = middle + half_width * _symmetric(row_bits(key, row_ids, dim))
-    return jnp.clip(values, low, high)
+    return jnp.clip(middle + half_width * numbers, low, high)
 
 
-def _normal_rows(
-    key: jax.Array,
-    row_ids: Int[Array, " rows"],
-    dim: int,
-    stddev: jax.Array,
-    mean: jax.Array,
-) -> Float[Array, "rows dim"]:
-    values = jax.lax.erf_inv(_symmetric(row_bits(key, row_ids, dim)))
-    return mean + stddev * (math.sqrt(2) * values)
+@_of_random_numbers
+def _normal_rows(numbers: jax.Array, stddev: jax.Array, mean: jax.Array) -> jax.Array:
+    return mean + stddev * (math.sqrt(2) * jax.lax.erf_inv(numbers))
 
 
+@_of_random_numbers
 def _truncated_normal_rows(
-    key: jax.Array,
-    row_ids: Int[Array, " rows"],
-    dim: int,
-    stddev: jax.Array,
-    mean: jax.Array,
-) -> Float[Array, "rows dim"]:
+    numbers: jax.Array, stddev: jax.Array, mean: jax.Array
+) -> jax.Array:
     # A normal value is within two deviations with this probability.
     probability = math.erf(2 / math.sqrt(2))
-    values = jax.lax.erf_inv(probability * _symmetric(row_bits(key, row_ids, dim)))
+    values = jax.lax.erf_inv(probability * numbers)
     return mean + stddev * jnp.clip(math.sqrt(2) * values, -2.0, 2.0)
 
 

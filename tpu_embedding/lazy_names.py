@@ -18,15 +18,8 @@ _lock = threading.RLock()
 """Without this lock, two threads that import parts of the package could deadlock."""
 
 
-def import_when_used(
-    package: str, describe_unknown: Callable[[str], str] = lambda name: ""
-) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package with lazy names.
-
-    Args:
-      package: the package's `__name__`.
-      describe_unknown: returns the end of the error for an unknown name.
-    """
+def import_when_used(package: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package with lazy names."""
 
     def import_name(name: str) -> Any:
         sources = lazy_names(package)
@@ -35,10 +28,7 @@ def import_when_used(
             if name in vars(module):  # Another thread was faster.
                 return vars(module)[name]
             if name not in sources:
-                raise AttributeError(
-                    f"module {package!r} has no attribute {name!r}"
-                    f"{describe_unknown(name)}"
-                )
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
             parent, attribute = sources[name]
             owner = importlib.import_module(parent)
             if parent != package and hasattr(owner, attribute):

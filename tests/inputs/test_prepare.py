@@ -88,7 +88,7 @@ REFUSED_BY_SHAPE = {
     "RaggedIds": (RAGGED, {}, TypeError, "Feature", "te.inputs.prepare_features"),
     "SparseIds": (SPARSE, {}, TypeError, "Feature", "te.inputs.prepare_features"),
     "other shards": (prepare(RAGGED, num_devices=3), {}, ValueError, "Feature", "2"),
-    "masked": (np.ma.masked_array([1], [1]), {}, TypeError, "Ids", "prepare"),
+    "masked": (np.ma.masked_array([1], [1]), {}, TypeError, "Ids", ".filled("),
     "strings": (np.array(["a"]), {}, TypeError, "Ids", "te.inputs.hash_ids"),
     "list of weights": (dense([1], [1.0]), {}, TypeError, "Weights", "prepare"),
 }

@@ -95,5 +95,5 @@ def test_wrong_arguments_name_the_right_ones():
     for make in (te.optimizers.adagrad, te.optimizers.adafactor):
         with rejects(TypeError, fix="'learning_rate'"):
             make()
-    with rejects(TypeError, fix="learning_rate"):
+    with rejects(TypeError, fix="learning_rate_power=..."):
         te.optimizers.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)

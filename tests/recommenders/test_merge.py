@@ -119,7 +119,7 @@ def test_scan_compiles_one_step():
         metrics = {name: each.update(logits, labels) for name, each in metrics.items()}
         return metrics, metrics["auc"].compute()
 
-    metrics = {"auc": m.AUC.empty(16), "log_loss": m.LogLoss.empty()}
+    metrics = {"auc": m.AUC.empty(num_bins=16), "log_loss": m.LogLoss.empty()}
     batches = LOGITS.reshape(6, 4), LABELS.reshape(6, 4)
     last, aucs = jax.jit(lambda x, y: jax.lax.scan(step, x, y))(metrics, batches)
     wanted = whole_values(np.ones(NUM_SAMPLES, np.float32))
@@ -135,6 +135,6 @@ def test_settings():
     assert m.AUC(num_bins=8).positives.high.shape == (8,)
     auc = m.AUC.empty(num_bins=5).update([0.1], [1.0])
     assert auc.num_bins == 5 and auc.positives.high.shape == (5,)
-    for other in (m.AUC.empty(8), m.MAE.empty()):
+    for other in (m.AUC.empty(num_bins=8), m.MAE.empty()):
         with rejects(fix="AUC"):
-            m.AUC.empty(4).merge(other)
+            m.AUC.empty(num_bins=4).merge(other)

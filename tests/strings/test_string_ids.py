@@ -170,7 +170,6 @@ WRONG_CALLS = {
         *(ValueError, "num_oov_buckets"),
     ),
     "numbers": (lambda: TWO.ids(np.array([17])), TypeError, "Vocabulary.ids"),
-    "unknown": (lambda: TWO.ids(["a", "x"], unknown="error"), ValueError, "strings"),
     "unknown without buckets": (
         lambda: te.inputs.Vocabulary(["a"], num_oov_buckets=0).ids(["a", "x", "y"]),
         *(ValueError, "strings"),

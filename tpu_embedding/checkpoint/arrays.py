@@ -495,16 +495,3 @@ def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
     if isinstance(value, jax.Array):
         return value.sharding.shard_shape(value.shape)
     return value.shape
-
-
-def pytree_handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns an Orbax handler that saves trees of arrays and `TableToSave`."""
-    writer = ArrayWriter()
-    types = (TableToSave, np.ndarray, jax.Array)
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_zarr3=True,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            *((kind, writer) for kind in types)
-        ),
-    )

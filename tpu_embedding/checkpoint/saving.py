@@ -26,7 +26,7 @@ from flax.traverse_util import unflatten_dict
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
 from tpu_embedding.argument_checks import invalid
-from tpu_embedding.checkpoint.arrays import pytree_handler
+from tpu_embedding.checkpoint.arrays import ArrayWriter, TableToSave
 from tpu_embedding.checkpoint.records import (
     CheckpointError,
     CheckpointRecord,
@@ -66,7 +66,15 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self):
-        self._pytree = pytree_handler()
+        writer = ArrayWriter()
+        types = (TableToSave, np.ndarray, jax.Array)
+        self._pytree = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False,
+            use_zarr3=True,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                *((kind, writer) for kind in types)
+            ),
+        )
 
     async def async_save(
         self, directory: epath.Path, args: "SaveState"

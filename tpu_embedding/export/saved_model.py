@@ -27,12 +27,8 @@ from tpu_embedding.export.program_inputs import (
     Input,
     InputKind,
 )
-from tpu_embedding.export.stablehlo import (
-    SavedProgram,
-    arrays_of_program,
-    read_export,
-    save,
-)
+from tpu_embedding.export.serving_program import ServingProgram
+from tpu_embedding.export.stablehlo import arrays_of_program, read_export, save
 from tpu_embedding.export.table_files import RowFormat
 from tpu_embedding.extras import require_extra
 from tpu_embedding.types import PADDING_ROW_ID
@@ -95,7 +91,7 @@ def _tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def _module(saved: SavedProgram) -> tuple[Any, Any]:
+def _module(saved: ServingProgram) -> tuple[Any, Any]:
     """Returns a `tf.Module` that runs a program, and its function of flat tensors."""
     tf = _tensorflow()
     call = _call_module(saved.exported)

@@ -50,13 +50,14 @@ class ServingProgram:
       exported: the program, `(tables, dense, arrays) -> outputs`. All four are dicts by
         name, but a single output array is returned without a dict.
       signature: the inputs.
-      tables: the tables that the program reads, by name.
+      tables: the tables that the program reads, by name: `LayerTable`s of a model, or
+        arrays of an export.
       dense: dense parameters and batch statistics, by name.
     """
 
     exported: jax.export.Exported
     signature: Signature
-    tables: dict[str, LayerTable]
+    tables: dict[str, Any]
     dense: dict[str, np.ndarray]
 
 

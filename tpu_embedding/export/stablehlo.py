@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.export
@@ -28,7 +28,7 @@ from tpu_embedding.export.documents import (
     write_document,
 )
 from tpu_embedding.export.program_inputs import ExportError, Feeder, Signature, by_input
-from tpu_embedding.export.serving_program import make_program
+from tpu_embedding.export.serving_program import ServingProgram, make_program
 from tpu_embedding.export.table_files import (
     TABLES_DIR,
     RowFormat,
@@ -277,24 +277,11 @@ def load(
     )
 
 
-class SavedProgram(NamedTuple):
-    """A program written by `save`, with memory-mapped weights.
+def read_export(path: pathlib.Path, *, verify: bool = True) -> ServingProgram:
+    """Returns the program in a directory written by `save`; see `load`.
 
-    Attributes:
-      exported: the program, `(tables, dense, arrays) -> outputs`.
-      signature: the inputs.
-      tables: tables by name, and ids of dynamic tables.
-      dense: dense parameters by name.
+    Its weights are memory-mapped.
     """
-
-    exported: jax.export.Exported
-    signature: Signature
-    tables: dict[str, np.ndarray]
-    dense: dict[str, np.ndarray]
-
-
-def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
-    """Returns the program in a directory written by `save`; see `load`."""
     document = read_document(path)
     if document.signature is None:
         fix = "Read an export of tables alone with safetensors."
@@ -310,7 +297,9 @@ def read_export(path: pathlib.Path, *, verify: bool = True) -> SavedProgram:
             tables |= read_tensors(file)
     dense = read_tensors(path / DENSE_FILE)
     _check_fits(path, exported, document.signature, (tables, dense))
-    return SavedProgram(exported, document.signature, tables, dense)
+    return ServingProgram(
+        exported=exported, signature=document.signature, tables=tables, dense=dense
+    )
 
 
 def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Exported:

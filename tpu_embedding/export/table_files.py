@@ -48,7 +48,7 @@ from tpu_embedding.export.program_inputs import ExportError, check_distinct
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import TablePlan
-from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8
+from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8, encode_int8
 from tpu_embedding.tables.row_stream import read_blocks
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -144,8 +144,6 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 RowFormat = Literal["float32", "bfloat16", "int8"]
 """Type of the numbers of an exported table."""
 
-_MAX_CODE: Final = np.float32(255)
-
 
 def check_row_format(row_format: str) -> None:
     """Raises ExportError for an unknown row format.
@@ -175,22 +173,19 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
     if rows.dtype == np.uint8:
         return rows
     rows = decode(rows)
-    bias = rows.min(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        scale = (rows.max(axis=1) - bias) / _MAX_CODE
-    if not np.isfinite(scale).all():
-        row = rows[np.argmin(np.isfinite(scale))]
+        encoded = encode_int8(rows)
+    scale = np.ascontiguousarray(encoded[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")[:, 0]
+    is_finite = np.isfinite(scale)
+    if not is_finite.all():
+        row = rows[np.argmin(is_finite)]
         rule, fix = (
             "be finite, with a finite range, for int8",
             "Export them as float32.",
         )
         ends = [float(row.min()), float(row.max())]
         raise invalid(f"Rows of {owner}", rule, ends, fix, ExportError)
-    divisor = np.where(scale == 0, np.float32(1), scale)
-    codes = np.rint((rows - bias[:, None]) / divisor[:, None])
-    codes = np.clip(codes, 0, _MAX_CODE).astype(np.uint8)
-    ends = np.stack([scale, bias], axis=1).astype("<f4").view(np.uint8)
-    return np.concatenate([codes, ends], axis=1)
+    return encoded
 
 
 def decode(stored: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ to their moving averages.
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -48,24 +48,6 @@ _SAME: Final = 1e-5
 
 DerivedKind = Literal["slot", "total"]
 """State that starts from table values: a slot variable, or a sum over each table."""
-
-
-@overload
-def with_table_values(
-    stacked: dict[str, PackedRows],
-    values: Mapping[str, Any],
-    plan: EmbeddingPlan,
-    slots: None = None,
-) -> dict[str, PackedRows]: ...
-
-
-@overload
-def with_table_values(
-    stacked: dict[str, PackedRows],
-    values: Mapping[str, Any],
-    plan: EmbeddingPlan,
-    slots: Mapping[str, Any],
-) -> tuple[dict[str, PackedRows], dict[str, Any]]: ...
 
 
 @moves_arrays

@@ -11,7 +11,7 @@ from tpu_embedding.host_rows.cached_rows import MappedRows
 from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
 from tpu_embedding.host_rows.planner import unique_rows
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
-from tpu_embedding.nn.model_tables import ModelTables
+from tpu_embedding.nn.model_tables import ModelTables, features_by_layer
 from tpu_embedding.transfers import moves_arrays
 
 Batch = TypeVar("Batch")
@@ -35,16 +35,7 @@ def open_feed(
     plans = {path: tables.plan for path, tables in layers.items()}
 
     def rows_of(batch: Batch) -> RowsOfStacks:
-        features = features_of(batch)
-        if len(plans) == 1:
-            features = dict.fromkeys(plans, features)
-        elif not isinstance(features, Mapping) or not set(features) <= set(plans):
-            got = list(features) if isinstance(features, Mapping) else type(features)
-            raise ValueError(
-                f"features_of of host_rows returned {got}, but the model has several "
-                "layers. Return a dict from layer path to that layer's features; the "
-                f"paths are {sorted(plans)}."
-            )
+        features = features_by_layer(features_of(batch), plans, "host_rows")
         rows = dict.fromkeys(hosts, _NO_ROWS)
         for path, plan in plans.items():
             names = [name for key, name in hosts if key == path]

@@ -62,22 +62,17 @@ class CachedRows(PackedRows):
         """Replaces the windows' rows on the host and in the cache."""
         return self.host.write_windows(self, windows, exchange, read)
 
-    def _static(self):
-        return self.layout, self.host, self.column, self.owner
-
-    def _leaves(self):
-        name = f"cached_{self.layout.leaf_name}"
-        return {name: self.lines, "version": self.version}
-
     def tree_flatten_with_keys(self):
         """Returns the arrays with their names, and the static fields."""
-        leaves = self._leaves().items()
-        key = jax.tree_util.GetAttrKey
-        return tuple((key(name), leaf) for name, leaf in leaves), self._static()
+        leaves, static = self.tree_flatten()
+        names = f"cached_{self.layout.leaf_name}", *self.ARRAYS[1:]
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self):
         """Returns the arrays and the static fields."""
-        return tuple(self._leaves().values()), self._static()
+        static = self.layout, self.host, self.column, self.owner
+        return tuple(getattr(self, name) for name in self.ARRAYS), static
 
     def check_current(self):
         """Raises ValueError if the host has newer rows than these."""
@@ -113,13 +108,6 @@ class MappedRows(CachedRows):
 
     slot_of_row: Any
     num_lost: Any
-
-    def _leaves(self):
-        return {
-            **super()._leaves(),
-            "slot_of_row": self.slot_of_row,
-            "num_lost": self.num_lost,
-        }
 
     def zeros(self, sharding):
         """Returns an empty cache like this one. The arrays of `self` may be shapes."""

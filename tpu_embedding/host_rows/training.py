@@ -11,9 +11,8 @@ from flax import nnx
 from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
 from tpu_embedding.host_rows.feed import Key
 from tpu_embedding.host_rows.stack import FetchedRows
-from tpu_embedding.nn.model_tables import LayerTables, ModelTables
 from tpu_embedding.nn.optimizer import Optimizer
-from tpu_embedding.nn.training import checked_layers
+from tpu_embedding.nn.training import checked_layers, tables_of_layers
 from tpu_embedding.transfers import moves_arrays
 
 
@@ -76,12 +75,6 @@ def host_rows(
         "te.host_rows(batches, model, optimizer, features_of=...)",
     )
 
-    def tables() -> ModelTables:
-        return {
-            path: LayerTables(layer.tables.get_value(), layer.plan)
-            for path, layer in layers.items()
-        }
-
     @moves_arrays
     def bring(fetched: Mapping[Key, FetchedRows] | None) -> None:
         slots = {} if optimizer is None else optimizer.slots.get_value()
@@ -91,13 +84,15 @@ def host_rows(
             lost_reads[path] = stats.missing_rows
             zeros = jax.tree.map(jnp.zeros_like, stats.missing_rows)
             layer.stats.set_value(dataclasses.replace(stats, missing_rows=zeros))
-        stacks, slots = rows_brought(tables(), slots, fetched, lost_reads)
+        stacks, slots = rows_brought(
+            tables_of_layers(layers), slots, fetched, lost_reads
+        )
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
         if optimizer is not None:
             optimizer.slots.set_value(slots)
 
-    with open_feed(batches, tables(), features_of) as feed:
+    with open_feed(batches, tables_of_layers(layers), features_of) as feed:
         for batch, fetched in feed:
             bring(fetched)
             yield batch

@@ -86,7 +86,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
 
 def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     """Converts values to a NumPy array, with errors that name their owner."""
-    _check_unmasked(type(values), f"{what} of {owner}")
+    check_unmasked(type(values), f"{what} of {owner}")
     if isinstance(values, jax.core.Tracer):
         fix = "Call prepare outside jit and other transformations of JAX."
         raise invalid(f"{what} of {owner}", "be on the host", values, fix, TypeError)
@@ -103,7 +103,8 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
         raise invalid(name, "be an array", values, fix, TypeError) from error
 
 
-def _check_unmasked(kind: type, name: str) -> None:
+def check_unmasked(kind: type, name: str) -> None:
+    """Raises TypeError for a masked array, whose mask would be ignored."""
     if issubclass(kind, np.ma.MaskedArray):
         fix = f"Write .filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
         raise invalid(name, "be a plain array", kind, fix, TypeError)
@@ -179,7 +180,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     """Reads nested lists: as dense if they are rectangular, otherwise as ragged."""
     name = f"{what} of {owner}"
     for kind in set(map(type, items)):
-        _check_unmasked(kind, name)
+        check_unmasked(kind, name)
     if not items or not isinstance(_first_id(items), str | bytes):
         try:
             array = np.asarray(items)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tpu_embedding.argument_checks import invalid
+from tpu_embedding.inputs.containers import check_unmasked
 from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -199,7 +200,7 @@ def _check_ids(ids: Any, feature: FeaturePlan) -> None:
     if not is_read or not hasattr(ids, "dtype"):
         fix = "layer.prepare(features) takes lists and other arrays."
         raise invalid(field, "be a NumPy or JAX array", ids, fix, TypeError)
-    _check_unmasked(field, ids)
+    check_unmasked(type(ids), field)
     if not is_integer(ids.dtype):
         fix = "Convert them with .astype(int) if they are whole numbers."
         kind = getattr(ids.dtype, "kind", "")
@@ -222,7 +223,7 @@ def _check_weights(
     if not hasattr(weights, "dtype"):
         fix = "Pass other forms through prepare."
         raise invalid(field, "be an array", weights, fix, TypeError)
-    _check_unmasked(field, weights)
+    check_unmasked(type(weights), field)
     is_float = jnp.issubdtype(weights.dtype, np.floating)
     if not (is_float or weights.dtype == bool or is_integer(weights.dtype)):
         raise invalid(field, "be real numbers", weights, kind=TypeError)
@@ -231,12 +232,6 @@ def _check_weights(
         raise invalid(field, rule, weights)
     if weights.shape != shape:
         raise invalid(field, f"have the shape of its ids, {list(shape)}", weights)
-
-
-def _check_unmasked(field: str, array: Any) -> None:
-    if isinstance(array, np.ma.MaskedArray):
-        fix = "Pass the batch through prepare first."
-        raise invalid(field, "be a plain array", type(array), fix, TypeError)
 
 
 def fill_up(

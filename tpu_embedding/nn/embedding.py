@@ -7,10 +7,9 @@ Linen layer also uses the warning about unintended pooling.
 
 import contextlib
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -214,32 +213,6 @@ _MAKE_FEATURES: Final = (
     "vocabulary_size=..., dim=...))}"
 )
 _TABLE_FIELDS: Final = ("num_embeddings", "vocabulary_size", "embedding_dim", "dim")
-_ATTRIBUTES: Final = {
-    "attend": "for scores of some rows, write queries @ layer(features)['movie'].T",
-    "embedding": "layer.embedding_tables()['movie'] is the table as a NumPy array, and "
-    "layer.set_embedding_tables({'movie': array}) sets it",
-    "features": "layer.plan.features lists features, and print(layer.plan) shows dims",
-    "num_embeddings": "print(layer.plan) shows the rows of each table",
-}
-"""Attributes of other libraries' layers, and what to use instead."""
-
-
-class _Method:
-    """A method that TensorFlow has as a property, with an error for that habit."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self._function
-        return _BoundMethod(self._function, instance)
-
-
-class _BoundMethod(functools.partial):
-    def __getitem__(self, name: Any) -> Any:
-        method = self.func.__name__
-        raise TypeError(f"{method} is a method. Write layer.{method}()[{name!r}].")
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -394,22 +367,6 @@ class TPUEmbedding(ShortRepr):
         self._keep_stats(result.stats)
         return result.activations
 
-    if not TYPE_CHECKING:  # Type checkers would take any name.
-
-        def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, with a hint for other libraries' attributes."""
-            text = f"'TPUEmbedding' object has no attribute {name!r}"
-            if name in _ATTRIBUTES:
-                text = f"{text}: {_ATTRIBUTES[name]}."
-            raise AttributeError(text, name=name, obj=self)
-
-    def __getitem__(self, name: Any) -> Any:
-        raise TypeError(
-            f"A TPUEmbedding is not a dict of tables, got [{name!r}]: "
-            f"layer.embedding_tables()[{name!r}] is the table as a NumPy array, and "
-            f"layer(features)[{name!r}] the activations of a feature."
-        )
-
     def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(model)` shows of the layer."""
         return {"plan": repr(self.plan)}
@@ -513,7 +470,6 @@ class TPUEmbedding(ShortRepr):
             features, plan, weights, self.buffer_sizes, samples=samples
         )
 
-    @_Method
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
         return unstack_tables(self.tables.get_value(), self.plan)

@@ -5,7 +5,7 @@ different places, but share these steps.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -154,6 +154,29 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
             f"then {line}."
         )
     return gradients
+
+
+def features_by_layer(
+    features: Any, paths: Collection[str], owner: str
+) -> dict[str, Any]:
+    """Returns the result of a user's `features_of` by layer path.
+
+    If there is one layer, the result is its features. Otherwise it is a dict by path,
+    which may leave layers out.
+
+    Raises:
+      ValueError: if there are several layers, and the features are not such a dict.
+    """
+    if len(paths) == 1:
+        return dict.fromkeys(paths, features)
+    if not isinstance(features, Mapping) or not set(features) <= set(paths):
+        got = list(features) if isinstance(features, Mapping) else type(features)
+        raise ValueError(
+            f"{owner}: features_of must return a dict from layer path to features, "
+            f"with some of the paths {sorted(paths)}, because the model has several "
+            f"layers, got {got}."
+        )
+    return dict(features)
 
 
 def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:

@@ -17,7 +17,6 @@ from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
-    LayerTables,
     apply_model_gradients,
     check_gradients,
     finalize_model_values,
@@ -30,11 +29,13 @@ from tpu_embedding.nn.training import (
     checked_layers,
     embedding_layers,
     put_on_mesh,
+    tables_of_layers,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.learning_rates import with_hyperparameters
 from tpu_embedding.tables.slot_values import (
     StateParts,
+    shortest_names,
     slot_values,
     with_slot_values,
 )
@@ -116,7 +117,7 @@ class Optimizer(ShortRepr):
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
-        slots = init_model_slots(_tables_of(layers))
+        slots = init_model_slots(tables_of_layers(layers))
         check_dense_optimizer(
             "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 7
         )
@@ -190,7 +191,7 @@ class Optimizer(ShortRepr):
         # The dense update is a callback because it may need the model's norm. It
         # changes the model in place and returns None.
         stacks, slots, _, keep_dense = apply_model_gradients(
-            _tables_of(layers),
+            tables_of_layers(layers),
             slots,
             gradients,
             self.dense.opt_state,
@@ -244,7 +245,7 @@ class Optimizer(ShortRepr):
           >>> optimizer.update(model, grads)
         """
         layers, slots = self._layers_and_slots(model, "insert_ids")
-        path = layer_of_new_ids(_tables_of(layers), layer, "Optimizer.insert_ids")
+        path = layer_of_new_ids(tables_of_layers(layers), layer, "Optimizer.insert_ids")
         stacks, plan = layers[path].tables.get_value(), layers[path].plan
         result = functional.insert_ids(stacks, slots[path], features, plan, now)
         layers[path].tables.set_value(result.tables)
@@ -284,7 +285,7 @@ class Optimizer(ShortRepr):
         )
         arrays = [variable.get_value() for variable in variables]
         stacks, slots, *dense = finalize_model_values(
-            _tables_of(layers), slots, *structure.unflatten(arrays)
+            tables_of_layers(layers), slots, *structure.unflatten(arrays)
         )
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
@@ -432,21 +433,10 @@ class Optimizer(ShortRepr):
 
     def _table_keys(self) -> dict[tuple[str, str], str]:
         """Returns the shortest key of each table, by layer and name."""
-        paths_and_names = [
+        keys = [
             (path, table.name)
             for path, plan in self.plans
             for stack in plan.stacks
             for table in stack.tables
         ]
-        names = [name for _, name in paths_and_names]
-        return {
-            (path, name): name if names.count(name) == 1 else f"{path}/{name}"
-            for path, name in paths_and_names
-        }
-
-
-def _tables_of(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
-    return {
-        path: LayerTables(layer.tables.get_value(), layer.plan)
-        for path, layer in layers.items()
-    }
+        return dict(zip(keys, shortest_names(keys), strict=True))

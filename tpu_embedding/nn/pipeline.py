@@ -24,6 +24,7 @@ from jax.core import Tracer
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import invalid
 from tpu_embedding.gradients import Gradients
+from tpu_embedding.nn.model_tables import features_by_layer
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers, put_on_mesh, value_and_grad
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -382,17 +383,8 @@ class PipelinedTrainStep:
 
     def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
         """Returns the features to look up early, by layer path."""
-        layers, features = embedding_layers(model), self._features_of(batch)
-        if len(layers) == 1:
-            return dict.fromkeys(layers, features)
-        if not isinstance(features, Mapping) or not set(features) <= set(layers):
-            got = list(features) if isinstance(features, Mapping) else type(features)
-            raise ValueError(
-                "PipelinedTrainStep's features_of must return a dict by the path of "
-                f"each layer that the loss calls, some of {sorted(layers)}, because "
-                f"the model has several layers, got {got}."
-            )
-        return dict(features)
+        features, layers = self._features_of(batch), embedding_layers(model)
+        return features_by_layer(features, layers, "PipelinedTrainStep")
 
     def _route(self, model: nnx.Module, batch: Any) -> InFlight:
         """Sends the ids of a batch to the owners of their rows."""

@@ -1,7 +1,7 @@
 """Computes a loss of an NNX model and its gradients, including tables."""
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import jax
@@ -15,7 +15,7 @@ from tpu_embedding.nn.embedding import (
     EmbeddingTables,
     TPUEmbedding,
 )
-from tpu_embedding.nn.model_tables import keep_if
+from tpu_embedding.nn.model_tables import LayerTables, keep_if
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
     LayerCalls,
@@ -241,6 +241,14 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
                 )
             layers[path] = module
     return layers
+
+
+def tables_of_layers(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
+    """Returns the current tables of layers, by path."""
+    return {
+        path: LayerTables(layer.tables.get_value(), layer.plan)
+        for path, layer in layers.items()
+    }
 
 
 def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:

@@ -113,6 +113,16 @@ def for_each_array(
     return optax.GradientTransformation(init_tree, update_tree)
 
 
+def descent(
+    init: Callable[[Any], Any],
+    update: Callable[[Any, Any, Any], tuple[Any, Any]],
+    learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformation:
+    """Returns `for_each_array`, whose steps are then multiplied by minus the rate."""
+    steps = for_each_array(init, update)
+    return optax.chain(steps, optax.scale_by_learning_rate(learning_rate))
+
+
 def _is_none(value: Any) -> bool:
     return value is None
 

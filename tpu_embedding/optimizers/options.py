@@ -7,7 +7,6 @@ the order. The order above reproduces the recorded runs in the tests.
 Options also set the initial values and dtype of slot variables.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.argument_checks import about, invalid
+from tpu_embedding.argument_checks import invalid, right_names
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     Check,
@@ -162,7 +161,7 @@ def public_optimizer(
     """Makes an optimizer's public function.
 
     * Arguments are checked, and errors start with the function's name.
-    * Too many positional arguments raise an error that lists the argument names.
+    * Wrong arguments raise an error that names the right ones.
     * The learning rate is required, as in optax. A table that names the optimizer, as
       in `optimizer="adagrad"`, gets the default rate.
     * optax's names `b1`, `b2` and `eps` are accepted for `beta_1`, `beta_2`, `epsilon`.
@@ -210,34 +209,18 @@ def _make_public(
 
     @functools.wraps(make_optimizer)
     def make_public(*args: Any, **arguments: Any) -> optax.GradientTransformation:
-        by_position = list(signature.parameters)[: len(args)]
-        for short, full in _OPTAX_NAMES.items():
-            if short not in arguments or full not in signature.parameters:
-                continue
-            if full in arguments or full in by_position:
-                text = f"{name}: {short} and {full} are two names of the same argument"
-                raise about(TypeError(f"{text}, got both. Remove one."), short)
-            arguments[full] = arguments.pop(short)
         try:
             bound = signature.bind(*args, **arguments)
         except TypeError as error:
-            parameters = signature.parameters.values()
-            positional = [x.name for x in parameters if x.kind != x.KEYWORD_ONLY]
-            unknown = next((x for x in arguments if x not in signature.parameters), "")
-            similar = difflib.get_close_matches(unknown, signature.parameters, 1, 0.8)
-            fix = f"Write {similar[0]}=... " if similar else ""
-            if unknown and not similar:
-                fix = f"The arguments are {', '.join(signature.parameters)}. "
-            raise TypeError(
-                f"{name}: {error}. {fix}Only {', '.join(positional)} may be positional."
-            ) from None
+            raise TypeError(f"te.optimizers.{name}: {error}.") from None
         bound.apply_defaults()
         return make_checked(**bound.arguments)
 
     if rate_parameter is not None:
         OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)
     cast(Any, make_public).__signature__ = signature
-    return cast(OptimizerFunction, make_public)
+    aliases = {k: x for k, x in _OPTAX_NAMES.items() if x in signature.parameters}
+    return cast(OptimizerFunction, right_names(aliases, "te.optimizers")(make_public))
 
 
 def _with_listed_options(function: Callable[..., Any]) -> inspect.Signature:

@@ -482,11 +482,6 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
         reason = f"{type(error).__name__}: {text}"
         if "no attribute fast" in str(error):
             reason = f"it is {LOOKAHEAD}; pass only its fast_optimizer."
-        if "takes 0 positional arguments" in str(error):
-            reason += (
-                ". A schedule is a function of the step, counted from 0; for a "
-                "function without arguments, see te.nn.set_each_step"
-            )
         raise NotRowLocalError(
             "The optimizer is not row-local: update(gradient, state, rows) of an array "
             f"[rows, {dim}] fails without the loss or other arguments. Use an optax "

@@ -88,20 +88,14 @@ def resolve_optimizer(
       ValueError: if the name is unknown, or modes contradict each other.
     """
     update = getattr(optimizer, "update", None)
-    if getattr(update, "__qualname__", "").startswith("set_to_zero."):
-        return None
-    if optimizer is None:
+    is_fixed = getattr(update, "__qualname__", "").startswith("set_to_zero.")
+    if optimizer is None or is_fixed:
         return None
     try:
-        resolved = _resolve(transformation_of(optimizer), dim)
+        return _resolve(transformation_of(optimizer), dim)
     except ValueError as error:
         text = f"{error} (Table {table_name!r}.)"
         raise about(type(error)(text), "optimizer", optimizer) from error
-    if not isinstance(optimizer, str):
-        return resolved
-    (rate,) = OPTIMIZERS[optimizer.lower()].args
-    name = f"{optimizer.lower()!r}, at its default learning rate of {rate}"
-    return dataclasses.replace(resolved, named=name)
 
 
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:

@@ -112,8 +112,6 @@ class RowOptimizer:
       takes_totals: Whether the rule needs totals over a table's rows. The plan sets it.
       averages: Whether `with_ema` keeps averages of the rows, and whether these
         averages overwrite the rows.
-      named: Text with the optimizer's name and learning rate, if the table passed a
-        name instead of a rule. Ignored when rules are compared.
 
     Example:
       >>> rule = RowOptimizer(transformation=optax.sgd(0.1), driver=EveryRow())
@@ -127,7 +125,6 @@ class RowOptimizer:
     sets_rows: bool = False
     takes_totals: bool = False
     averages: Literal["none", "kept", "overwriting"] = "none"
-    named: str = dataclasses.field(default="", compare=False)
 
     @property
     def moves_every_row(self) -> bool:

@@ -280,10 +280,8 @@ class EmbeddingPlan(FeatureNest):
         divides = len(shape) > 0 and shape[0] % self.num_shards == 0
         return self.batch_sharding if divides else self.replicated
 
-    def process_samples(
-        self, batch_size: int, process_index: int | None = None
-    ) -> range:
-        """Returns the samples of a global batch that one process has to load.
+    def process_samples(self, batch_size: int) -> range:
+        """Returns the samples of a global batch that this process has to load.
 
         These are the samples on the devices of the process. Every process loads all
         samples if the number of devices doesn't divide the batch, if the samples of
@@ -292,7 +290,6 @@ class EmbeddingPlan(FeatureNest):
 
         Args:
           batch_size: samples of the global batch.
-          process_index: number of the process. Defaults to this process.
 
         Example:
           >>> import tpu_embedding as te
@@ -301,13 +298,11 @@ class EmbeddingPlan(FeatureNest):
           >>> plan.process_samples(64)  # one process has them all
           range(0, 64)
         """
-        if process_index is None:
-            process_index = jax.process_index()
         shards = self._process_shards
         if shards is None or batch_size % self.num_shards:
             return range(batch_size)
         size = batch_size // self.num_shards
-        held = shards[process_index]
+        held = shards[jax.process_index()]
         return range(held.start * size, held.stop * size)
 
     @property
@@ -485,9 +480,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _notes(stack: StackPlan) -> Iterator[str]:
-    """Yields notes on the memory and the optimizer of a stack."""
-    if stack.optimizer is not None and stack.optimizer.named:
-        yield f"{stack.name}: trained by {stack.optimizer.named}"
+    """Yields notes on the memory of a stack."""
     for table in stack.tables:
         if table.row_initializer is None:
             # A device holds its share of the rows twice, in whole lines: before they

@@ -32,8 +32,10 @@ from tpu_embedding.types import PADDING_ROW_ID
 Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
 """Maps rows to the vectors that queries are compared with."""
 
-ReadRows = Callable[[Int[Array, " n"]], tuple[Float[Array, "n dim"], Int[Array, " n"]]]
-"""Returns rows, given their numbers on the device, and their ids.
+ReadVectors = Callable[
+    [Int[Array, " n"]], tuple[Float[Array, "n query_dim"], Int[Array, " n"]]
+]
+"""Returns the vectors of rows, given their numbers on the device, and their ids.
 
 Ids increase with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
@@ -77,7 +79,7 @@ def top_k(
     The result is exact, and the same on any number of devices up to float32 rounding of
     the scores. Rows with equal scores are ordered by id. Time is proportional to the
     number of queries times the number of rows. Outside `jax.jit`, each call with a
-    `transform` recompiles.
+    `transform` recompiles, unless it is a `jax.tree_util.Partial`.
 
     Args:
       tables: packed rows by stack name, from `init_tables`; or, as in exported
@@ -116,7 +118,9 @@ def top_k(
     check_mapping("top_k: tables", tables, "te.nn.top_k(layer, queries, k)")
     stack, member = find_table(plan, table)
     queries = jnp.asarray(queries)
-    _check_arguments(queries, k, member, transform)
+    row = jax.ShapeDtypeStruct((1, member.config.dim), jnp.float32)
+    vector = row if transform is None else jax.eval_shape(transform, row)
+    check_search("top_k", queries, k, member.num_rows, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
     rows = tables.get(member.name)
     if not isinstance(rows, jax.Array):
@@ -131,8 +135,8 @@ def top_k(
             raise invalid(field, "be on the devices", str(stack.storage), fix)
     arrays = (rows, queries.astype(jnp.float32), excluded)
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
-    if transform is None:
-        return _compiled_search(*arrays, **sizes)
+    if transform is None or isinstance(transform, jax.tree_util.Partial):
+        return _compiled_search(*arrays, transform, **sizes)
     # Compile again: the function may read a model that has changed since the last call.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
@@ -142,38 +146,50 @@ def _search(
     rows: PackedRows | Array,
     queries: Float[Array, "queries query_dim"],
     excluded: Int[Array, "queries n"],
+    transform: Transform | None,
     *,
     k: int,
     stack: StackPlan,
     member: TablePlan,
     plan: EmbeddingPlan,
-    transform: Transform | None = None,
 ) -> TopK:
     """Returns the best rows of a table on one or several devices; see `top_k`."""
     num_queries = queries.shape[0]
-    num_best = min(k + excluded.shape[1], member.num_rows)  # Some may be excluded.
+
+    def vectors_of(rows: Array) -> Array:
+        if stack.quantization is not None:  # as in a lookup
+            rows = quantize(rows, stack.quantization)
+        return rows if transform is None else transform(rows).astype(jnp.float32)
+
     if isinstance(rows, jax.Array):
         table = rows
-
-        def read(ids: Array) -> tuple[Array, Array]:
-            ids = jnp.where(ids < member.num_rows, ids, PADDING_ROW_ID)
-            return _quantized(rows_of_table(table, ids), stack), ids
-
-        best = best_of_device(queries, read, member.num_rows, num_best, transform)
-        return merged(best, excluded, k)
+        read = lambda ids: vectors_of(rows_of_table(table, ids))  # noqa: E731
+        return best_of_all(queries, read, member.num_rows, excluded, k)
+    num_shards = stack.num_shards
     replica_spec = PartitionSpec(stack.replica_axes)
     device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
     def search_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        read = _reader_of_shard(rows, stack, member)
-        num_rows = -(-member.num_rows // stack.num_shards)
-        best = best_of_device(queries, read, num_rows, num_best, transform)
-        if stack.num_shards > 1:  # Each device merges its share of the queries.
+        shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
+        # The table's first row on the shard.
+        first = (member.row_offset + num_shards - 1 - shard) // num_shards
+
+        def read(numbers: Array) -> tuple[Array, Array]:
+            on_shard = first + numbers
+            ids = on_shard * num_shards + shard - member.row_offset
+            is_row = (ids >= 0) & (ids < member.num_rows)
+            values = gather_rows(rows, stack.layout.dealt(on_shard)).astype(jnp.float32)
+            return vectors_of(values), jnp.where(is_row, ids, PADDING_ROW_ID)
+
+        num_rows = -(-member.num_rows // num_shards)
+        num_best = min(k + excluded.shape[1], member.num_rows)  # Some may be excluded.
+        best = _best_of_device(queries, read, num_rows, num_best)
+        if num_shards > 1:  # Each device merges its share of the queries.
             best = jax.tree.map(
                 lambda x: jax.lax.all_to_all(x, stack.shard_axes, 0, 1, tiled=True),
                 best,
             )
-        return merged(best, excluded, k)
+        return _merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         # Pad with queries of zeros, so that devices share the queries equally.
@@ -192,9 +208,7 @@ def _search(
     return on_mesh(rows, queries, excluded)
 
 
-_compiled_search = jax.jit(
-    _search, static_argnames=("k", "stack", "member", "plan", "transform")
-)
+_compiled_search = jax.jit(_search, static_argnames=("k", "stack", "member", "plan"))
 """Compiles once per shape, even if it is called outside of `jit`."""
 
 
@@ -220,19 +234,18 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
     return stack, member
 
 
-def _check_arguments(queries: Any, k: int, member: TablePlan, transform: Any) -> None:
-    """Raises ValueError if `k` or the queries don't fit the table."""
-    if not 1 <= k <= member.num_rows:
-        rule = f"be from 1 to {member.num_rows}, the rows of table {member.name!r}"
-        raise invalid("top_k: k", rule, k)
-    row = jax.ShapeDtypeStruct((1, member.config.dim), jnp.float32)
-    vector = row if transform is None else jax.eval_shape(transform, row)
-    if queries.ndim != 2 or vector.shape != (1, queries.shape[-1]):
-        rule = (
-            f"have the shape [queries, {vector.shape[-1]}], like the vectors of table "
-            f"{member.name!r}"
-        )
-        raise invalid("top_k: queries", rule, list(queries.shape))
+def check_search(
+    owner: str, queries: Any, k: int, num_rows: int, vector_shape: tuple[int, ...]
+) -> None:
+    """Raises ValueError if `k` or the queries don't fit the rows or their vectors.
+
+    `vector_shape` is the shape of the vectors of one row.
+    """
+    if not 1 <= k <= num_rows:
+        raise invalid(f"{owner}: k", f"be from 1 to {num_rows}, the number of rows", k)
+    if queries.ndim != 2 or vector_shape != (1, queries.shape[-1]):
+        rule = f"be [queries, dim], as wide as the vectors, {list(vector_shape)} of one"
+        raise invalid(f"{owner}: queries", rule, list(queries.shape))
 
 
 def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
@@ -259,47 +272,43 @@ def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n
     return jnp.where(fits, excluded, PADDING_ROW_ID)
 
 
-def _reader_of_shard(rows: PackedRows, stack: StackPlan, member: TablePlan) -> ReadRows:
-    """Returns a function that reads the table's rows on a shard. Per shard."""
-    num_shards = stack.num_shards
-    shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
-    # The table's first row on the shard.
-    first = (member.row_offset + num_shards - 1 - shard) // num_shards
+def best_of_all(
+    queries: Float[Array, "queries query_dim"],
+    vectors_of: Callable[[Int[Array, " n"]], Float[Array, "n query_dim"]],
+    num_rows: int,
+    excluded: Int[Array, "queries n"],
+    k: int,
+) -> TopK:
+    """Returns the best of all rows if each device has them all.
+
+    `vectors_of` returns the vectors of some ids. Those of `PADDING_ROW_ID` don't count.
+    """
 
     def read(numbers: Array) -> tuple[Array, Array]:
-        on_shard = first + numbers
-        ids = on_shard * num_shards + shard - member.row_offset
-        is_row = (ids >= 0) & (ids < member.num_rows)
-        values = gather_rows(rows, stack.layout.dealt(on_shard)).astype(jnp.float32)
-        return _quantized(values, stack), jnp.where(is_row, ids, PADDING_ROW_ID)
+        ids = jnp.where(numbers < num_rows, numbers, PADDING_ROW_ID)
+        return vectors_of(ids), ids
 
-    return read
-
-
-def _quantized(rows: Float[Array, "n dim"], stack: StackPlan) -> Float[Array, "n dim"]:
-    """Quantizes rows as a lookup does."""
-    return rows if stack.quantization is None else quantize(rows, stack.quantization)
+    num_best = min(k + excluded.shape[1], num_rows)  # Some may be excluded.
+    best = _best_of_device(queries, read, num_rows, num_best)
+    return _merged(best, excluded, k)
 
 
-def best_of_device(
+def _best_of_device(
     queries: Float[Array, "queries query_dim"],
-    read: ReadRows,
+    read: ReadVectors,
     num_rows: int,
     num_best: int,
-    transform: Transform | None,
 ) -> TopK:
     """Returns the best rows of one device, or all its rows if it has fewer.
 
-    The function reads `num_rows` rows, and returns the best `num_best` of them. See
-    `top_k` for the other arguments.
+    The function reads `num_rows` rows, and returns the best `num_best` of them.
     """
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
 
     def add_block(i: Any, best: TopK) -> TopK:
         first = jnp.asarray(i * size, jnp.int32)  # int64 under `jax_enable_x64`
-        rows, ids = read(first + jnp.arange(size, dtype=jnp.int32))
-        vectors = rows if transform is None else transform(rows).astype(jnp.float32)
+        vectors, ids = read(first + jnp.arange(size, dtype=jnp.int32))
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
         scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)  # also NaN
         scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 equals 0.0
@@ -317,7 +326,7 @@ def best_of_device(
     return jax.lax.fori_loop(0, math.ceil(num_rows / size), add_block, none)
 
 
-def merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
+def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
     """Merges the best rows of several devices. Equal scores are ordered by id."""
     scores, ids = best
     if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on an empty comparison.

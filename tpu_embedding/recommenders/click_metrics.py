@@ -300,11 +300,6 @@ class AUC(ClickMetric):
                 object.__setattr__(self, name, Sum.zeros((self.num_bins,)))
 
     @classmethod
-    def empty(cls, num_bins: int = NUM_BINS) -> "AUC":
-        """Returns the metric without samples."""
-        return cls(num_bins=num_bins)
-
-    @classmethod
     def _of_clicks(
         cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":

@@ -125,9 +125,7 @@ class Metric:
     @classmethod
     def empty(cls, **settings: Any) -> Self:
         """Returns the metric without samples, with these settings."""
-        fields = dataclasses.fields(cls)  # pyright: ignore
-        sums = {x.name: Sum.zeros() for x in fields if not x.metadata.get("static")}
-        return cls(**sums, **settings)
+        return cls(**settings)
 
     @classmethod
     def from_batch(cls, *batch: Any, **settings: Any) -> Self:

@@ -1,6 +1,5 @@
 """Retrieves the best rows of a layer's table, in training programs and in exports."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,21 +9,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding import functional
-from tpu_embedding.argument_checks import ArgumentType, check_type, invalid
+from tpu_embedding.argument_checks import ArgumentType, check_type
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.functional.serving_lookup import ServedCall
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicated_type
 from tpu_embedding.recommenders.best_rows import (
     TopK,
-    best_of_device,
+    best_of_all,
+    check_search,
     checked_exclusions,
     find_table,
-    merged,
 )
 from tpu_embedding.transfers import moves_arrays
-from tpu_embedding.types import PADDING_ROW_ID
 
 _LAYER = ArgumentType(TPUEmbedding, "a te.TPUEmbedding")
 
@@ -84,43 +81,12 @@ def top_k(
         tables = jax.lax.stop_gradient(layer.tables.get_value())
     transform = options.get("transform")
     module = getattr(transform, "__self__", transform)
-    if not isinstance(module, nnx.Module):
-        return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
-    if (excluded := options.get("excluded")) is not None:  # jit truncates 64-bit ids.
-        options["excluded"] = checked_exclusions(excluded, jnp.shape(queries)[0])
-    # A module, or the module of a bound method, enters jit as a static graph and traced
-    # weights. So new weights don't cause a recompilation.
-    graph, state = nnx.split(module)
-    method = getattr(transform, "__func__", type(module).__call__)
-    options |= {"transform": state, "graph": graph, "method": method}
-    return _top_k_with_module(
-        tables, queries, plan=layer.plan, k=k, table=table, **options
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "method", "plan", "k", "table"))
-def _top_k_with_module(
-    tables: Mapping[str, Any],
-    queries: Float[Array, "queries query_dim"],
-    *,
-    graph: nnx.GraphDef[Any],
-    method: Callable[..., Array],
-    plan: EmbeddingPlan,
-    k: int,
-    table: str | None,
-    transform: nnx.State,
-    **options: Any,
-) -> TopK:
-    """Returns the best rows after transforming all rows with a module; see `top_k`.
-
-    The module is split into its `graph`, a `method` of its class, and its state,
-    `transform`. The state is an argument, so its new values after a training step don't
-    cause a recompilation.
-    """
-    by_module = functools.partial(method, nnx.merge(graph, transform))
-    return functional.top_k(
-        tables, queries, plan, k, table=table, transform=by_module, **options
-    )
+    if isinstance(module, nnx.Module):
+        # A module, or the module of a bound method, is an argument of the compiled
+        # search. So new weights don't cause a recompilation.
+        method = getattr(transform, "__func__", type(module).__call__)
+        options["transform"] = jax.tree_util.Partial(method, module)
+    return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
 
 
 @moves_arrays
@@ -161,25 +127,15 @@ def top_k_of_tower(
       [[0, 2]]
     """
     queries = replicated_type(jnp.asarray(queries, jnp.float32))
-    item = jax.ShapeDtypeStruct((1,), jnp.int32)
-    shape = jax.eval_shape(tower, item).shape
-    if not 1 <= k <= num_items:
-        rule = f"be from 1 to {num_items}, the number of items"
-        raise invalid("te.nn.top_k_of_tower: k", rule, k)
-    if len(shape) != 2 or queries.ndim != 2 or queries.shape[1] != shape[1]:
-        rule = f"be [queries, dim], as wide as tower(numbers), {list(shape)} of an item"
-        raise invalid("te.nn.top_k_of_tower: queries", rule, list(queries.shape))
+    vector = jax.eval_shape(tower, jax.ShapeDtypeStruct((1,), jnp.int32))
+    check_search("te.nn.top_k_of_tower", queries, k, num_items, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
 
-    def read(numbers: Array) -> tuple[Array, Array]:
+    def vectors_of(numbers: Array) -> Array:
         vectors = tower(jnp.minimum(numbers, num_items - 1)).astype(jnp.float32)
-        return replicated_type(vectors), jnp.where(
-            numbers < num_items, numbers, PADDING_ROW_ID
-        )
+        return replicated_type(vectors)
 
-    num_best = min(k + excluded.shape[1], num_items)
-    best = best_of_device(queries, read, num_items, num_best, None)
-    return merged(best, excluded, k)
+    return best_of_all(queries, vectors_of, num_items, excluded, k)
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:

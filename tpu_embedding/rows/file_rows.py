@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.rows.narrow_rows import decode_rows
+from tpu_embedding.rows.narrow_rows import decode_rows, encode_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -114,8 +114,7 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
     if layout.narrow_dtype is None:
         return np.asarray(values, packed.lines.dtype)
     if layout.narrow_dtype == "int8":
-        words = store_rows(np.asarray(values, np.float32), layout)
-        return _int8_bytes(words, layout.dim)
+        return encode_int8(np.asarray(values, np.float32))
     return np.asarray(values, jnp.bfloat16)
 
 
@@ -130,6 +129,11 @@ def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
         case "int8":
             return decode_rows(_int8_words(rows, layout), "int8", layout.dim)
     return rows.astype(np.float32)
+
+
+def encode_int8(rows: np.ndarray) -> np.ndarray:
+    """Returns float32 rows `[rows, dim]` as int8 rows of a file, rounded to nearest."""
+    return _int8_bytes(encode_rows(rows, "int8"), rows.shape[1])
 
 
 def decode_int8(rows: np.ndarray) -> np.ndarray:

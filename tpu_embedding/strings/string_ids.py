@@ -17,20 +17,15 @@ import json
 import os
 import pathlib
 import re
-import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.argument_checks import about, invalid
+from tpu_embedding.argument_checks import about, invalid, is_int
 from tpu_embedding.inputs.containers import HostIds, read_ids
-from tpu_embedding.paths import local_path
-from tpu_embedding.strings.fingerprints import (
-    encode,
-    farmhash64,
-    siphash64,
-)
+from tpu_embedding.paths import local_path, write_atomically
+from tpu_embedding.strings.fingerprints import encode, farmhash64, siphash64
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds, is_integer
 from tpu_embedding.types import ids_of as values_of
 from tpu_embedding.types import with_ids as with_values
@@ -59,36 +54,12 @@ def read_flat_json(path: pathlib.Path) -> Any:
     return json.loads(text)
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text in UTF-8, completely or not at all.
-
-    Raises:
-      OSError: if the text can't be written, for example because the disk is full. The
-        error names the file. An existing file is then unchanged.
-    """
-    path = pathlib.Path(os.path.realpath(path))
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 MAX_IDS: Final = PADDING_ROW_ID - 1
 """Maximum number of ids, the limit of `TableConfig.vocabulary_size`."""
 
 _UNKNOWN: Final = -1
 
 _FILE_FORMAT: Final = "tpu_embedding.vocabulary 1"
-
-Unknown = Literal["bucket", "error"]
-"""What a string outside the vocabulary gets: the id of a bucket, or an error."""
 
 
 def hash_ids(
@@ -141,22 +112,19 @@ def hash_ids(
       >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
       [0, 2147483647, 1]
     """
-    if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
+    if not is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
         rule, fix = (
             f"be an int from 1 to {MAX_IDS}",
             "Pass the table's vocabulary_size.",
         )
         raise invalid("hash_ids: num_buckets", rule, num_buckets, fix)
     key: Any = tuple(salt) if isinstance(salt, tuple | list) else (salt, salt)
-    is_key = len(key) == 2 and all(_is_int(n) and 0 <= n < 2**64 for n in key)
+    is_key = len(key) == 2 and all(is_int(n) and 0 <= n < 2**64 for n in key)
     if salt is not None and not is_key:
         rule = "be an int from 0 to 2**64 - 1, or a pair of such ints"
         raise invalid("hash_ids: salt", rule, salt)
-    read = read_ids(strings, "hash_ids", "Strings")
-    values = values_of(read).reshape(-1)
-    if is_integer(values.dtype):
-        values = values.astype(np.bytes_)
-    encoded = encode(_check_strings(values, "hash_ids"))
+    read, values = _read_strings(strings, "hash_ids", takes_integers=True)
+    encoded = encode(values)
     if salt is None:
         hashes = farmhash64(encoded)
     else:
@@ -188,8 +156,7 @@ def fingerprint_ids(strings: Any) -> Any:
       >>> ids.dtype, bool(ids[0] == ids[2])
       (dtype('uint64'), True)
     """
-    read = read_ids(strings, "fingerprint_ids", "Strings")
-    values = _check_strings(values_of(read).reshape(-1), "fingerprint_ids")
+    read, values = _read_strings(strings, "fingerprint_ids", takes_integers=False)
     words = farmhash64(encode(values))
     words = np.minimum(words, np.uint64(2**64 - 2))
     return _in_container_of(strings, read, words)
@@ -243,7 +210,7 @@ class Vocabulary:
           TypeError: if a token is not a str, or `tokens` is a single string.
           ValueError: if `tokens` is empty, has duplicates, or is too long.
         """
-        if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
+        if not is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             rule = f"be an int from 0 to {MAX_IDS}"
             fix = "With 0, unknown strings raise an error."
             raise invalid("Vocabulary: num_oov_buckets", rule, num_oov_buckets, fix)
@@ -265,34 +232,38 @@ class Vocabulary:
         if len(listed) >= first_id and listed[:first_id] == self._special():
             listed = listed[first_id:]
         self.tokens = listed
-        self._check_tokens()
-        self._ids: dict[str, int] = dict(zip(listed, itertools.count(first_id)))
-        if len(self._ids) < len(listed):
-            first: dict[str, int] = {}
-            for i, token in enumerate(listed):
-                if first.setdefault(token, i) != i:
-                    rule = f"differ, also tokens {first[token]} and {i}"
-                    raise invalid("Vocabulary: tokens", rule, token)
+        self._ids: dict[str, int] = {}
+        for i, token in enumerate(listed):
+            if not isinstance(token, str):
+                fix = "Pass numbers as str(token), and bytes as token.decode()."
+                raise invalid(
+                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
+                )
+            if not token or token == mask_token:
+                rule = "be neither empty nor the mask token"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
+            if strip_whitespace and token != token.strip():
+                rule = "have no white space around it if strip_whitespace is set"
+                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
+            if not token.isascii():
+                token.encode()  # A lone surrogate raises an error.
+            if (known_id := self._ids.setdefault(token, first_id + i)) < first_id + i:
+                rule = f"differ, also tokens {known_id - first_id} and {i}"
+                raise invalid("Vocabulary: tokens", rule, token)
+        if not 1 <= len(listed) <= MAX_IDS - num_oov_buckets - 1:
+            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
+            raise invalid("Vocabulary: tokens", rule, len(listed))
         if mask_token is not None:
             self._ids[mask_token] = PADDING_ROW_ID
 
     @classmethod
-    def from_file(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        num_oov_buckets: int = 1,
-        mask_token: str | None = None,
-        oov_token: str = "[UNK]",
-    ) -> "Vocabulary":
+    def from_file(cls, path: str | os.PathLike[str], **options: Any) -> "Vocabulary":
         """Reads a UTF-8 text file with one token per line.
 
         Args:
           path: path of the file. Spaces are part of a token. Line endings and a byte
             order mark are not.
-          num_oov_buckets: see `Vocabulary`.
-          mask_token: see `Vocabulary`.
-          oov_token: see `Vocabulary`.
+          **options: keyword arguments of `Vocabulary`, such as `num_oov_buckets`.
 
         Raises:
           ValueError: if the file is not UTF-8, or a token occurs twice.
@@ -309,12 +280,7 @@ class Vocabulary:
         if tokens[-1] == "":
             tokens.pop()
         try:
-            return cls(
-                tokens,
-                num_oov_buckets=num_oov_buckets,
-                mask_token=mask_token,
-                oov_token=oov_token,
-            )
+            return cls(tokens, **options)
         except ValueError as error:
             error.args = (f"{os.fspath(path)}: {error}",)
             raise
@@ -385,14 +351,12 @@ class Vocabulary:
                 "it again, or use from_file for a text file with one token per line."
             ) from None
 
-    def ids(self, strings: Any, *, unknown: Unknown = "bucket") -> Any:
+    def ids(self, strings: Any) -> Any:
         """Returns the id of each string.
 
         Args:
           strings: containers as in `hash_ids`. If any token is a number, integers are
             looked up by their decimal digits.
-          unknown: how to handle unknown strings: `"bucket"` returns a bucket's id,
-            `"error"` raises an error.
 
         Returns:
           int32 ids in the container of the strings. Lists become an array, or
@@ -400,16 +364,13 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if a string is unknown and there are no buckets, or
-            `unknown="error"`; if an unknown string is longer than 65,536 bytes and
-            there are several buckets; or if `unknown` is not one of its choices.
+          ValueError: if a string is unknown and there are no buckets, or if an unknown
+            string is longer than 65,536 bytes and there are several buckets.
         """
-        check_unknown(unknown, "Vocabulary.ids: unknown")
-        read = read_ids(strings, "Vocabulary.ids", "Strings")
-        values = values_of(read).reshape(-1)
-        if is_integer(values.dtype) and self._has_numbers:
-            values = values.astype(np.bytes_)
-        flat = _check_strings(values, "Vocabulary.ids").tolist()
+        read, values = _read_strings(
+            strings, "Vocabulary.ids", takes_integers=self._has_numbers
+        )
+        flat = values.tolist()
         kinds = set(map(type, flat))
         if not all(issubclass(kind, str | bytes) for kind in kinds):
             encode(flat)  # Raises an error that shows the value.
@@ -425,7 +386,7 @@ class Vocabulary:
             unknown_positions = np.flatnonzero(ids == _UNKNOWN)
         if unknown_positions.size:
             rest = [flat[i] for i in unknown_positions]
-            ids[unknown_positions] = self._oov_ids(rest, unknown)
+            ids[unknown_positions] = self._oov_ids(rest)
         return _in_container_of(strings, read, ids)
 
     @functools.cached_property
@@ -437,12 +398,12 @@ class Vocabulary:
     def _has_numbers(self) -> bool:
         return any(token.removeprefix("-").isdecimal() for token in self.tokens)
 
-    def _oov_ids(self, strings: list[Any], unknown: Unknown) -> np.ndarray:
-        if not self.num_oov_buckets or unknown == "error":
+    def _oov_ids(self, strings: list[Any]) -> np.ndarray:
+        if not self.num_oov_buckets:
             text = (
                 f"Vocabulary.ids: {strings[0]!r} is not one of the {len(self.tokens)} "
                 f"tokens ({len(strings)} unknown strings in total). To give unknown "
-                "strings ids, set num_oov_buckets and unknown='bucket'."
+                "strings ids, set num_oov_buckets."
             )
             raise about(ValueError(text), "Vocabulary.ids: strings", strings[0])
         if self.num_oov_buckets == 1:
@@ -455,25 +416,6 @@ class Vocabulary:
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
 
-    def _check_tokens(self) -> None:
-        for i, token in enumerate(self.tokens):
-            if not isinstance(token, str):
-                fix = "Pass numbers as str(token), and bytes as token.decode()."
-                raise invalid(
-                    f"Vocabulary: token {i}", "be a str", token, fix, TypeError
-                )
-            if not token or token == self.mask_token:
-                rule = "be neither empty nor the mask token"
-                raise invalid(f"Vocabulary: token {i}", rule, token, "Remove it.")
-            if self.strip_whitespace and token != token.strip():
-                rule = "have no white space around it if strip_whitespace is set"
-                raise invalid(f"Vocabulary: token {i}", rule, token, "Strip it.")
-            if not token.isascii():
-                token.encode()  # A lone surrogate raises an error.
-        if not 1 <= len(self.tokens) <= MAX_IDS - self.num_oov_buckets - 1:
-            rule = f"be at least one token, and {MAX_IDS} with the buckets at most"
-            raise invalid("Vocabulary: tokens", rule, len(self.tokens))
-
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -484,12 +426,6 @@ class Vocabulary:
         )
 
 
-def check_unknown(unknown: Any, owner: str) -> None:
-    """Raises a ValueError if a value is not one of `Unknown`."""
-    if unknown not in get_args(Unknown):
-        raise invalid(owner, f"be one of {list(get_args(Unknown))}", unknown)
-
-
 def _strip(string: str | bytes) -> str | bytes:
     """Strips white space. Bytes are treated as UTF-8 text."""
     if isinstance(string, str):
@@ -498,17 +434,23 @@ def _strip(string: str | bytes) -> str | bytes:
     return text.strip().encode(errors="surrogateescape")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _read_strings(
+    strings: Any, owner: str, *, takes_integers: bool
+) -> tuple[HostIds, np.ndarray]:
+    """Returns the container of strings, and the flat strings.
 
-
-def _check_strings(values: np.ndarray, owner: str) -> np.ndarray:
+    With `takes_integers`, integers become strings of their decimal digits.
+    """
+    read = read_ids(strings, owner, "Strings")
+    values = values_of(read).reshape(-1)
     if not values.size:
-        return values.astype(object)  # NumPy makes empty lists float64.
+        return read, values.astype(object)  # NumPy makes empty lists float64.
+    if takes_integers and is_integer(values.dtype):
+        return read, values.astype(np.bytes_)
     if values.dtype.kind not in "SUTO":
         fix = "Convert numbers with .astype(str)."
         raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
-    return values
+    return read, values
 
 
 def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
@@ -537,41 +479,28 @@ def save_vocabularies(
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Returns the vocabularies in a subdirectory, by the names of their features.
 
-    The directory may be untrusted. Symbolic links could point outside of it, so they
-    are errors.
+    The files may be untrusted. The caller must reject symbolic links, which could point
+    outside of the directory.
 
     Raises:
-      ValueError: if a file is missing or was not written by `save_vocabularies`. The
-        message names it.
+      OSError: if a file is missing.
+      ValueError: if a file was not written by `save_vocabularies`. The message names
+        it.
     """
     path = directory / VOCABULARIES_DIR
-    if not path.exists() and not path.is_symlink():
+    if not path.exists():
         return {}
-    if path.is_symlink() or not path.is_dir():
-        raise _not_saved(path, "it must be a directory, not a link or a file")
     names_file = path / _NAMES_FILE
-    _check_is_file(names_file)
     try:
         names = read_flat_json(names_file)
         if not isinstance(names, list) or len(set(names)) < len(names):
             raise ValueError("it must be a list of different names")
     except ValueError as error:
-        raise _not_saved(names_file, error) from None
-    vocabularies = {}
-    for number, name in enumerate(names):
-        file = path / f"{number}.json"
-        _check_is_file(file)
-        vocabularies[name] = Vocabulary.load(file)
-    return vocabularies
-
-
-def _check_is_file(path: pathlib.Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise _not_saved(path, "it must be a file, and not a link")
-
-
-def _not_saved(path: pathlib.Path, problem: object) -> ValueError:
-    return ValueError(
-        f"{path} is not part of saved vocabularies: {problem}; copy the directory "
-        "again."
-    )
+        raise ValueError(
+            f"{names_file} is not part of saved vocabularies: {error}; copy the "
+            "directory again."
+        ) from None
+    return {
+        name: Vocabulary.load(path / f"{number}.json")
+        for number, name in enumerate(names)
+    }

@@ -7,7 +7,7 @@ and `mu`. `table_values.py` does the same for the tables themselves.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -283,6 +283,21 @@ def _names(paths: list[list[str]]) -> list[str]:
         first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)
         hyperparameters = [i for i, key in enumerate(path) if key in _HYPERPARAMETERS]
         lengths.append(len(path) - min([first, *hyperparameters]))
+    return shortest_names(paths, lengths)
+
+
+def shortest_names(
+    paths: Sequence[Sequence[str]], lengths: Sequence[int] = ()
+) -> list[str]:
+    """Returns the shortest suffix of each path that is unique, joined by slashes.
+
+    `lengths` are the smallest numbers of parts in the suffixes, 1 by default.
+
+    Example:
+      >>> shortest_names([("user", "kernel"), ("item", "kernel"), ("user", "bias")])
+      ['user/kernel', 'item/kernel', 'bias']
+    """
+    lengths = lengths or [1] * len(paths)
     while True:
         names = [
             "/".join(path[-length:])

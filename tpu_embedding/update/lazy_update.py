@@ -45,13 +45,9 @@ from tpu_embedding.rows.row_gradients import GradientRounds
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import read_before_write
 
-RowsOf = Callable[[Int[Array, " rows"]], TableRows]
-"""Maps row ids to the facts that a rule may ask about these rows."""
-
 
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
-    rows_of: RowsOf | None = None,
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into a transformation of `RowUpdates`.
 
@@ -61,9 +57,8 @@ def lift_to_rows(
 
     Args:
       optimizer: any row-local optax transformation, including chains, schedules and
-        `optax.inject_hyperparams`.
-      rows_of: facts about rows, for rules that need totals over a table's rows. By
-        default such a rule treats the given rows as one whole table.
+        `optax.inject_hyperparams`. A rule that needs totals over a table's rows treats
+        the given rows as one whole table.
 
     Returns:
       A transformation whose `init` accepts a table's `PackedRows`, and whose `update`
@@ -85,16 +80,12 @@ def lift_to_rows(
     """
 
     def init(params: Any) -> Any:
-        all_rows = jnp.arange(params.layout.num_rows, dtype=jnp.int32)
-        return init_rule(optimizer, params, rows_of and rows_of(all_rows))
+        return init_rule(optimizer, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
         step = start_step(optimizer, state, table.layout.dim)
-        known = rows_of and rows_of(updates.row_ids)
-        values, slots, new_values = step.update_rows(
-            updates, table, slots_of(state), known
-        )
+        values, slots, new_values = step.update_rows(updates, table, slots_of(state))
         new_state = with_values(with_slots(state, slots), new_values)
         return dataclasses.replace(updates, values=values), new_state
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
 from tpu_embedding.checkpoint.records import CheckpointError
+from tpu_embedding.tables.slot_values import shortest_names
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SLOT: Final = "/.OPTIMIZER_SLOT/"
@@ -73,8 +74,10 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
         if len(variable.values.shape) == 2 and not is_slot:
             slots = _slots_of(path, variables)
             tables[path] = SourceTable(values=variable.values, slots=slots)
+    names = shortest_names(list(tables))
     return TableSource(
-        origin=f"TensorFlow checkpoint {prefix}", tables=_by_shortest_names(tables)
+        origin=f"TensorFlow checkpoint {prefix}",
+        tables=dict(zip(names, tables.values(), strict=True)),
     )
 
 
@@ -152,16 +155,3 @@ def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
         for other, variable in variables.items()
         if other[:-1] == tuple(parent) and other[-1].startswith(f"{name}/")
     }
-
-
-def _by_shortest_names(
-    tables: Mapping[tuple[str, ...], SourceTable],
-) -> dict[str, SourceTable]:
-    """Returns tables keyed by the shortest unique suffixes of their paths."""
-    named = {}
-    for path, table in tables.items():
-        length = 1
-        while sum(other[-length:] == path[-length:] for other in tables) > 1:
-            length += 1
-        named["/".join(path[-length:])] = table
-    return named

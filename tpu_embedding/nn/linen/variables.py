@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -52,22 +52,6 @@ def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.nda
         path: unstack_tables(tables.stacks, tables.plan)
         for path, tables in layer_tables(variables).items()
     }
-
-
-@overload
-def with_embedding_tables(
-    variables: Mapping[str, Any],
-    values: Mapping[str, Mapping[str, Any]],
-    slots: None = None,
-) -> dict[str, Any]: ...
-
-
-@overload
-def with_embedding_tables(
-    variables: Mapping[str, Any],
-    values: Mapping[str, Mapping[str, Any]],
-    slots: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any]]: ...
 
 
 def with_embedding_tables(

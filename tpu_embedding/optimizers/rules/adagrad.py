@@ -11,6 +11,7 @@ table, each row's value is the mean number of steps between lookups of the row.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     may_be_positive,
@@ -100,9 +101,7 @@ def adagrad(
         steps = updates * jax.lax.rsqrt(accumulators + epsilon)
         return steps, AdagradState(accumulators)
 
-    return optax.chain(
-        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
+    return descent(init, update, learning_rate)
 
 
 @public_optimizer(epsilon=non_negative, initial_accumulator_value=non_negative)
@@ -171,9 +170,7 @@ def rowwise_adagrad(
             steps = steps + weight_decay * params
         return steps, AdagradState(accumulators)
 
-    return optax.chain(
-        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
+    return descent(init, update, learning_rate)
 
 
 class AdagradMomentumState(NamedTuple):
@@ -250,9 +247,7 @@ def adagrad_momentum(
         steps = momentum * momenta + scaled if use_nesterov else momenta
         return steps, AdagradMomentumState(accumulators, momenta)
 
-    return optax.chain(
-        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
+    return descent(init, update, learning_rate)
 
 
 class CountedAdagradState(NamedTuple):
@@ -265,6 +260,13 @@ class CountedAdagradState(NamedTuple):
 
     count: jax.Array
     accumulators: jax.Array
+
+
+def _counted_accumulators(start: Any) -> Callable[[Any], CountedAdagradState]:
+    """Returns a function that makes the state of rows before the first step."""
+    return lambda rows: CountedAdagradState(
+        count=jnp.zeros((), jnp.int32), accumulators=jnp.full_like(rows, start)
+    )
 
 
 @public_optimizer()
@@ -314,12 +316,7 @@ def bounded_adagrad(
       >>> updates.tolist(), state.accumulators.tolist()
       ([[-0.5, -0.5]], [[2.0, 2.0]])
     """
-
-    def init(params):
-        return CountedAdagradState(
-            count=jnp.zeros((), jnp.int32),
-            accumulators=jnp.full_like(params, initial_accumulator_value),
-        )
+    init = _counted_accumulators(initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         del params
@@ -382,12 +379,7 @@ def proximal_adagrad(
       >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
       (3, 2)
     """
-
-    def init(params):
-        return CountedAdagradState(
-            count=jnp.zeros((), jnp.int32),
-            accumulators=jnp.full_like(params, initial_accumulator_value),
-        )
+    init = _counted_accumulators(initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         accumulators = state.accumulators + jnp.square(updates)
@@ -466,11 +458,7 @@ def clippy_adagrad(
             "clip_accumulator_update may be True, got both. Set one of them to False."
         )
 
-    def init(params: Any) -> Any:
-        return CountedAdagradState(
-            count=jnp.zeros((), jnp.int32),
-            accumulators=jnp.full_like(params, initial_accumulator_value),
-        )
+    init = _counted_accumulators(initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         rows = table_rows(updates)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.argument_checks import invalid
-from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array
 from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
@@ -127,9 +127,7 @@ def adam(
             steps *= jnp.sqrt(1 - beta_2**t) / (1 - beta_1**t)
         return steps, AdamState(count, momenta, velocities)
 
-    rule = optax.chain(
-        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
+    rule = descent(init, update, learning_rate)
     return rule if lazy_adam else every_row(rule)
 
 
@@ -439,7 +437,4 @@ def adadelta(
         x = updates * jnp.sqrt(state.updates + epsilon) * jax.lax.rsqrt(a + epsilon)
         return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
 
-    return optax.chain(
-        for_each_array(init, update),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descent(init, update, learning_rate)

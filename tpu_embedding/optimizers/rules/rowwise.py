@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array
 from tpu_embedding.optimizers.checks import fraction_below_one, may_be_positive
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.rules.adam import AdamState
@@ -218,9 +218,7 @@ def rowwise_rmsprop(
         steps = updates * jax.lax.rsqrt(ms + epsilon)[:, None]
         return steps, RowwiseRMSPropState(ms)
 
-    return optax.chain(
-        for_each_array(init, update), optax.scale_by_learning_rate(learning_rate)
-    )
+    return descent(init, update, learning_rate)
 
 
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:

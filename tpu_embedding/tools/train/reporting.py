@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from tpu_embedding import distributed
-from tpu_embedding.optimizers.probe import probe_rule
+from tpu_embedding.paths import write_atomically
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.tables.slot_values import named_slots
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
     PLOT_FILE,
@@ -27,9 +28,9 @@ from tpu_embedding.tools.train.run_directory import (
     TENSORBOARD_DIR,
     latest_start,
     read_records,
-    replace_text,
 )
 from tpu_embedding.tools.train.run_steps import StepMetrics
+from tpu_embedding.update.apply import abstract_state
 
 STEPS_IN_FLIGHT: Final = 2
 """Number of steps dispatched before the host waits for the first of them.
@@ -206,18 +207,21 @@ class RunReport:
 
 
 def format_tables(plan: EmbeddingPlan) -> str:
-    """Returns a plan's tables as text: size, optimizer and memory per device.
+    """Returns a plan's tables as text: size, slot variables and memory per device.
 
     A table's memory includes its slot variables and its share of the padding.
     """
-    rows = [("table", "optimizer", "rows", "dim", "memory per device", "devices")]
+    rows = [("table", "slot variables", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
-        rule, dim, devices = _rule_name(stack), str(stack.dim), str(stack.num_shards)
+        slots, dim, devices = "-", str(stack.dim), str(stack.num_shards)
+        if isinstance(stack, TrainedStackPlan):
+            named = named_slots(abstract_state(stack), stack)
+            slots = ", ".join(x.name for x in named if x.kind == "rows") or "-"
         num_bytes = sum(stack.array_bytes)
         for table in stack.tables:
             num_rows = f"{table.config.max_rows:,}"
             size = num_bytes * table.num_rows / stack.num_rows
-            rows.append((table.name, rule, num_rows, dim, format_bytes(size), devices))
+            rows.append((table.name, slots, num_rows, dim, format_bytes(size), devices))
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     return (
         f"{format_table(rows, num_left_aligned=2)}\n"
@@ -225,27 +229,6 @@ def format_tables(plan: EmbeddingPlan) -> str:
         f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
         "per device"
     )
-
-
-def _rule_name(stack: StackPlan) -> str:
-    """Returns the names of an optimizer's states, such as `Adagrad`."""
-    if stack.optimizer is None:
-        return "none"
-
-    def has_slots(state: Any) -> bool:
-        return hasattr(state, "_fields") and any(
-            isinstance(field, jax.ShapeDtypeStruct) for field in state
-        )
-
-    probed = probe_rule(stack.optimizer, stack.dim)
-    slots = [None if slot is None else slot.row for slot in probed.leaves]
-    states = jax.tree.structure(probed.state).unflatten(slots)
-    names = [
-        type(state).__name__.removesuffix("State").removeprefix("ScaleBy")
-        for state in jax.tree.leaves(states, is_leaf=has_slots)
-        if has_slots(state)
-    ]
-    return ", ".join(names) or "no slot variables"
 
 
 def changes(
@@ -284,7 +267,7 @@ def drop_repeated_records(
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
     if path.exists():
-        replace_text(path, kept)
+        write_atomically(path, kept)
 
 
 def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:

@@ -437,12 +437,8 @@ class _Run:
         metric = LOSSES[config.loss].metric
         if target is not None and target.metric in metrics:
             metric = target.metric
-        teacher = None
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"
-        if target is not None and target.relative_to == "constant":
-            name = "constant_loss"
-        if hasattr(self.data, name):
-            teacher = getattr(self.data, name)()
+        teacher = getattr(self.data, name, lambda: None)()
         is_met = None
         if target is not None and target.metric in metrics:
             is_met = target.is_met(metrics[target.metric], teacher)
@@ -460,8 +456,7 @@ class _Run:
         against = ""
         if teacher is not None:
             ratio = metrics[metric] / teacher
-            word = "constant" if name == "constant_loss" else "teacher"
-            against = f" ({word} {teacher:.4f}, ratio {ratio:.4f})"
+            against = f" (teacher {teacher:.4f}, ratio {ratio:.4f})"
         if best_step != self.step:
             against += f", of the best checkpoint, step {best_step}"
         self.report.line(f"result: {metric} {metrics[metric]:.4f}{against}")

@@ -86,15 +86,13 @@ class Target:
         which the teacher's AUC exceeds 0.5, the AUC of chance.
       relative_to: reference that the limit is relative to. `"teacher"` is the model
         that generated the labels of synthetic data; no trained model can beat it.
-        `"constant"` is the best prediction without inputs: the mean of the training
-        labels for `"rmse"`, and the class shares for `"log_loss"`. `None` makes the
-        limit absolute.
+        `None` makes the limit absolute.
     """
 
     metric: str
     at_most: float | None = None
     at_least: float | None = None
-    relative_to: Literal["teacher", "constant"] | None = None
+    relative_to: Literal["teacher"] | None = None
 
     def __post_init__(self):
         if (self.at_most is None) == (self.at_least is None):
@@ -123,7 +121,7 @@ class Target:
         if self.at_least is not None:
             unit = " of the teacher's lead over 0.5" if self.relative_to else ""
             return f"{self.metric} at least {self.at_least:g}{unit}"
-        unit = f" times the {self.relative_to}'s" if self.relative_to else ""
+        unit = " times the teacher's" if self.relative_to else ""
         return f"{self.metric} at most {self.at_most:g}{unit}"
 
 

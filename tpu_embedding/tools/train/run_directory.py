@@ -214,18 +214,6 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def replace_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a run's file atomically, so a kill leaves the old or the new text."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    unfinished.unlink(missing_ok=True)  # It may be a link.
-    try:
-        with unfinished.open("x", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Returns the vocabularies of a run by feature name.
 
