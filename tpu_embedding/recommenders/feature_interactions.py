@@ -25,11 +25,17 @@ class DotInteraction(nnx.Module):
     Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems", arXiv 1906.00091.
 
+    Attributes:
+      self_interaction: whether to include the product of each vector with itself.
+
     Example:
       >>> vectors = [jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0]]), jnp.ones((1, 2))]
       >>> DotInteraction()(vectors).tolist()
       [[11.0, 3.0, 7.0]]
     """
+
+    def __init__(self, *, self_interaction: bool = False):
+        self.self_interaction = self_interaction
 
     def __call__(self, vectors: Vectors) -> Float[Array, "batch pairs"]:
         """Returns the products of each sample.
@@ -38,7 +44,7 @@ class DotInteraction(nnx.Module):
           vectors: `n` arrays `[batch, dim]`, or one array `[batch, n, dim]`.
 
         Returns:
-          `[batch, n * (n - 1) / 2]`.
+          `[batch, n * (n - 1) / 2]`, or `n * (n + 1) / 2` with `self_interaction`.
 
         Raises:
           TypeError: if the vectors are a dict.
@@ -59,12 +65,13 @@ class DotInteraction(nnx.Module):
             rule = "be arrays [batch, dim], or one array [batch, vectors, dim]"
             raise invalid("DotInteraction: vectors", rule, vectors)
         products = jnp.einsum("bid,bjd->bij", vectors, vectors)
-        rows, columns = np.tril_indices(vectors.shape[1], k=-1)
+        diagonal = 0 if self.self_interaction else -1
+        rows, columns = np.tril_indices(vectors.shape[1], k=diagonal)
         return products[:, rows, columns]
 
 
 class FeatureCross(nnx.Module):
-    """A cross layer of DCN-v2: `x_next = x_0 * (W x + b) + x`.
+    """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
     `x_0` is the input of the first layer of a stack, `x` the input of this layer, and
     `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs. `W`
@@ -88,6 +95,7 @@ class FeatureCross(nnx.Module):
         num_inputs: int,
         projection_dim: int | None = None,
         *,
+        diag_scale: float = 0.0,
         rngs: nnx.Rngs,
     ):
         """Initializes matrices from Glorot's normal distribution, and biases to 0.
@@ -96,18 +104,23 @@ class FeatureCross(nnx.Module):
           num_inputs: width of the inputs.
           projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
             the paper, a rank of a quarter of the width is as accurate.
+          diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
+            training, especially at low ranks.
           rngs: stream `params` provides the keys.
 
         Raises:
           TypeError: if `rngs` is not `nnx.Rngs`.
-          ValueError: if `projection_dim` is too small.
+          ValueError: if `projection_dim` or `diag_scale` is too small.
         """
         line = "te.nn.FeatureCross(num_inputs, rngs=nnx.Rngs(0))"
         check_type("te.nn.FeatureCross: rngs", RNGS, rngs, line)
         if projection_dim is not None and projection_dim < 1:
             rule = "be at least 1, or None for a full matrix"
             raise invalid("FeatureCross: projection_dim", rule, projection_dim)
+        if diag_scale < 0:
+            raise invalid("FeatureCross: diag_scale", "be at least 0", diag_scale)
         options: Any = {"kernel_init": nnx.initializers.glorot_normal(), "rngs": rngs}
+        self.diag_scale = diag_scale
         self.down = (
             nnx.Linear(num_inputs, projection_dim, use_bias=False, **options)
             if projection_dim is not None
@@ -137,4 +150,6 @@ class FeatureCross(nnx.Module):
             shapes = [first.shape, crossed.shape]
             raise invalid("FeatureCross: inputs", f"be num_inputs={width} wide", shapes)
         output = self.up(crossed if self.down is None else self.down(crossed))
+        if self.diag_scale:
+            output = output + self.diag_scale * crossed
         return first * output + crossed
