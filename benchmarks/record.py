@@ -24,7 +24,6 @@ _TABLE: Final = re.compile(
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("cycles", "operations", "intercept_ms", "compile_seconds"),
     "partition_estimate": ("cycles", "operations", "optimal_ms"),
-    "step_time": ("median_ms", "compile_seconds"),
     "table_size": ("median_ms", "ratio"),
     "memory_tables": ("median_ms", "ratio"),
     "host_rows": ("median_ms", "ratio", "cpu_ms", "hit_rate", "moved_bytes"),

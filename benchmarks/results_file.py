@@ -14,7 +14,6 @@ RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
 KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("topology", "library"),
     "partition_estimate": ("topology", "case"),
-    "step_time": ("backend", "devices"),
     "gather_speed": ("dim",),
     "table_size": ("devices", "rows"),
     "memory_tables": ("rows",),

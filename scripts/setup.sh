@@ -2,7 +2,8 @@
 #
 #   setup_environment EXTRAS    extras such as "dev,tpu", or an empty string
 #
-# Uses $PYTHON, or else the version in .python-version, or else the default python3.
+# Uses $PYTHON, or else the version in .python-version, or else the default python3. If
+# none is recent enough, as on a Cloud TPU VM, uv installs one in ./.uv, without root.
 
 # Two functions for a script's options, to be called in the project's folder:
 #
@@ -29,12 +30,16 @@ reject_option() {
 setup_environment() {
     local extras=$1 venv=${VENV:-.venv} python extra missing=
     if [ ! -x "$venv/bin/python" ]; then
-        python=$(find_python) || {
-            echo "Found no Python 3.11 or later. Set PYTHON to one." >&2
-            return 1
-        }
-        echo "Creating $venv with $("$python" --version)"
-        "$python" -m venv "$venv"
+        if python=$(find_python); then
+            echo "Creating $venv with $("$python" --version)"
+            "$python" -m venv "$venv"
+        else
+            create_with_uv "$venv" || {
+                echo "Found no Python 3.11 or later, and uv installed none." \
+                    "Set PYTHON to one." >&2
+                return 1
+            }
+        fi
     fi
     # One stamp per extra, so an environment with more extras needs no change.
     for extra in core ${extras//,/ }; do
@@ -59,6 +64,13 @@ install() {
         return
     fi
     $pip "$@"
+}
+
+# Creates an environment with an interpreter that uv downloads. Needs any pip.
+create_with_uv() {
+    echo "Creating $1 with Python $(cat .python-version), which uv installs"
+    python3 -m pip install -qq --disable-pip-version-check --upgrade --target .uv uv &&
+        .uv/bin/uv venv --quiet --seed --python "$(cat .python-version)" "$1"
 }
 
 find_python() {

@@ -33,7 +33,6 @@ TINY = settings.SETTINGS["T0"]
         ("host_rows_planner.py", "--tiny --steps 2"),
         ("input_speed.py", "--gb 0.03 --windows 1"),
         ("first_step.py", "--rounds 1"),
-        ("step_time.py", "--small --devices 2 --rounds 1"),
         ("memory_tables.py", "--steps 1 --rows 100 200"),
         ("table_size.py", "--devices 1 --steps 2 --rows 100 200"),
         ("serving_latency.py", "--setting tiny --batch 1 16 --rows 1000 --calls 2"),

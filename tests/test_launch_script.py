@@ -128,6 +128,15 @@ def test_shellcheck_accepts_the_scripts(cloud):
     assert result.returncode == 0, result.stdout
 
 
+def test_the_manifest_of_the_doctor_runs_what_a_wheel_has():
+    job_set = yaml.safe_load((ROOT / "scripts/doctor_tpu7x.yaml").read_text())
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "exec tpu-embedding doctor --timings --output-dir" in container["command"][2]
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == "tpu7x"
+
+
 def test_the_manifest_restarts_one_pod_per_host():
     _, job_set = yaml.safe_load_all((ROOT / "scripts/jobset.yaml").read_text())
     assert job_set["spec"]["failurePolicy"]["maxRestarts"] > 0

@@ -191,7 +191,7 @@ def partition_ids(
     if may_repeat:
         positions = jnp.arange(num_ids, dtype=jnp.uint32)
         keys = jnp.where(is_new_id, positions, _LAST_WORD)
-        arrays = [_sort(keys, values)[1] for values in arrays]
+        arrays = [sort_words(keys, values)[1] for values in arrays]
     taken = -(-cut.counts // ALIGNMENT) * ALIGNMENT
     aligned_end = running_sum(taken.reshape(-1)).reshape(taken.shape)
     start, end = aligned_end - taken, aligned_end - taken + cut.counts
@@ -277,17 +277,17 @@ def _sort_by_row(
     """
     row = row.astype(jnp.uint32)
     if (num_groups + 1) * num_rows <= _WORD:
-        word, order = _sort(group.astype(jnp.uint32) * np.uint32(num_rows) + row)
+        word, order = sort_words(group.astype(jnp.uint32) * np.uint32(num_rows) + row)
         group = word // np.uint32(num_rows)
         row = word - group * np.uint32(num_rows)
         return group.astype(jnp.int32), row.astype(jnp.int32), order
-    _, order = _sort(row)
-    group, then = _sort(group[order].astype(jnp.uint32))
+    _, order = sort_words(row)
+    group, then = sort_words(group[order].astype(jnp.uint32))
     order = order[then]
     return group.astype(jnp.int32), row[order].astype(jnp.int32), order
 
 
-def _sort(
+def sort_words(
     words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
     """Returns sorted words and their values, or their positions if values is None.

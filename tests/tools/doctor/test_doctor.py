@@ -1,5 +1,6 @@
 """The doctor: on this machine, and on TPU hosts that fakes play."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from tests.rejections import rejects
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.doctor import cases, examine
+from tpu_embedding.tools.doctor import cases, examine, timings
 from tpu_embedding.tools.doctor.examine import (
     ask_child,
     check_devices,
@@ -163,12 +164,21 @@ def test_the_first_wrong_row_is_named():
     assert "table: 2 of" in text and "row 3:" in text and "nan" in text
 
 
+STEP_OF_MANY_TABLES = {"median_ms": 2.0, "fastest_ms": 1.0, "slowest_ms": 9.0}
+STEP_OF_MANY_TABLES |= {"devices": 8, "compile_seconds": 30.0}
+STEP_OF_MANY_TABLES |= {"backend": "sparse_core", "rounds": 0}
+
+
 def play(monkeypatch, found, problems, on_case=dict):
     """Plays children that find devices, and whose cases have the given problems."""
 
     def ask(question, environment, seconds):
         if question == ["devices"]:
             return found
+        if question == ["sort"]:
+            return {"problem": "3 ids are wrong" if problems else None}
+        if question[0] == "time":
+            return problems.get(("time", question[1]), STEP_OF_MANY_TABLES)
         _, *case = question
         on_case(environment)
         problem, step = problems.get(tuple(case)), 2.0
@@ -189,7 +199,7 @@ def test_cases_of_a_host_with_sparse_cores(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 12, 0)))
     findings = {x.check: x for x in examine.examine("v6e:2x4", 300)}
     failed = {check for check, x in findings.items() if x.status == "FAILED"}
-    assert {"SparseCores, dim 8, Adam", "rows, dim 32, Adagrad"} <= failed
+    assert {"SparseCores, dim 8, Adam", "rows, dim 32, Adagrad", "sort"} <= failed
     assert "hangs" in findings["SparseCores, dim 8, Adam"].text
     assert findings["SparseCores, dim 128, Adagrad, no exchange"].status == "ok"
     assert "3.00 to 3.00" in findings["backend"].text
@@ -201,6 +211,36 @@ def test_cases_run_the_twin_elsewhere(monkeypatch):
     findings = list(examine.examine(None, 300))
     assert {x["JAX_NUM_CPU_DEVICES"] for x in variables} == {"4"}
     assert sum(x.check.startswith("twin, ") for x in findings) == len(cases.CASES)
+
+
+def test_one_file_has_all_findings_and_figures(monkeypatch, tmp_path):
+    problems = {("time", "sparse_core"): STEP_OF_MANY_TABLES | {"rounds": 2}}
+    play(monkeypatch, found_devices(1, "cpu", "cpu", None), problems)
+    monkeypatch.setattr("platform.node", lambda: "host-3")
+    arguments = ["doctor", "--timings", "--output-dir", str(tmp_path / "new")]
+    assert cli.main(arguments) == 1
+    text = (tmp_path / "new" / "doctor-host-3.json").read_text()
+    findings = {finding["check"]: finding for finding in json.loads(text)}
+    assert findings["devices"]["figures"]["kinds"] == ["cpu"]
+    assert findings["versions"]["figures"]["jax"] == jax.__version__
+    assert findings["step of many tables, xla"]["figures"] == STEP_OF_MANY_TABLES
+    by_cores = findings["step of many tables, sparse_core"]["text"]
+    assert by_cores.startswith("2.000 ms (1.000 to 9.000) on 8 devices")
+    assert by_cores.endswith("not on SparseCores")
+    assert findings["sort"]["status"] == "FAILED"
+
+
+def test_the_sort_and_the_timed_step(monkeypatch):
+    assert timings.check_sort()["problem"] is None
+    unstable = lambda words: jax.lax.sort((words, -words.astype(int)), num_keys=1)  # noqa: E731
+    monkeypatch.setattr(timings, "sort_words", unstable)
+    assert "131,072 ids" in timings.check_sort()["problem"]
+    monkeypatch.setattr(
+        timings, "SMALL_SHAPES", dict(tables=2, rows=99, dim=8, batch=8)
+    )
+    figures = timings.time_step("xla", "")
+    assert (figures["backend"], figures["tables"], figures["rounds"]) == ("xla", 2, 1)
+    assert 0 < figures["fastest_ms"] <= figures["median_ms"] <= figures["slowest_ms"]
 
 
 @pytest.mark.full

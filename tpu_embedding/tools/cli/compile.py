@@ -8,7 +8,6 @@ import jax
 from tpu_embedding.tools.cli.arguments import ConfigCommand, UsageError
 from tpu_embedding.tools.compile_report.step_report import compile_report, format_report
 from tpu_embedding.tools.compile_report.topology import topology_mesh
-from tpu_embedding.tools.compile_report.traffic import format_traffic, traffic_of_batch
 from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 
 
@@ -16,9 +15,10 @@ from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 class Compile(ConfigCommand):
     """Compiles a config's train step for a TPU slice, without needing a TPU.
 
-    Prints whether the step fits in memory, and what it does with the tables: copies,
-    exchanges and SparseCore operations. Nothing is allocated, and no data are read. The
-    exit status is 1 if the step does not fit.
+    Prints whether the step fits in memory, what it does with the tables (copies,
+    exchanges and SparseCore operations), and the compiler's estimate of its cycles.
+    Nothing is allocated, and no data are read. The exit status is 1 if the step does
+    not fit.
     """
 
     topology: str
@@ -44,8 +44,4 @@ class Compile(ConfigCommand):
             step, tuple(arguments), plan, name=name, topology=topology
         )
         print(format_report(report))
-        features = arguments[-1].features
-        if isinstance(features, dict):  # A model may define other inputs.
-            print()
-            print(format_traffic(traffic_of_batch(plan, features)))
         return 0 if report.memory.fits else 1

@@ -1,6 +1,9 @@
 """The command `tpu-embedding doctor`."""
 
 import dataclasses
+import json
+import pathlib
+import platform
 
 from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.doctor.examine import examine, parse_expectation
@@ -22,6 +25,13 @@ class Doctor:
     seconds: float = 300.0
     """Time limit in seconds of each child process that uses the devices."""
 
+    timings: bool = False
+    """Also times the benchmark step of 26 tables with each backend."""
+
+    output_dir: pathlib.Path | None = None
+    """Directory for doctor-HOST.json, with all findings and figures, and for profiles
+    of the timed steps."""
+
     def run(self) -> int:
         """Prints the findings and returns the exit status."""
         try:
@@ -29,10 +39,18 @@ class Doctor:
                 parse_expectation(self.expect)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        is_sound = True
-        for finding in examine(self.expect, self.seconds):
+        findings = []
+        for finding in examine(
+            self.expect, self.seconds, self.timings, self.output_dir
+        ):
+            findings.append(finding)
             print(f"{finding.status:8} {finding.check}: {finding.text}", flush=True)
             if finding.fix:
                 print(f"{'':8} -> {finding.fix}", flush=True)
-            is_sound &= finding.status != "FAILED"
-        return 0 if is_sound else 1
+            if self.output_dir is not None:
+                # A later check may hang, so the file is complete after each.
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                file = self.output_dir / f"doctor-{platform.node()}.json"
+                lines = [dataclasses.asdict(finding) for finding in findings]
+                file.write_text(json.dumps(lines, indent=2) + "\n")
+        return int(any(finding.status == "FAILED" for finding in findings))

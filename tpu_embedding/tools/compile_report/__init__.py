@@ -2,7 +2,6 @@
 
 * `step_report`: compiles a step, and reports its memory, table accesses and cycles.
 * `cycles`: sums the compiler's estimated cycles.
-* `traffic`: models the bytes that a step moves.
 * `hlo`: parses a program, and finds what it does with its tables.
 * `topology`: meshes of TPUs that need not be present.
 """

@@ -1,7 +1,7 @@
 """The doctor's child program, which answers a question about the devices.
 
-The arguments are `devices`, or `rows CASE BACKEND`. The last line of the output is the
-answer in JSON.
+The arguments are `devices`, `rows CASE BACKEND`, `sort`, or `time BACKEND PROFILE`. The
+last line of the output is the answer in JSON.
 """
 
 import json
@@ -11,21 +11,29 @@ from typing import Any
 import jax
 
 from tpu_embedding.tools.doctor.cases import run_case
+from tpu_embedding.tools.doctor.timings import check_sort, time_step
 
 
 def main() -> None:
     """Prints the answer to the question on the command line."""
     question, *arguments = sys.argv[1:]
-    answer = describe_devices() if question == "devices" else run_case(*arguments)
-    print(json.dumps(answer))
+    functions = {
+        "devices": describe_devices,
+        "rows": run_case,
+        "sort": check_sort,
+        "time": time_step,
+    }
+    print(json.dumps(functions[question](*arguments)))
 
 
 def describe_devices() -> dict[str, Any]:
-    """Returns the platform, all devices' kinds, and this host's device memory."""
+    """Returns the platform, all devices' kinds and places, and this host's memory."""
     memory = [(device.memory_stats() or {}) for device in jax.local_devices()]
     return {
         "platform": jax.default_backend(),
         "kinds": [device.device_kind for device in jax.devices()],
+        "coords": [getattr(device, "coords", None) for device in jax.devices()],
+        "processes": jax.process_count(),
         "memory": [stats.get("bytes_limit") for stats in memory],
     }
 

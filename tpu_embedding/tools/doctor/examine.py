@@ -75,12 +75,14 @@ class Finding:
       status: result of the check. Only `"FAILED"` changes the exit status.
       text: details of the finding.
       fix: what to do about it, or "".
+      figures: what was found, as JSON values.
     """
 
     check: str
     status: Status
     text: str
     fix: str = ""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
@@ -109,7 +111,7 @@ def check_versions() -> Iterator[Finding]:
             installed[name] = importlib.metadata.version(name)
     listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
-    yield Finding("versions", "ok", text)
+    yield Finding("versions", "ok", text, figures=installed)
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
@@ -201,7 +203,7 @@ def check_devices(
         return
     platform, kinds = devices["platform"], devices["kinds"]
     listed = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    yield Finding("devices", "ok", f"JAX runs on {listed}.")
+    yield Finding("devices", "ok", f"JAX runs on {listed}.", figures=devices)
     if platform != "tpu" and chips:
         text = f"JAX runs on {platform}, although this host has {', '.join(chips)}."
         fix = (
@@ -246,16 +248,25 @@ def check_holders(
             yield Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
 
 
+_REPORT: Final = "Please report this with the whole output."
+
 _EMULATED_DEVICES: Final = 4
 """Devices to emulate in children if JAX has one CPU device, to exchange rows."""
 
 
-def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
+def examine(
+    expected: str | None,
+    seconds: float,
+    timings: bool = False,
+    profiles: pathlib.Path | None = None,
+) -> Iterator[Finding]:
     """Yields the findings of all checks, in the order of the report.
 
     Args:
       expected: expected devices, as in `parse_expectation`.
       seconds: time limit of each child process.
+      timings: whether to time the benchmark step with each backend.
+      profiles: directory for profiles of the timed steps.
     """
     environment = user_environment()
     chips = tpu_device_files()
@@ -269,6 +280,16 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
     platform, kinds = devices["platform"], devices["kinds"]
     if platform == "cpu" and len(kinds) == 1:
         environment = environment | {"JAX_NUM_CPU_DEVICES": str(_EMULATED_DEVICES)}
+    for backend in ("xla", "sparse_core") if timings else ():
+        profile = "" if profiles is None else str(profiles / f"profile_{backend}")
+        answer = ask_child(["time", backend, profile], environment, seconds)
+        yield _timing(f"step of many tables, {backend}", backend, answer)
+    answer = ask_child(["sort"], environment, seconds)
+    problem = answer if isinstance(answer, str) else answer["problem"]
+    text = problem or "131,072 ids are in NumPy's order"
+    figures = {} if isinstance(answer, str) else answer
+    fix = _REPORT if problem else ""
+    yield Finding("sort", "FAILED" if problem else "ok", text, fix, figures)
     xla_times = yield from _check_cases("rows", "xla", environment, seconds)
     check = "SparseCores"
     if platform != "tpu":
@@ -295,6 +316,21 @@ def examine(expected: str | None, seconds: float) -> Iterator[Finding]:
         yield Finding("backend", "ok", text)
 
 
+def _timing(check: str, backend: str, answer: dict[str, Any] | str) -> Finding:
+    if isinstance(answer, str):
+        return Finding(check, "FAILED", answer, _REPORT)
+    text = (
+        f"{answer['median_ms']:.3f} ms ({answer['fastest_ms']:.3f} to "
+        f"{answer['slowest_ms']:.3f}) on {answer['devices']} devices, compiled in "
+        f"{answer['compile_seconds']:.0f} s"
+    )
+    if backend == "sparse_core" and (
+        answer["backend"] != backend or answer["rounds"] > 0
+    ):
+        text += "; not on SparseCores"
+    return Finding(check, "ok", text, figures=answer)
+
+
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
@@ -312,13 +348,12 @@ def _check_cases(
         if isinstance(answer, str):
             answer = {"problem": answer}
         if answer["problem"] is not None:
-            fix = "Please report this with the whole output."
-            yield Finding(f"{check}, {name}", "FAILED", answer["problem"], fix)
+            yield Finding(f"{check}, {name}", "FAILED", answer["problem"], _REPORT)
             continue
         times[name] = answer["step"]
         text = (
             f"equal to NumPy; {answer['step']:.2f} ms per step, including "
             f"{answer['dispatch']:.2f} ms to dispatch it"
         )
-        yield Finding(f"{check}, {name}", "ok", text)
+        yield Finding(f"{check}, {name}", "ok", text, figures=answer)
     return times

@@ -1,0 +1,107 @@
+"""Times the benchmark step on this host's devices, by backend.
+
+26 tables of 100,000 rows of dim 128, one id per sample and table, global batch 16,384,
+Adagrad; ids are Zipf-distributed, with exponent 1.05. On devices other than TPUs, the
+step is smaller.
+"""
+
+import contextlib
+import statistics
+import time
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tpu_embedding as te
+from tpu_embedding.hardware import hardware_of_device
+from tpu_embedding.sparse_core.partitioned_ids import sort_words
+from tpu_embedding.tools.data.teacher import ZipfIds
+from tpu_embedding.tools.doctor.cases import make_step
+
+SHAPES: Final = {"tables": 26, "rows": 100_000, "dim": 128, "batch": 16_384}
+SMALL_SHAPES: Final = {"tables": 3, "rows": 1_000, "dim": 16, "batch": 512}
+
+_ROUNDS: Final = 7
+_STEPS: Final = 20
+
+_NUM_SORTED: Final = 2**17
+
+
+def time_step(backend: str, profile: str) -> dict[str, Any]:
+    """Times steps of lookup and update, after one step that is not timed.
+
+    Steps are dispatched one after the other, and the host waits at the end of a round.
+    So the host's own time counts only where it is longer than the step.
+
+    Args:
+      backend: backend of lookups and updates.
+      profile: directory for a profile of the timed steps. If "", none is recorded.
+
+    Returns:
+      A dict with `median_ms`, `fastest_ms` and `slowest_ms`, the milliseconds of a
+      step; `compile_seconds`; `rounds`, 0 if SparseCores looked the rows up, otherwise
+      the rounds of the exchange; `backend`, which updated the rows; and the sizes.
+    """
+    is_tpu = hardware_of_device(jax.devices()[0]).is_tpu
+    shapes = SHAPES if is_tpu else SMALL_SHAPES
+    features = {}
+    for i in range(shapes["tables"]):
+        size = {"vocabulary_size": shapes["rows"], "dim": shapes["dim"]}
+        table = te.TableConfig(**size, combiner="sum", name=f"t{i:02d}")
+        features[table.name] = te.FeatureConfig(table=table)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("shard",))
+    plan = te.make_plan(features, mesh, optimizer="adagrad", backend=backend)
+    random, law = (
+        np.random.default_rng(0),
+        ZipfIds(vocabulary_size=shapes["rows"], exponent=1.05),
+    )
+    batch = shapes["batch"], shapes["dim"]
+    ids = {name: law.draw(random, batch[:1]) for name in features}
+    cotangents = {name: random.standard_normal(batch, np.float32) for name in features}
+    batch = te.inputs.shard_batch((ids, cotangents), plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    state = tables, te.functional.init_slots(tables, plan)
+    begin = time.perf_counter()
+    step = make_step(plan).lower(*state, *batch).compile()
+    compile_seconds = time.perf_counter() - begin
+    state, _, exchanged = jax.block_until_ready(step(*state, *batch))
+    milliseconds = []
+    with jax.profiler.trace(profile) if profile else contextlib.nullcontext():
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(_STEPS):
+                state, *_ = step(*state, *batch)
+            jax.block_until_ready(state)
+            milliseconds.append(1e3 * (time.perf_counter() - begin) / _STEPS)
+    return {
+        "backend": plan.stacks[0].backend.updates,
+        "devices": jax.device_count(),
+        "median_ms": statistics.median(milliseconds),
+        "fastest_ms": min(milliseconds),
+        "slowest_ms": max(milliseconds),
+        "compile_seconds": compile_seconds,
+        "rounds": max(map(int, exchanged.values())),
+        **shapes,
+    }
+
+
+def check_sort() -> dict[str, Any]:
+    """Compares the sort of 131,072 SparseCore ids with NumPy's. Many are equal.
+
+    Returns:
+      A dict with `problem`, None if words and positions are right, and `milliseconds`.
+    """
+    words = np.random.default_rng(0).integers(0, 2**12, _NUM_SORTED, np.uint32)
+    sort = jax.jit(sort_words).lower(jnp.asarray(words)).compile()
+    expected = np.argsort(words, kind="stable")
+    found, positions = map(np.asarray, sort(words))
+    begin = time.perf_counter()
+    jax.block_until_ready(sort(words))
+    wrong = (found != words[expected]) | (positions != expected)
+    problem = f"{wrong.sum():,} of {_NUM_SORTED:,} ids are at wrong positions"
+    return {
+        "problem": problem if wrong.any() else None,
+        "milliseconds": 1e3 * (time.perf_counter() - begin),
+    }
