@@ -62,12 +62,9 @@ def compile_step(topology, optimizer, *, dim, limits=None):
             flat // (cores * count),
             lambda positions: positions,
             None,
-            num_samples=num_samples,
+            sizes,
             rows_per_partition=num_rows // cores,
-            cores=cores,
             devices=count,
-            limits=limits,
-            axes=("shard",),
             may_repeat=False,
         )
         hyperparameters, others = rule.values(others)

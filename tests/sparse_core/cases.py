@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tpu_embedding.sparse_core.limits import Limits
+from tpu_embedding.sparse_core.limits import Limits, OperationSizes
 from tpu_embedding.sparse_core.partitioned_ids import PartitionedIds, partition_ids
 
 PAD = 2**31 - 1
@@ -152,15 +152,16 @@ def limits_for(case, max_ids=4096, max_unique=4096):
     return Limits(max_ids=max_ids, max_unique=max_unique, room=room)
 
 
-def partition(partitions, rows, samples, gains, *, limits, **options):
+def partition(
+    partitions, rows, samples, gains, *, num_samples, cores, limits, **options
+):
     """Calls `partition_ids` on a shard of the axis "shard"."""
 
     def sample_at(positions):
         return samples[positions]
 
-    return partition_ids(
-        partitions, rows, sample_at, gains, limits=limits, axes=("shard",), **options
-    )
+    sizes = OperationSizes(num_samples, limits, cores, ("shard",))
+    return partition_ids(partitions, rows, sample_at, gains, sizes, **options)
 
 
 def buffers(cases, limits, may_repeat=True):

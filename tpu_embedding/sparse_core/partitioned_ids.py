@@ -31,7 +31,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from tpu_embedding.sparse_core.limits import (
     ALIGNMENT,
     MAX_MINIBATCHES,
-    Limits,
     OperationSizes,
 )
 from tpu_embedding.types import PADDING_ROW_ID
@@ -120,13 +119,10 @@ def partition_ids(
     rows: Int[Array, " ids"],
     sample_at: SampleAt,
     gains: Float[Array, " ids"] | None,
+    sizes: OperationSizes,
     *,
-    num_samples: int,
     rows_per_partition: int,
-    cores: int,
     devices: int,
-    limits: Limits,
-    axes: Sequence[str],
     may_repeat: bool = True,
 ) -> tuple[PartitionedIds, Bool[Array, ""]]:
     """Sorts ids into the buffers of the SparseCore operations. Per shard; reduces.
@@ -139,21 +135,19 @@ def partition_ids(
         Sample `s` belongs to core `s // (num_samples // cores)` of this device. The ids
         of the same core and row must be in ascending order of their samples.
       gains: gain of each id. `None` means 1 for all ids.
-      num_samples: samples of this device, a multiple of `8 * cores`.
+      sizes: sizes that the operations are compiled for.
       rows_per_partition: rows of each partition.
-      cores: SparseCores per device.
       devices: devices that share the table.
-      limits: sizes that the operations are compiled for.
-      axes: mesh axes that shard the table.
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
       The buffers, and whether they hold the ids of all devices. If not, the buffers are
-      empty. This happens if a row has more than `limits.max_ids` ids in a group, if 64
+      empty. This happens if a row has more than `max_ids` ids in a group, if 64
       minibatches or the room can't hold all ids, or if a gain is not finite.
     """
-    num_ids, num_partitions = partitions.shape[0], cores * devices
-    num_groups, samples_per_core = cores * num_partitions, num_samples // cores
+    num_ids, cores, limits = partitions.shape[0], sizes.cores, sizes.limits
+    num_partitions = cores * devices
+    num_groups, samples_per_core = cores * num_partitions, sizes.num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
     core = sample_at(jnp.arange(num_ids, dtype=jnp.int32)) // samples_per_core
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
@@ -179,12 +173,11 @@ def partition_ids(
         rows_before=_count_before(is_new_row),
         ids_before=ids_before,
     )
-    sizes = {"num_rows": rows_per_partition, "limits": limits, "axes": axes}
-    sizes["cores"] = cores
+    options = {"num_rows": rows_per_partition, "sizes": sizes}
     cut = jax.lax.platform_dependent(
         *(ids, jnp.asarray(is_finite)),
-        cpu=functools.partial(_cut_for_all_devices, **sizes),
-        default=functools.partial(_cut_into_minibatches, **sizes),
+        cpu=functools.partial(_cut_for_all_devices, **options),
+        default=functools.partial(_cut_into_minibatches, **options),
     )
 
     arrays = [row, sample] if gain is None else [row, sample, gain]
@@ -310,25 +303,15 @@ def sort_words(
     padding = (0, -num_ids % _SORTED_TILE)
     operands[0] = jnp.pad(words, padding, constant_values=_LAST_WORD)
     operands[1:] = [jnp.pad(x, padding) for x in operands[1:]]
+    on_tpu: Any = sort
+    if jax.__version_info__ >= (0, 12):
+        # 82,000 ids: compiled in 1.5 s for SparseCores, and in 12 s for the TensorCore.
+        where = {"out_memory_spaces": jax.memory.Space.Device}
+        on_tpu = compute_on(sort, compute_type="tpu_sparsecore", **where)
     words, values = jax.lax.platform_dependent(
-        *computed_apart(operands), tpu=_on_sparse_cores(sort), default=sort
+        *computed_apart(operands), tpu=on_tpu, default=sort
     )
     return words[:num_ids], values[:num_ids]
-
-
-def _on_sparse_cores(function: Callable[..., Any]) -> Any:
-    """Returns the function, marked so that XLA:TPU runs it on the SparseCores.
-
-    A sort of 82,000 ids compiles in 1.5 s for the SparseCores and in 12 s for the
-    TensorCore. With jax before 0.12, the function is returned unchanged.
-    """
-    if jax.__version_info__ < (0, 12):
-        return function
-    return compute_on(
-        function,
-        compute_type="tpu_sparsecore",
-        out_memory_spaces=jax.memory.Space.Device,
-    )
 
 
 def _sum_repeats(
@@ -381,27 +364,22 @@ def _bounds_of_groups(
 
 
 def _cut_for_all_devices(
-    ids: _SortedIds, is_finite: Bool[Array, ""], *, axes: Sequence[str], **sizes: Any
+    ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
     """Does the work of `_cut_into_minibatches` of all devices on each device.
 
     XLA:CPU may deadlock if a collective in a loop runs at the same time as another
     collective, such as one of another stack. So the loop gets the ids of all devices.
     """
-    gathered = jax.lax.all_gather((ids, is_finite), axes)
-    cut_all = functools.partial(_cut_into_minibatches, axes=("devices",), **sizes)
+    gathered = jax.lax.all_gather((ids, is_finite), sizes.axes)
+    of_all = {"num_rows": num_rows, "sizes": sizes._replace(axes=("devices",))}
+    cut_all = functools.partial(_cut_into_minibatches, **of_all)
     cuts = jax.vmap(cut_all, axis_name="devices")(*gathered)
-    return jax.tree.map(lambda x: x[jax.lax.axis_index(axes)], cuts)
+    return jax.tree.map(lambda x: x[jax.lax.axis_index(sizes.axes)], cuts)
 
 
 def _cut_into_minibatches(
-    ids: _SortedIds,
-    is_finite: Bool[Array, ""],
-    *,
-    num_rows: int,
-    cores: int,
-    limits: Limits,
-    axes: Sequence[str],
+    ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
     """Cuts the ids of all groups into minibatches. Per shard; reduces.
 
@@ -412,11 +390,10 @@ def _cut_into_minibatches(
       ids: the sorted ids.
       is_finite: whether this device's gains are finite.
       num_rows: rows of a partition.
-      cores: SparseCores per device.
-      limits: sizes that the operations are compiled for.
-      axes: mesh axes that shard the table.
+      sizes: sizes that the operations are compiled for.
     """
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
+    cores, limits = sizes.cores, sizes.limits
 
     def is_unfinished(state: _CutState) -> Array:
         is_within = (state.count < MAX_MINIBATCHES) & (state.next_row < num_rows)
@@ -439,7 +416,7 @@ def _cut_into_minibatches(
         remaining = jnp.sum(ends - begin) + num_groups * (ALIGNMENT - 1)
         has_room = state.positions + remaining <= limits.room
         next_row = jnp.where(has_room & is_finite, jnp.min(next_rows), -1)
-        next_row = jax.lax.pmin(next_row, tuple(axes))
+        next_row = jax.lax.pmin(next_row, sizes.axes)
         low = jnp.where(next_row < num_rows, begin, ends)
         end = _first_index(lambda i: ids.row[i] >= next_row, low, ends)
         counts = ids.ids_before[end] - ids_before

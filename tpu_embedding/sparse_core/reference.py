@@ -153,12 +153,9 @@ def _is_defined(
         ids.rows,
         lambda positions: samples[positions],
         ids.gains,
-        num_samples=sizes.num_samples,
+        sizes,
         rows_per_partition=rows_per_core,
-        cores=sizes.cores,
         devices=jax.lax.psum(1, sizes.axes),
-        limits=sizes.limits,
-        axes=sizes.axes,
     )
     has_row = (ids.rows >= 0) & (ids.rows < rows_per_core)
     has_sample = (ids.samples >= 0) & (ids.samples < sizes.num_samples // sizes.cores)

@@ -24,7 +24,7 @@ from tpu_embedding.lookup._forward import (
 )
 from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
-from tpu_embedding.sparse_core.limits import Limits, OperationSizes, choose_limits
+from tpu_embedding.sparse_core.limits import OperationSizes, choose_limits
 from tpu_embedding.sparse_core.partitioned_ids import (
     SampleAt,
     SparseCoreIds,
@@ -70,7 +70,16 @@ def ids_by_core(
     gains = gain_of_each_id(poolings)
     sizes = OperationSizes(
         num_samples=cores * _samples_per_core(poolings, cores),
-        limits=_limits_of(poolings, stack, cores, max_ids),
+        limits=choose_limits(
+            sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
+            device_ids=sum(pooling.num_ids for pooling in poolings),
+            cores=cores,
+            num_samples=_samples_per_core(poolings, cores),
+            num_partitions=cores * stack.num_shards,
+            memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
+            sends_rows_once=stack.hardware.sends_rows_once,
+            max_ids=max_ids,
+        ),
         cores=cores,
         axes=stack.shard_axes,
     )
@@ -79,12 +88,9 @@ def ids_by_core(
         row,
         _sample_at(poolings, cores),
         None if gains is None else _by_sample(gains, poolings),
-        num_samples=sizes.num_samples,
-        cores=cores,
+        sizes,
         rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
-        limits=sizes.limits,
-        axes=stack.sample_axes,
         may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes, are_joined=are_joined)
@@ -124,22 +130,6 @@ def by_core(
     unused = layout.lanes_per_row - layout.dim
     gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
     return gradients.reshape(sizes.num_samples, -1)
-
-
-def _limits_of(
-    poolings: Sequence[PoolingSpec], stack: StackPlan, cores: int, max_ids: int | None
-) -> Limits:
-    """Returns the operations' limits, given the user's limit or `None`."""
-    return choose_limits(
-        sum(_max_ids_of_core(pooling, cores) for pooling in poolings),
-        device_ids=sum(pooling.num_ids for pooling in poolings),
-        cores=cores,
-        num_samples=_samples_per_core(poolings, cores),
-        num_partitions=cores * stack.num_shards,
-        memory_bytes=stack.hardware.subcore_memory_bytes or _EMULATED_BYTES,
-        sends_rows_once=stack.hardware.sends_rows_once,
-        max_ids=max_ids,
-    )
 
 
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
