@@ -248,8 +248,6 @@ def check_holders(
             yield Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
 
 
-_REPORT: Final = "Please report this with the whole output."
-
 _EMULATED_DEVICES: Final = 4
 """Devices to emulate in children if JAX has one CPU device, to exchange rows."""
 
@@ -282,14 +280,9 @@ def examine(
         environment = environment | {"JAX_NUM_CPU_DEVICES": str(_EMULATED_DEVICES)}
     for backend in ("xla", "sparse_core") if timings else ():
         profile = "" if profiles is None else str(profiles / f"profile_{backend}")
-        answer = ask_child(["time", backend, profile], environment, seconds)
-        yield _timing(f"step of many tables, {backend}", backend, answer)
-    answer = ask_child(["sort"], environment, seconds)
-    problem = answer if isinstance(answer, str) else answer["problem"]
-    text = problem or "131,072 ids are in NumPy's order"
-    figures = {} if isinstance(answer, str) else answer
-    fix = _REPORT if problem else ""
-    yield Finding("sort", "FAILED" if problem else "ok", text, fix, figures)
+        question = ["time", backend, profile]
+        yield _run(f"step of many tables, {backend}", question, environment, seconds)
+    yield _run("sort", ["sort"], environment, seconds)
     xla_times = yield from _check_cases("rows", "xla", environment, seconds)
     check = "SparseCores"
     if platform != "tpu":
@@ -316,21 +309,6 @@ def examine(
         yield Finding("backend", "ok", text)
 
 
-def _timing(check: str, backend: str, answer: dict[str, Any] | str) -> Finding:
-    if isinstance(answer, str):
-        return Finding(check, "FAILED", answer, _REPORT)
-    text = (
-        f"{answer['median_ms']:.3f} ms ({answer['fastest_ms']:.3f} to "
-        f"{answer['slowest_ms']:.3f}) on {answer['devices']} devices, compiled in "
-        f"{answer['compile_seconds']:.0f} s"
-    )
-    if backend == "sparse_core" and (
-        answer["backend"] != backend or answer["rounds"] > 0
-    ):
-        text += "; not on SparseCores"
-    return Finding(check, "ok", text, figures=answer)
-
-
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
@@ -344,16 +322,22 @@ def _check_cases(
     """
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
-        answer = ask_child(["rows", name, backend], environment, seconds)
-        if isinstance(answer, str):
-            answer = {"problem": answer}
-        if answer["problem"] is not None:
-            yield Finding(f"{check}, {name}", "FAILED", answer["problem"], _REPORT)
-            continue
-        times[name] = answer["step"]
-        text = (
-            f"equal to NumPy; {answer['step']:.2f} ms per step, including "
-            f"{answer['dispatch']:.2f} ms to dispatch it"
-        )
-        yield Finding(f"{check}, {name}", "ok", text, figures=answer)
+        question = ["rows", name, backend]
+        finding = _run(f"{check}, {name}", question, environment, seconds)
+        yield finding
+        if finding.status == "ok":
+            times[name] = finding.figures["step"]
     return times
+
+
+def _run(
+    check: str, question: list[str], environment: Mapping[str, str], seconds: float
+) -> Finding:
+    """Returns the finding of a child, which answers with a problem, or a text."""
+    answer = ask_child(question, environment, seconds)
+    if isinstance(answer, str):
+        answer = {"problem": answer}
+    if problem := answer["problem"]:
+        fix = "Please report this with the whole output."
+        return Finding(check, "FAILED", problem, fix, answer)
+    return Finding(check, "ok", answer["text"], figures=answer)

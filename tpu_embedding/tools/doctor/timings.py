@@ -40,9 +40,10 @@ def time_step(backend: str, profile: str) -> dict[str, Any]:
       profile: directory for a profile of the timed steps. If "", none is recorded.
 
     Returns:
-      A dict with `median_ms`, `fastest_ms` and `slowest_ms`, the milliseconds of a
-      step; `compile_seconds`; `rounds`, 0 if SparseCores looked the rows up, otherwise
-      the rounds of the exchange; `backend`, which updated the rows; and the sizes.
+      A dict with `problem`, None; `text`; `milliseconds` of a step in each round;
+      `compile_seconds`; `rounds`, 0 if SparseCores looked the rows up, otherwise the
+      rounds of the exchange; `updates`, the backend that updated the rows; and the
+      sizes.
     """
     is_tpu = hardware_of_device(jax.devices()[0]).is_tpu
     shapes = SHAPES if is_tpu else SMALL_SHAPES
@@ -75,14 +76,21 @@ def time_step(backend: str, profile: str) -> dict[str, Any]:
                 state, *_ = step(*state, *batch)
             jax.block_until_ready(state)
             milliseconds.append(1e3 * (time.perf_counter() - begin) / _STEPS)
+    updates, num_rounds = plan.stacks[0].backend.updates, max(exchanged.values())
+    text = (
+        f"{statistics.median(milliseconds):.3f} ms ({min(milliseconds):.3f} to "
+        f"{max(milliseconds):.3f}) on {jax.device_count()} devices, compiled in "
+        f"{compile_seconds:.0f} s"
+    )
+    if backend == "sparse_core" and (updates != backend or num_rounds > 0):
+        text += "; not on SparseCores"
     return {
-        "backend": plan.stacks[0].backend.updates,
-        "devices": jax.device_count(),
-        "median_ms": statistics.median(milliseconds),
-        "fastest_ms": min(milliseconds),
-        "slowest_ms": max(milliseconds),
+        "problem": None,
+        "text": text,
+        "milliseconds": milliseconds,
         "compile_seconds": compile_seconds,
-        "rounds": max(map(int, exchanged.values())),
+        "rounds": int(num_rounds),
+        "updates": updates,
         **shapes,
     }
 
@@ -91,7 +99,8 @@ def check_sort() -> dict[str, Any]:
     """Compares the sort of 131,072 SparseCore ids with NumPy's. Many are equal.
 
     Returns:
-      A dict with `problem`, None if words and positions are right, and `milliseconds`.
+      A dict with `problem`, None if words and positions are right, `text`, and
+      `milliseconds`.
     """
     words = np.random.default_rng(0).integers(0, 2**12, _NUM_SORTED, np.uint32)
     sort = jax.jit(sort_words).lower(jnp.asarray(words)).compile()
@@ -103,5 +112,6 @@ def check_sort() -> dict[str, Any]:
     problem = f"{wrong.sum():,} of {_NUM_SORTED:,} ids are at wrong positions"
     return {
         "problem": problem if wrong.any() else None,
+        "text": f"{_NUM_SORTED:,} ids are in NumPy's order",
         "milliseconds": 1e3 * (time.perf_counter() - begin),
     }
