@@ -133,37 +133,6 @@ def probe_rule(
     return _probe(row_optimizer_of(rule).transformation, dim)
 
 
-@functools.lru_cache(maxsize=4096)
-def split_rule(
-    rule: optax.GradientTransformation, dim: int, num_rows: int
-) -> SplitRule:
-    """Traces a rule for a given number of rows, and splits it.
-
-    The rule must pass `probe_rule` and must not ask for totals. The result has the same
-    hyperparameters as `probe_rule(rule, dim).split`.
-
-    Raises:
-      NotRowLocalError: if the rule's operations depend on the number of rows.
-    """
-    probed = _probe(rule, dim)
-    if num_rows == _NUM_ROWS:
-        return probed.split
-    leaves, tree = jax.tree.flatten(probed.state)
-    resized = [
-        leaf
-        if slot is None
-        else jax.ShapeDtypeStruct((num_rows, *slot.row.shape), slot.row.dtype)
-        for leaf, slot in zip(leaves, probed.leaves, strict=True)
-    ]
-    with on_its_own(), _shapes_fit_any_number_of_rows():
-        program = _trace_update(rule, tree.unflatten(resized), (num_rows, dim), [])
-    split = split_program(program, [slot is not None for slot in probed.leaves])
-    # With a single row, JAX has nothing to broadcast along rows, so operations differ.
-    if num_rows > 1 and not split.has_operations_of(probed.split):
-        raise _mixes_rows()
-    return split
-
-
 def rates_are_finite(
     rule: optax.GradientTransformation | RowOptimizer, dim: int, scalars: Sequence[Any]
 ) -> Array | None:
@@ -249,6 +218,10 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         is_slot = [row is not None for row in slot_rows]
         traced = _TracedRule(init, split_program(update, is_slot), is_slot)
         _check_row_local(traced, cases)
+        with _shapes_fit_any_number_of_rows():
+            few = _trace_update(rule, few_state, (len(_FEW_ROWS), dim), asked)
+        if not split_program(few, is_slot).has_operations_of(traced.split):
+            raise _mixes_rows()
         # The initial slot variables of each case, and of the few rows.
         first_slots = [traced.start(rows)[1] for _, rows, _ in cases]
         small_rows = cases[0][1]

@@ -13,7 +13,7 @@ from tpu_embedding.argument_checks import Problem, about, invalid
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.keras import from_keras_config, is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
-from tpu_embedding.optimizers.probe import probe_rule, split_rule
+from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import (
     EveryRow,
     InSequence,
@@ -105,8 +105,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     of the state, and on totals that the rule gets from `table_rows`. The check runs the
     optimizer on some rows, and then on only a few of these rows. The few rows must get
     the same updates in both runs. A second check traces the optimizer for a different
-    number of rows, which must give the same operations. `make_plan` runs only the first
-    check; the second runs in the first training step.
+    number of rows, which must give the same operations.
 
     Args:
       optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
@@ -128,9 +127,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """
     transformation = transformation_of(optimizer)
     check_rule("check_row_local", transformation, "optimizer")
-    resolved = _resolve(transformation, dim)
-    if not resolved.takes_totals:
-        split_rule(resolved.transformation, dim, num_rows=3)
+    _resolve(transformation, dim)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,6 +37,7 @@ from tpu_embedding.update.every_row import (
     update_kept_gradient,
 )
 from tpu_embedding.update.lazy_update import (
+    PADDING_ROWS,
     abstract_rule_state,
     init_rule,
     slots_of,
@@ -51,10 +52,6 @@ from tpu_embedding.update.totals import (
     tables_of_rows,
 )
 from tpu_embedding.xla import computed_apart, read_before_write
-
-PADDING_ROWS: Final = 8
-"""Number of padding rows for a rule with totals. A single row would broadcast, as
-totals do."""
 
 UpdateStack = Callable[
     [PackedRows, Any, GradientRounds, TableWriter], tuple[PackedRows, Any]
@@ -137,7 +134,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
     """
     writer, state = open_state(state, stack)
     step = start_step(stack.optimizer, state, stack.dim)
-    new_values = step.new_values
+    known = None
     if stack.optimizer.takes_totals:
         # Totals over no rows are zero, and the rule's values may depend on them.
         no_row = jnp.zeros(PADDING_ROWS, bool)
@@ -148,13 +145,7 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
             is_touched=no_row,
             all_reduce=lambda totals, _: totals,
         )
-        zeros = jnp.zeros((PADDING_ROWS, stack.dim), jnp.float32)
-        slots = [
-            jnp.zeros((PADDING_ROWS, *slot.row.shape), slot.row.dtype)
-            for slot in step.probed.slots
-        ]
-        _, _, new_values = step.run(zeros, zeros, slots, known)
-    return writer.closed(with_values(state, new_values))
+    return writer.closed(with_values(state, step.without_rows(known)))
 
 
 class TableAndSlots(NamedTuple):
@@ -269,7 +260,7 @@ def update_in_sequence(
         return TableAndSlots(passes.table, passes.slots)
 
     arrays = gradient.fold(update_round, TableAndSlots(table, slots_of(state)))
-    return arrays.table, step.new_state(arrays.slots, step.new_values)
+    return arrays.table, step.new_state(arrays.slots, step.without_rows())
 
 
 DRIVERS: Final[Mapping[type, UpdateStack]] = {

@@ -168,7 +168,7 @@ def update_every_row(
 
     gradient = step.only_if_finite(gradient)
     arrays = gradient.fold(update_round, _SweptArrays(table, slots_of(state)))
-    return arrays.table, step.new_state(arrays.slots, step.new_values)
+    return arrays.table, step.new_state(arrays.slots, step.without_rows())
 
 
 class _SortedGradients(NamedTuple):

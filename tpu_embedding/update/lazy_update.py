@@ -10,7 +10,7 @@ all rows are computed once per step.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from tpu_embedding.optimizers.probe import (
     ProbedRule,
     probe_rule,
     rates_are_finite,
-    split_rule,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
+from tpu_embedding.optimizers.rule_split import partition
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.capacity import Updates
 from tpu_embedding.plan.plan import StackPlan
@@ -44,6 +44,9 @@ from tpu_embedding.rows.packed_rows import (
 from tpu_embedding.rows.row_gradients import GradientRounds
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.xla import read_before_write
+
+PADDING_ROWS: Final = 8
+"""Rows of a part without rows. A single row would broadcast, as totals do."""
 
 
 def lift_to_rows(
@@ -123,18 +126,14 @@ def init_rule(
 class RuleStep:
     """One step of a rule. It exists only during tracing.
 
-    Values that all rows share are computed first, because the rows may arrive in
-    rounds. A rule with totals is not split, because its shared values depend on the
-    totals.
+    The rule runs as it is, on the rows of one part of a table at a time. All parts read
+    the old shared values, and compute the same new ones.
 
     Attributes:
       optimizer: the rule.
       dim: columns of the table.
       probed: the probe's findings about the rule.
       state: the state before the step.
-      hyperparameters: values that the rows need; empty for a rule with totals.
-      new_values: the state's shared values after the step, or before it for a rule with
-        totals.
       form: form of the update. In `"blocks"`, all slots are read before any is written.
     """
 
@@ -142,8 +141,6 @@ class RuleStep:
     dim: int
     probed: ProbedRule
     state: Any
-    hyperparameters: list[Any]
-    new_values: list[Any]
     form: Updates = "whole"
 
     @functools.cached_property
@@ -220,24 +217,25 @@ class RuleStep:
           slots: the rows of each slot variable.
           known: facts about the rows. `None` means that they are a whole table.
         """
-        if not self.probed.takes_totals:
-            is_touched = (
-                jnp.ones(len(rows), bool) if known is None else known.is_touched
-            )
-            split = split_rule(self.optimizer.transformation, self.dim, len(rows))
-            updates, new_slots = split.rows(
-                gradient, rows, is_touched, slots, self.hyperparameters
-            )
-            return updates, new_slots, self.new_values
         state = with_slots(self.state, slots)
-        with table_rows_context(known):
+        # A rule with totals must not get answers about other rows from a cache of jit.
+        with table_rows_context(known, inlines_jit=self.probed.takes_totals):
             updates, new_state = self.optimizer.update(gradient, state, rows)
         tree = jax.tree.structure(self.state, is_leaf=is_slot)
-        new = zip(tree.flatten_up_to(new_state), self.probed.leaves, strict=True)
-        new_slots, new_values = [], []
-        for leaf, slot in new:
-            (new_values if slot is None else new_slots).append(leaf)
+        leaves = tree.flatten_up_to(new_state)
+        is_slot_leaf = [slot is not None for slot in self.probed.leaves]
+        new_values, new_slots = partition(leaves, is_slot_leaf)
         return updates, new_slots, new_values
+
+    def without_rows(self, known: TableRows | None = None) -> list[Any]:
+        """Returns the shared values after a step on rows that no table has."""
+        rows = jnp.zeros((PADDING_ROWS, self.dim), jnp.float32)
+        slots = [
+            jnp.zeros((PADDING_ROWS, *slot.row.shape), slot.row.dtype)
+            for slot in self.probed.slots
+        ]
+        _, _, new_values = self.run(rows, rows, slots, known)
+        return new_values
 
 
 def start_step(
@@ -246,7 +244,7 @@ def start_step(
     dim: int,
     form: Updates = "whole",
 ) -> RuleStep:
-    """Starts a rule's step by computing the values that all rows share.
+    """Starts a rule's step.
 
     Args:
       optimizer: see `lift_to_rows`.
@@ -254,17 +252,11 @@ def start_step(
       dim: columns of the table.
       form: see `RuleStep`.
     """
-    probed = probe_rule(optimizer, dim)
-    hyperparameters, values = [], values_of(state)
-    if not probed.takes_totals:
-        hyperparameters, values = probed.split.values(values)
     return RuleStep(
         optimizer=row_optimizer_of(optimizer),
         dim=dim,
-        probed=probed,
+        probed=probe_rule(optimizer, dim),
         state=state,
-        hyperparameters=hyperparameters,
-        new_values=values,
         form=form,
     )
 
