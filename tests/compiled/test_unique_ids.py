@@ -75,11 +75,11 @@ def check(plan, compiled):
     return report
 
 
-def shapes_in_memory(compiled, dim=DIM):
-    """Returns the types of all arrays with rows of `dim`, outside of fusions."""
+def shapes_in_memory(compiled):
+    """Returns the types of all arrays with rows of `DIM`, outside of fusions."""
     computations = compiled.as_text().split("\n\n")
     kept = [text for text in computations if not text.lstrip().startswith("%fused")]
-    found = re.findall(rf"\b(\w+)\[([\d,]+),{dim}\]", "\n\n".join(kept))
+    found = re.findall(rf"\b(\w+)\[([\d,]+),{DIM}\]", "\n\n".join(kept))
     return {(dtype, math.prod(map(int, shape.split(",")))) for dtype, shape in found}
 
 
