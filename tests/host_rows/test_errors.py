@@ -118,20 +118,6 @@ def test_the_last_batch_of_a_loop_is_checked():
                 evaluate(model, batches(1, seed=7)[0])
 
 
-@pytest.mark.full
-def test_training_goes_on_from_a_checkpoint(tmp_path):
-    model, optimizer = make()
-    data = batches(12)
-    fit(model, optimizer, data[:4])
-    te.save(tmp_path / "a", (model, optimizer))
-    train(model, optimizer, batches(1, seed=7)[0])
-    with rejects(ValueError, fix=LOST):
-        fit(model, optimizer, data[4:])
-    te.restore(tmp_path / "a", (model, optimizer))
-    losses = expected(4)[0] + fit(model, optimizer, data[4:])
-    check_equal((losses, state_of(model, optimizer)), expected(12))
-
-
 WRONG = {
     "too large": (ValueError, np.arange(240, dtype=np.int32).reshape(8, 30)),
     "floats": (TypeError, np.zeros((8, 3))),
@@ -188,30 +174,11 @@ def test_the_first_optimizer_after_a_second():
         first.slot_values()
 
 
-@pytest.mark.full
-def test_a_second_optimizer_starts_again():
-    states = []
-    for placement in (models.CACHE, te.Sharded()):
-        model, optimizer = make(placement)
-        fit(model, optimizer, batches(4))
-        optimizer = te.Optimizer(model, optax.adam(1e-2))
-        fit(model, optimizer, batches(12)[4:])
-        states.append(state_of(model, optimizer))
-    check_equal(*states)
-
-
 def test_a_model_without_an_optimizer():
     model = models.Model(models.CACHE)
     twin = models.Model(te.Sharded())
     for batch in te.host_rows(batches(6), model, features_of=lambda batch: batch):
         np.testing.assert_array_equal(evaluate(model, batch), evaluate(twin, batch))
-
-
-@pytest.mark.full
-def test_models_without_rows_on_the_host():
-    model, optimizer = make(te.Sharded())
-    data = batches(6)
-    assert all(x is y for x, y in zip(feed(data, model, optimizer), data, strict=True))
 
 
 def test_models_without_a_layer():
