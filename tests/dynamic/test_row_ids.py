@@ -368,6 +368,7 @@ def test_what_is_not_supported_is_rejected(options, fix):
         plan_of(**options)
 
 
+@pytest.mark.full
 def test_a_new_id_inherits_nothing_of_a_broken_row():
     plan = packed_plan()
     tables, slots = start(plan)

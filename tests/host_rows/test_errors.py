@@ -54,6 +54,7 @@ def test_features_of_cannot_end_the_loop():
         list(feed(batches(2), model, optimizer, features_of=lambda _: next(iter([]))))
 
 
+@pytest.mark.full
 def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     """Batches are drawn early, but never after the error."""
     model, optimizer = make()
@@ -74,6 +75,7 @@ def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     check_equal(state_of(model, optimizer), expected(12)[1])
 
 
+@pytest.mark.full
 def test_an_iterator_is_not_called_after_its_end():
     """A loader that reads from a queue would wait forever."""
     model, optimizer = make()
@@ -92,6 +94,7 @@ def test_an_iterator_is_not_called_after_its_end():
     assert next(loader) == "not drawn"
 
 
+@pytest.mark.full
 def test_an_evaluation_without_the_loop():
     """The next loop raises at its start or end; nothing is lost, and it goes on."""
     model, optimizer = make()
@@ -124,6 +127,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", full_cases(WRONG, "floats"))
 def test_a_batch_that_does_not_fit(name):
     """The batches before it have trained, and others train afterwards."""
@@ -174,6 +178,7 @@ def test_the_first_optimizer_after_a_second():
         first.slot_values()
 
 
+@pytest.mark.full
 def test_a_model_without_an_optimizer():
     model = models.Model(models.CACHE)
     twin = models.Model(te.Sharded())

@@ -134,7 +134,14 @@ def check_equals_dense(given, rule):
     )
 
 
-@pytest.mark.parametrize("name", [x for x in RULES if x not in REJECTED])
+@pytest.mark.parametrize(
+    "name",
+    quick_cases(
+        [x for x in RULES if x not in REJECTED],
+        *("radam", "chain", "masked", "inject_hyperparams"),
+        every_case=True,
+    ),
+)
 def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 

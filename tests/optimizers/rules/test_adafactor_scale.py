@@ -172,6 +172,7 @@ def test_rounded_rows_of_a_checkpoint_have_their_sum(tmp_path):
     np.testing.assert_allclose(kept, true, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_restore_mends_a_sum_that_was_wrong(tmp_path):
     plan = plan_of(64, 2, rule=RULES["fast"])
     tables, slots = start(plan)
