@@ -257,6 +257,7 @@ def test_saving_within_an_event_loop(tmp_path):
     assert te.restore(tmp_path / "a", {"step": 0}) == {"step": 3}
 
 
+@pytest.mark.full
 def test_the_last_chunk_is_not_padded(small_blocks, tmp_path):
     """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
     sizes = {"a": 8, "b": 63, "c": 1000}

@@ -238,7 +238,6 @@ ON_CPU = {
                 {"one": (1, None, linear_loss), "eight_in_rounds": (8, 4, squared_loss)}
             ),
         ),
-        "rowwise_adagrad-eight_in_rounds",
     ),
 )
 def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):

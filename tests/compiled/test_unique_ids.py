@@ -96,6 +96,6 @@ def test_a_tpu_step_has_no_row_per_event_in_float32(generation):
     assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 8], "1"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 8]))
 def test_a_cpu_step_copies_no_table(num_devices):
     check(*compile_step(mesh_of(num_devices)))

@@ -91,6 +91,7 @@ def test_values_set_before_and_after_the_optimizer_train_alike(name, set_values)
     )
 
 
+@pytest.mark.full
 def test_the_averages_of_a_table_restart_when_its_values_are_set():
     layer = layer_of(EMA, 2)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))

@@ -52,23 +52,6 @@ def trained_by(loss_fn, layer):
     return before, {name: before[name] - after[name] for name in before}
 
 
-@pytest.mark.full
-def test_the_same_ids_in_two_tables():
-    layer = layer_on(1)
-    features = layer.prepare(BATCH)
-    linear, factors = layer(features)["item"]
-    assert (linear.shape, factors.shape) == ((5, 1), (5, 4))
-
-    def loss_fn(layer):
-        linear, factors = layer({"item": features["item"]})["item"]
-        return jnp.sum(linear) + 2 * jnp.sum(factors)
-
-    _, moved = trained_by(loss_fn, layer)
-    counts = np.bincount(ITEM_IDS.values, minlength=SIZE)[:, None]
-    np.testing.assert_allclose(moved["linear"], counts, atol=1e-5)
-    np.testing.assert_allclose(moved["item"], 2 * counts * np.ones(4), atol=1e-5)
-
-
 SUBSETS = {
     "one stack": {"user": {"bias": USER_IDS}},
     "two tables": {"item": [ITEM_IDS, ITEM_IDS]},
