@@ -79,6 +79,7 @@ def test_every_id_of_64_bits_has_a_row_of_its_own():
     )
 
 
+@pytest.mark.full
 def test_a_new_row_starts_from_a_value_of_its_id_on_any_device_count():
     values = []
     for num_devices in (1, 2):

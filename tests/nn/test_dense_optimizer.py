@@ -13,7 +13,7 @@ from flax import linen, nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import full_cases, quick_cases, with_ids
+from tests.tiers import quick_cases, with_ids
 
 ADAM = optax.adam(1e-3)
 MULTI_STEPS = optax.MultiSteps(ADAM, 4)
@@ -242,7 +242,7 @@ NEED_VALUE = {
 }
 
 
-@pytest.mark.parametrize("name", full_cases(NEED_VALUE, "plateau"))
+@pytest.mark.parametrize("name", quick_cases(NEED_VALUE))
 def test_optimizers_that_need_the_loss(name):
     tx = NEED_VALUE[name]
     model, reference = Model(), Model()
