@@ -184,9 +184,9 @@ def test_tpu_step_is_in_place(dim, generation):
 WAYS_TO_UPDATE = [
     # So many rows that a slot of one value per row is larger than VMEM.
     ("rowwise_adagrad", "tpu7x", 128),
-    ("every_row", "v5p", 1),
-    # Adafactor and the others differ in the loop of further rounds: on one device.
+    # These differ in the loop of further rounds: on one device.
     ("adafactor", "v5p", 1),
+    ("every_row", "v5p", 1),
     ("clippy_adagrad", "v5p", 1),
 ]
 
