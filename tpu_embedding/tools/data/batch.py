@@ -9,7 +9,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Problem, invalid, is_int, raise_all
+from tpu_embedding.argument_checks import (
+    broken_rules,
+    int_rule,
+    invalid,
+    is_int,
+    raise_all,
+)
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 
@@ -198,17 +204,8 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
 def check_counts(settings: Any) -> None:
     """Raises a ValueError that names each int field that is less than 1."""
-    raise_all(
-        [
-            Problem(
-                f"{type(settings).__name__}.{name}",
-                value,
-                f"must be at least 1, got {value}",
-            )
-            for name, value in vars(settings).items()
-            if is_int(value) and value < 1
-        ]
-    )
+    counts = [name for name, value in vars(settings).items() if is_int(value)]
+    raise_all(broken_rules(settings, dict.fromkeys(counts, int_rule(1))))
 
 
 class SyntheticSource(abc.ABC):
