@@ -7,7 +7,7 @@ end of an evaluation.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -77,31 +77,16 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
     for metrics in batches:
         jax.block_until_ready(merged)
         merged = _merge(merged, metrics) if merged else metrics
-    computed = jax.device_get(_computed(jax.device_get(merged)))
     result = {}
-    for name in merged:
-        is_defined, value, max_error = computed[name]
-        if is_defined:
-            result[name] = float(value)
-            if max_error > MAX_AUC_ERROR:
-                result[f"{name}_max_error"] = float(max_error)
+    for name, metric in jax.device_get(merged).items():
+        if metric.is_defined():
+            result[name] = float(metric.compute())
+            if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = float(metric.max_error())
     return result
 
 
 _merge = jax.jit(m.merge)
-
-
-@jax.jit
-def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
-    """Returns whether each metric is defined, its value, and the error of an AUC."""
-    return {
-        name: (
-            metric.is_defined(),
-            metric.compute(),
-            metric.max_error() if isinstance(metric, m.AUC) else 0.0,
-        )
-        for name, metric in metrics.items()
-    }
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
