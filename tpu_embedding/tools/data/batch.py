@@ -194,12 +194,11 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
     Raises:
       DataError: if the path is None or does not exist.
     """
-    if data_dir is None:
-        raise invalid("--data-dir", f"be the path of {files}", None, kind=DataError)
-    if not is_local_path(data_dir) or not local_path(data_dir).exists():
-        rule = f"be the path of {files} on this machine"
-        raise invalid("--data-dir", rule, str(data_dir), kind=DataError)
-    return local_path(data_dir)
+    if is_local_path(data_dir) and local_path(data_dir).exists():
+        return local_path(data_dir)
+    rule = f"be the path of {files} on this machine"
+    given = None if data_dir is None else str(data_dir)
+    raise invalid("--data-dir", rule, given, kind=DataError)
 
 
 def check_counts(settings: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from tpu_embedding import metrics as m
 from tpu_embedding.tools.train.models.click import Outputs
@@ -53,16 +53,6 @@ class Loss:
     def metric(self) -> str:
         """Name of the main metric."""
         return self.metrics[0]
-
-
-def mean_loss(
-    loss: Loss,
-    outputs: Outputs,
-    labels: Float[Array, " batch"],
-    weights: Float[Array, " batch"],
-) -> jax.Array:
-    """Returns the weighted mean loss over the global batch."""
-    return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
 
 
 def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
