@@ -49,11 +49,6 @@ class Loss:
     per_sample: Callable[[Outputs, Array], Array]
     evaluate: Callable[[Outputs, Array, Array], Metrics]
 
-    @property
-    def metric(self) -> str:
-        """Name of the main metric."""
-        return self.metrics[0]
-
 
 def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
     """Returns the values of all metrics that are defined, in order, over all batches.

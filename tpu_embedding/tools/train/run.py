@@ -432,7 +432,7 @@ class _Run:
             self.evaluate()
         best_step = self.best_step
         metrics = self.evaluations[best_step]
-        metric = LOSSES[config.loss].metric
+        metric, *_ = LOSSES[config.loss].metrics
         if target is not None and target.metric in metrics:
             metric = target.metric
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"
