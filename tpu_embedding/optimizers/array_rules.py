@@ -113,12 +113,15 @@ def for_each_array(
     return optax.GradientTransformation(init_tree, update_tree)
 
 
-def initial_state(kind: Any, **start_values: Any) -> Callable[[Any], Any]:
+def initial_state(
+    kind: Any, *, by_row: tuple[str, ...] = (), **start_values: Any
+) -> Callable[[Any], Any]:
     """Returns the `init` of a rule whose state is a named tuple.
 
     Args:
       kind: class of the state. Its field `count`, if any, starts at 0. All other fields
         have the array's shape and dtype.
+      by_row: names of the fields with one value per row.
       **start_values: value that a field starts at, by default 0. `None` leaves the
         field empty.
 
@@ -134,7 +137,10 @@ def initial_state(kind: Any, **start_values: Any) -> Callable[[Any], Any]:
         fields: dict[str, Any] = {}
         for name in kind._fields:
             value = start_values.get(name, 0)
-            fields[name] = None if value is None else jnp.full_like(array, value)
+            shape = array.shape[:1] if name in by_row else None
+            if value is not None:
+                value = jnp.full_like(array, value, shape=shape)
+            fields[name] = value
         if "count" in fields:
             fields["count"] = jnp.zeros((), jnp.int32)
         return kind(**fields)

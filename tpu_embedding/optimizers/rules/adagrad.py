@@ -152,11 +152,9 @@ def rowwise_adagrad(
             initial_accumulator_value=positive(initial_accumulator_value),
         )
     decays = may_be_positive(weight_decay)
-
-    def init(params):
-        return AdagradState(
-            jnp.full(params.shape[:1], initial_accumulator_value, params.dtype)
-        )
+    init = initial_state(
+        AdagradState, by_row=("accumulators",), accumulators=initial_accumulator_value
+    )
 
     def update(updates: Any, state: Any, params: Any = None):
         if decays and weight_decay_mode == "l2":
