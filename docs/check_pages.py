@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 WIDTHS: Final = (390, 768, 1400)
@@ -74,12 +74,15 @@ def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, _BROWSERS)), None)
 
 
-def find_overflows(directory: pathlib.Path, browser: str) -> list[str]:
+def find_overflows(
+    directory: pathlib.Path, browser: str, widths: Sequence[int] = WIDTHS
+) -> list[str]:
     """Returns one line for each part of a page that does not fit.
 
     Args:
       directory: built HTML pages.
       browser: path of a Chromium.
+      widths: widths of screens in pixels; tables must fit the last one.
 
     Raises:
       RuntimeError: if Chromium does not answer; the message has its last words.
@@ -89,8 +92,8 @@ def find_overflows(directory: pathlib.Path, browser: str) -> list[str]:
         for path in directory.rglob("*.html")
         if "_modules" not in path.parts and path.name != _CHECKER
     )
-    names = f"const PAGES = {json.dumps(pages)}, WIDTHS = {json.dumps(WIDTHS)};"
-    laptop = f"const LAPTOP = {WIDTHS[-1]};"
+    names = f"const PAGES = {json.dumps(pages)}, WIDTHS = {json.dumps(widths)};"
+    laptop = f"const LAPTOP = {widths[-1]};"
     checker = directory / _CHECKER
     checker.write_text(
         f"<!doctype html><body><script>{names}{laptop}{_SCRIPT}</script>"

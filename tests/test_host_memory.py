@@ -27,6 +27,7 @@ def faults(keep: bool) -> tuple[str, int]:
     return took, int(count)
 
 
+@pytest.mark.full
 def test_pages_of_freed_memory_are_used_again():
     took, count = faults(keep=True)
     if took == "False":

@@ -42,7 +42,7 @@ def run(rule, steps=2, **options):
     return losses[-1], model.embedding_tables()
 
 
-@pytest.mark.parametrize("name", quick_cases(OPTIMIZERS, "lazy_adam"))
+@pytest.mark.parametrize("name", quick_cases(OPTIMIZERS))
 def test_x64_changes_nothing(name):
     results = []
     for context in (contextlib.nullcontext(), jax.enable_x64(True)):

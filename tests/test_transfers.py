@@ -75,6 +75,7 @@ def test_calls_that_move_arrays(call, trained, tmp_path):
         call(*trained, tmp_path)
 
 
+@pytest.mark.full
 def test_a_loop_that_brings_rows_from_the_host():
     model, optimizer = make(placement=te.HostRows(cache_rows=20))
 

@@ -162,9 +162,7 @@ def restore(checkpoints, step, state, by_manager):
         return manager.restore(step, args=args)
 
 
-@pytest.mark.parametrize(
-    "damage", quick_cases(DAMAGES, "swap", "change_json", every_case=True)
-)
+@pytest.mark.parametrize("damage", quick_cases(DAMAGES, every_case=True))
 @pytest.mark.parametrize(
     "seeds", [range(1), pytest.param(range(1, SEEDS), marks=pytest.mark.full)]
 )

@@ -13,7 +13,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
-from flax import linen as nn
 from flax import nnx
 
 import tpu_embedding as te
@@ -141,33 +140,6 @@ def test_modules_are_restored_in_place_by_a_manager(tmp_path):
 
 
 @pytest.mark.full
-def test_linen_train_state(tmp_path):
-    class Model(nn.Module):
-        plan: te.EmbeddingPlan
-
-        @nn.compact
-        def __call__(self, ids):
-            rows = te.linen.TPUEmbedding(self.plan, name="embedding")(ids)
-            return nn.Dense(1)(rows["movie"])
-
-    def make(devices, seed):
-        plan = plan_of(devices=devices)
-        model, ids = Model(plan), {name: jnp.arange(6) for name in SIZES}
-        variables = model.init(jax.random.key(seed), ids)
-        return te.linen.TrainState.create(
-            apply_fn=model.apply, variables=variables, tx=optax.adam(0.1)
-        )
-
-    old = make(8, 0)
-    te.save(tmp_path / "a", old)
-    new = te.restore(tmp_path / "a", make(3, 1))
-    tables = te.linen.embedding_tables
-    check_equal(tables(new.variables), tables(old.variables))
-    check_equal(new.variables["params"], old.variables["params"])
-    check_equal(new.opt_state, old.opt_state)
-
-
-@pytest.mark.full
 def test_a_part_under_another_name(saved):
     """The state has no other leaves, so the checkpoint's are not compared."""
     directory, numbers = saved
@@ -285,6 +257,7 @@ def test_saving_within_an_event_loop(tmp_path):
     assert te.restore(tmp_path / "a", {"step": 0}) == {"step": 3}
 
 
+@pytest.mark.full
 def test_the_last_chunk_is_not_padded(small_blocks, tmp_path):
     """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
     sizes = {"a": 8, "b": 63, "c": 1000}

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.tpu_compiler
 SMALL = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
-GENERATIONS = quick_cases(SMALL, every_case=True)
+GENERATIONS = quick_cases(SMALL)
 
 
 def _compiles(topology, dim, limits):
@@ -89,7 +89,7 @@ def _all_operations(gradient, state, rows=None):
     return total + g.astype(jnp.bfloat16).astype(jnp.float32), state
 
 
-@pytest.mark.parametrize("generation", quick_cases(SMALL, every_case=True))
+@pytest.mark.parametrize("generation", GENERATIONS)
 def test_each_operation_of_rules_compiles(generation):
     optimizer = optax.GradientTransformation(lambda rows: (), _all_operations)
     shape = jnp.ones((2, 8))

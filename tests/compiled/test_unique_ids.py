@@ -75,11 +75,11 @@ def check(plan, compiled):
     return report
 
 
-def shapes_in_memory(compiled, dim=DIM):
-    """Returns the types of all arrays with rows of `dim`, outside of fusions."""
+def shapes_in_memory(compiled):
+    """Returns the types of all arrays with rows of `DIM`, outside of fusions."""
     computations = compiled.as_text().split("\n\n")
     kept = [text for text in computations if not text.lstrip().startswith("%fused")]
-    found = re.findall(rf"\b(\w+)\[([\d,]+),{dim}\]", "\n\n".join(kept))
+    found = re.findall(rf"\b(\w+)\[([\d,]+),{DIM}\]", "\n\n".join(kept))
     return {(dtype, math.prod(map(int, shape.split(",")))) for dtype, shape in found}
 
 
@@ -96,6 +96,6 @@ def test_a_tpu_step_has_no_row_per_event_in_float32(generation):
     assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 8], "1"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 8]))
 def test_a_cpu_step_copies_no_table(num_devices):
     check(*compile_step(mesh_of(num_devices)))

@@ -15,6 +15,7 @@ from tpu_embedding.tools import compile_report, train
 
 pytestmark = pytest.mark.full(every_case=True)
 
+EXHAUSTIVE = pytest.mark.exhaustive
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 MODULES = [
     te,
@@ -76,9 +77,13 @@ def test_pages_need_no_network(html):
             assert tag not in text, page
 
 
-def test_pages_fit_the_widths_of_screens(html):
+@pytest.mark.parametrize(
+    "screens", [slice(None, None, 2), pytest.param(slice(3), marks=EXHAUSTIVE)]
+)
+def test_pages_fit_the_widths_of_screens(html, screens):
     checks = runpy.run_path(str(DOCS / "check_pages.py"))
+    widths = checks["WIDTHS"][screens]  # In the full tier, all but the tablet's.
     browser = checks["find_browser"]()
     if browser is None:
         pytest.skip("no Chromium is installed")
-    assert checks["find_overflows"](html, browser) == []
+    assert checks["find_overflows"](html, browser, widths) == []

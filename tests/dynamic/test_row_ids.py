@@ -79,6 +79,7 @@ def test_every_id_of_64_bits_has_a_row_of_its_own():
     )
 
 
+@pytest.mark.full
 def test_a_new_row_starts_from_a_value_of_its_id_on_any_device_count():
     values = []
     for num_devices in (1, 2):
@@ -368,6 +369,7 @@ def test_what_is_not_supported_is_rejected(options, fix):
         plan_of(**options)
 
 
+@pytest.mark.full
 def test_a_new_id_inherits_nothing_of_a_broken_row():
     plan = packed_plan()
     tables, slots = start(plan)

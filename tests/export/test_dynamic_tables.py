@@ -40,6 +40,7 @@ def served(trained, tmp_path_factory):
     return te.export.load(directory)
 
 
+@pytest.mark.full(every_case=True)
 def test_outputs_are_those_of_the_live_model(trained, served):
     batch = dynamic_batch(17, seed=9, first=100)
     outputs, wanted = served(batch), evaluated(trained, batch)
@@ -49,6 +50,7 @@ def test_outputs_are_those_of_the_live_model(trained, served):
         np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full(every_case=True)
 def test_single_rows_are_equal_bit_for_bit_and_unknown_ids_read_the_default_row(
     trained, served
 ):

@@ -18,17 +18,16 @@ from tests.export.forged_files import (
     make_originals,
     outcome_of,
 )
+from tests.tiers import quick_cases
 
 pytestmark = pytest.mark.skipif(
     not os.path.exists("/proc/self/clear_refs"), reason="it tells the peak of memory"
 )
 
 QUICK = (
-    *("no_files", "empty_signature", "text_of_arguments", "pipe_of_document"),
-    *("long_header", "huge_shape", "one_axis", "link_to_tables", "link_to_table"),
-    *("link_to_vocabularies", "names_of_no_kind", "program_of_lists"),
-    *("link_to_document", "negative_rows", "link_to_base", "pipe_of_base"),
-    *("other_rows", "other_values", "wider_rows", "rows_of_another_type"),
+    *("no_files", "text_of_arguments", "pipe_of_document", "huge_shape", "one_axis"),
+    *("link_to_tables", "names_of_no_kind", "program_of_lists", "negative_rows"),
+    *("link_to_base", "other_rows", "other_values"),
 )
 OUTSIDE = ("../victim", "/victim", "a/../../victim", "", ".", "a\\b", "a\0", "a//b")
 KINDS = (None, True, 1.5, "x", [], {}, [[]], 10**400, -1)
@@ -86,7 +85,7 @@ def damage_tensors(path, draw):
     path.write_bytes(len(header).to_bytes(8, "little") + header + rows)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", quick_cases(range(30), *map(str, range(8))))
 def test_random_damage_is_refused_or_harmless(seed, originals, tmp_path):
     draw, work = random.Random(seed), tmp_path / "work"
     folder, function = draw.choice([("program", load), ("delta", apply)])
@@ -123,9 +122,9 @@ def test_the_originals_are_taken_and_nothing_is_written_elsewhere(originals, tmp
 
 
 @pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_no_forgery_runs_or_opens_anything(tmp_path, step):
-    """Each third forgery, or all; a process of its own, as an audit hook stays."""
+    """Each sixth forgery, or all; a process of its own, as an audit hook stays."""
     command = [sys.executable, "-m", "tests.export.forged_files", tmp_path, str(step)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -56,6 +56,7 @@ def layers(tmp_path_factory):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "form", "name"), each_once(POLICIES, FORMS, VALUES))
 def test_a_served_program_reads_what_the_layer_reads(layers, policy, form, name):
     values = VALUES[name]

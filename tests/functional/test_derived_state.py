@@ -10,6 +10,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tests.tiers import quick_cases
 from tpu_embedding.functional.derived_state import tables_with_derived_state
 
 DIM = 8
@@ -91,6 +92,7 @@ def test_values_set_before_and_after_the_optimizer_train_alike(name, set_values)
     )
 
 
+@pytest.mark.full
 def test_the_averages_of_a_table_restart_when_its_values_are_set():
     layer = layer_of(EMA, 2)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
@@ -164,7 +166,7 @@ WAYS_OUT = {
 }
 
 
-@pytest.mark.parametrize("change", WAYS_OUT, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", quick_cases(WAYS_OUT, "set_copy", every_case=True))
 def test_values_without_their_state_are_rejected(change, tmp_path):
     layer = layer_of(EMA)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))

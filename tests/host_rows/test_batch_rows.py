@@ -116,7 +116,7 @@ def check_example(drawn, num_devices):
         assert rows_on_host(batch, plan) == rows_on_devices(batch, plan)
 
 
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8]))
 def test_random_batches(num_devices):
     @hypothesis.settings(max_examples=12)
     @hypothesis.given(drawn=examples())

@@ -54,6 +54,7 @@ def test_features_of_cannot_end_the_loop():
         list(feed(batches(2), model, optimizer, features_of=lambda _: next(iter([]))))
 
 
+@pytest.mark.full
 def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     """Batches are drawn early, but never after the error."""
     model, optimizer = make()
@@ -74,6 +75,7 @@ def test_an_error_of_the_batches_comes_after_the_batches_before_it():
     check_equal(state_of(model, optimizer), expected(12)[1])
 
 
+@pytest.mark.full
 def test_an_iterator_is_not_called_after_its_end():
     """A loader that reads from a queue would wait forever."""
     model, optimizer = make()
@@ -92,6 +94,7 @@ def test_an_iterator_is_not_called_after_its_end():
     assert next(loader) == "not drawn"
 
 
+@pytest.mark.full
 def test_an_evaluation_without_the_loop():
     """The next loop raises at its start or end; nothing is lost, and it goes on."""
     model, optimizer = make()
@@ -118,26 +121,13 @@ def test_the_last_batch_of_a_loop_is_checked():
                 evaluate(model, batches(1, seed=7)[0])
 
 
-@pytest.mark.full
-def test_training_goes_on_from_a_checkpoint(tmp_path):
-    model, optimizer = make()
-    data = batches(12)
-    fit(model, optimizer, data[:4])
-    te.save(tmp_path / "a", (model, optimizer))
-    train(model, optimizer, batches(1, seed=7)[0])
-    with rejects(ValueError, fix=LOST):
-        fit(model, optimizer, data[4:])
-    te.restore(tmp_path / "a", (model, optimizer))
-    losses = expected(4)[0] + fit(model, optimizer, data[4:])
-    check_equal((losses, state_of(model, optimizer)), expected(12))
-
-
 WRONG = {
     "too large": (ValueError, np.arange(240, dtype=np.int32).reshape(8, 30)),
     "floats": (TypeError, np.zeros((8, 3))),
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", full_cases(WRONG, "floats"))
 def test_a_batch_that_does_not_fit(name):
     """The batches before it have trained, and others train afterwards."""
@@ -189,29 +179,11 @@ def test_the_first_optimizer_after_a_second():
 
 
 @pytest.mark.full
-def test_a_second_optimizer_starts_again():
-    states = []
-    for placement in (models.CACHE, te.Sharded()):
-        model, optimizer = make(placement)
-        fit(model, optimizer, batches(4))
-        optimizer = te.Optimizer(model, optax.adam(1e-2))
-        fit(model, optimizer, batches(12)[4:])
-        states.append(state_of(model, optimizer))
-    check_equal(*states)
-
-
 def test_a_model_without_an_optimizer():
     model = models.Model(models.CACHE)
     twin = models.Model(te.Sharded())
     for batch in te.host_rows(batches(6), model, features_of=lambda batch: batch):
         np.testing.assert_array_equal(evaluate(model, batch), evaluate(twin, batch))
-
-
-@pytest.mark.full
-def test_models_without_rows_on_the_host():
-    model, optimizer = make(te.Sharded())
-    data = batches(6)
-    assert all(x is y for x, y in zip(feed(data, model, optimizer), data, strict=True))
 
 
 def test_models_without_a_layer():

@@ -127,6 +127,7 @@ def test_dims(dim):
     )
 
 
+@pytest.mark.full
 def test_extreme_values_keep_their_bits():
     """Rows travel as bits: also NaN, infinities, denormals and negative zeros."""
     plan = te.make_plan(config_of(CACHE), mesh_of(2), optimizer=RULES["momentum"])

@@ -144,6 +144,7 @@ def test_several_layers():
     check_equal(*results)
 
 
+@pytest.mark.full
 def test_features_of_an_unknown_layer():
     model = Towers(te.HostRows(cache_rows=90), nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.adam(0.01))

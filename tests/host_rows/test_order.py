@@ -34,6 +34,7 @@ def trained(data, placement=CACHE):
     return models.state_of(model, optimizer)
 
 
+@pytest.mark.full
 def test_the_reader_waits_for_the_write(monkeypatch):
     """A write begins only when nothing else can go on."""
     waits = threading.Event()

@@ -20,6 +20,7 @@ def check_trained(model, optimizer, losses, number, **options):
     check_equal(models.state_of(model, optimizer), state)
 
 
+@pytest.mark.full
 def test_evaluation_before_and_after_the_step():
     model, optimizer = make()
     twin, twin_optimizer = make(te.Sharded())
@@ -175,6 +176,7 @@ def test_largest_working_set():
     )
 
 
+@pytest.mark.full
 def test_files_of_tables(tmp_path):
     model, optimizer = make(te.HostRows(cache_rows=100, directory=tmp_path))
     check_trained(model, optimizer, fit(model, optimizer, batches(12)), 12)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rejections import rejects
+from tests.tiers import full_cases
 from tpu_embedding.host_rows.planner import Planner, unique_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -297,7 +298,7 @@ def test_random_programs_equal_the_model(
     run_program(seed, num_shards, slots_per_shard, num_rows, size, num_steps=40)
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("num_shards", full_cases([1, 3], "1"))
 def test_more_misses_than_an_exchange_holds(num_shards):
     program = Program(40_000, num_shards, 1200)
     random = np.random.default_rng(num_shards)

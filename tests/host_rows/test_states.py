@@ -117,7 +117,7 @@ def check_is_old(model, optimizer, directory):
             use()
 
 
-@pytest.mark.parametrize("name", quick_cases(COPIES, "arrays"))
+@pytest.mark.parametrize("name", quick_cases(COPIES))
 def test_an_old_copy_is_never_silently_wrong(tmp_path, name):
     model, optimizer = make()
     data = batches(12)

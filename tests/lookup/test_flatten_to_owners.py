@@ -11,6 +11,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.lookup.stages import PADDING, plan_of
+from tests.tiers import matrix, quick_cases, with_ids
 from tpu_embedding.lookup._forward import FeatureInput, flatten
 from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
 from tpu_embedding.plan.features import FeaturePlan
@@ -102,9 +103,17 @@ def reference(given, feature):
     return np.array(keys), np.array(gains), scales, outside
 
 
-@pytest.mark.parametrize("keeps_duplicates", [False, True], ids=["sums", "keeps"])
-@pytest.mark.parametrize("weights", [None, WEIGHTS, CANCEL], ids=["1", "any", "cancel"])
-@pytest.mark.parametrize("form", ["one", "many", "ragged"])
+CASES = matrix(
+    ["one", "many", "ragged"],
+    with_ids({"1": None, "any": WEIGHTS, "cancel": CANCEL}),
+    with_ids({"sums": False, "keeps": True}),
+)
+QUICK = "one-any-sums", "many-1-keeps", "many-cancel-sums", "ragged-any-keeps"
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "keeps_duplicates"), quick_cases(CASES, *QUICK, every_case=True)
+)
 def test_equals_reference(form, weights, keeps_duplicates):
     options = itertools.product(
         *(["error", "drop", "clip"], [True, False], ["sum", "mean", "sqrtn"]),

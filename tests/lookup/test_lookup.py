@@ -211,6 +211,7 @@ def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     assert stats.rounds["stack_0"] == (2 if surplus < 0 else 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dim", [16, pytest.param(3, marks=full), pytest.param(200, marks=full)]
 )

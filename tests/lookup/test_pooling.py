@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiers import each_once
 from tpu_embedding.lookup._backward import cotangent_reader, spread
 from tpu_embedding.lookup._forward import PoolingSpec, pool_buffer, samples_of
 
@@ -146,8 +147,9 @@ def check_spread(poolings, places, dim=3):
     np.testing.assert_array_equal(gradients[is_used], expected[is_used])
 
 
-@pytest.mark.parametrize("gathers", ["whole", "fused", "by_feature"])
-@pytest.mark.parametrize("case", NATURAL)
+@pytest.mark.parametrize(
+    ("case", "gathers"), each_once(NATURAL, ["whole", "fused", "by_feature"])
+)
 def test_combine_of_features(case, gathers):
     check_combine([pooling_of(form) for form in NATURAL[case]], gathers=gathers)
 

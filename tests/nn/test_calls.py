@@ -52,22 +52,6 @@ def trained_by(loss_fn, layer):
     return before, {name: before[name] - after[name] for name in before}
 
 
-def test_the_same_ids_in_two_tables():
-    layer = layer_on(1)
-    features = layer.prepare(BATCH)
-    linear, factors = layer(features)["item"]
-    assert (linear.shape, factors.shape) == ((5, 1), (5, 4))
-
-    def loss_fn(layer):
-        linear, factors = layer({"item": features["item"]})["item"]
-        return jnp.sum(linear) + 2 * jnp.sum(factors)
-
-    _, moved = trained_by(loss_fn, layer)
-    counts = np.bincount(ITEM_IDS.values, minlength=SIZE)[:, None]
-    np.testing.assert_allclose(moved["linear"], counts, atol=1e-5)
-    np.testing.assert_allclose(moved["item"], 2 * counts * np.ones(4), atol=1e-5)
-
-
 SUBSETS = {
     "one stack": {"user": {"bias": USER_IDS}},
     "two tables": {"item": [ITEM_IDS, ITEM_IDS]},
@@ -90,23 +74,6 @@ def test_a_subset_of_the_features(case):
     used = layer.plan.for_batch(batch).used_stacks
     rounds = layer.stats.get_value().rounds
     assert {name for name, n in rounds.items() if n} == {s.name for s in used}
-
-
-def test_slots_of_stacks_without_a_gradient_are_kept():
-    plan = layer_on(2, te.optimizers.adagrad(0.1)).plan
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    slots = te.functional.init_slots(tables, plan)
-    batch = {"user": {"bias": USER_IDS}}
-    result = te.functional.lookup(tables, batch, plan)
-    assert set(result.routing.stacks) == {"stack_1"}
-    gradients = te.functional.compute_gradients(
-        result.routing, result.activations, plan
-    )
-    new_tables, new_slots = te.functional.apply_gradients(
-        tables, slots, gradients, plan
-    )
-    assert set(new_slots) == set(slots) and set(new_tables) == set(tables)
-    assert jax.tree.structure(new_slots) == jax.tree.structure(slots)
 
 
 SERVING = {

@@ -13,7 +13,7 @@ from flax import linen, nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import full_cases, quick_cases, with_ids
+from tests.tiers import quick_cases, with_ids
 
 ADAM = optax.adam(1e-3)
 MULTI_STEPS = optax.MultiSteps(ADAM, 4)
@@ -83,9 +83,9 @@ def test_optimizers_that_collect_gradients_are_rejected(tx):
 
 
 @makers
-@pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING)
-def test_tables_that_wait_as_well_or_never_move_are_fine(make, rule):
-    make(MULTI_STEPS, rule)
+@pytest.mark.parametrize("name", quick_cases(WAITING, "MultiSteps"))
+def test_tables_that_wait_as_well_or_never_move_are_fine(make, name):
+    make(MULTI_STEPS, WAITING[name])
 
 
 IDS = jnp.array([1, 2, 2, 5])
@@ -198,7 +198,10 @@ SKIPS_PART = {
 
 
 @makers
-@pytest.mark.parametrize(("tx", "rule"), with_ids(SKIPS_PART))
+@pytest.mark.parametrize(
+    ("tx", "rule"),
+    quick_cases(with_ids(SKIPS_PART), "masked", "MultiSteps", every_case=True),
+)
 def test_skips_of_a_part_are_rejected(make, tx, rule):
     with rejects(fix="optax.apply_if_finite(tx"):
         make(tx, rule)
@@ -222,7 +225,10 @@ OF_WHOLE_MODEL = {
 }
 
 
-@pytest.mark.parametrize(("name", "tx"), with_ids(OF_WHOLE_MODEL))
+@pytest.mark.parametrize(
+    ("name", "tx"),
+    quick_cases(with_ids(OF_WHOLE_MODEL), "masked", "NaN", every_case=True),
+)
 def test_what_is_meant_for_the_whole_model_is_warned_of(name, tx):
     for make in (make_nnx, make_linen):
         with pytest.warns(UserWarning, match=rf"optax\.{name} in tx") as warned:
@@ -236,7 +242,7 @@ NEED_VALUE = {
 }
 
 
-@pytest.mark.parametrize("name", full_cases(NEED_VALUE, "plateau"))
+@pytest.mark.parametrize("name", quick_cases(NEED_VALUE))
 def test_optimizers_that_need_the_loss(name):
     tx = NEED_VALUE[name]
     model, reference = Model(), Model()

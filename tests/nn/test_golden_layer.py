@@ -133,11 +133,7 @@ def step(layer, optimizer, features, cotangents):
     return activations
 
 
-@pytest.fixture(
-    scope="module",
-    params=[1, pytest.param(8, marks=pytest.mark.full)],
-    ids=lambda n: f"{n}devices",
-)
+@pytest.fixture(scope="module", params=[1, 8], ids=lambda n: f"{n}devices")
 def results(request):
     """Activations, gradients, stats, and tables after SGD with rate 1, of all files."""
     config = {name: feature_of(name) for name in NAMES}
@@ -167,6 +163,7 @@ def results(request):
     )
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_gradients_and_counts(name, results):
     run, actual = golden(name), results["activations"][name]
@@ -188,6 +185,7 @@ def test_activations_gradients_and_counts(name, results):
     assert results["out_of_range"][name] == outside
 
 
+@pytest.mark.full(every_case=True)
 def test_quantization(results):
     assert (np.abs(QUANTIZED["x"]) > 1).any()
     # Off by no more than the rounding of a multiplication by the step of 2/15: the

@@ -102,8 +102,10 @@ ON_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("function", ON_GRADIENTS.values(), ids=ON_GRADIENTS)
-@pytest.mark.parametrize("run", [lambda x: x, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("function", "run"),
+    each_once(with_ids(ON_GRADIENTS), with_ids({"eager": lambda x: x, "jit": jax.jit})),
+)
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 def test_arithmetic_on_gradients_names_what_to_call(gradients, run, function):
     with pytest.raises((TypeError, ValueError), match="te.gradients.global_norm"):

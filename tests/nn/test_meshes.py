@@ -1,7 +1,5 @@
 """Models on meshes of two axes: batches over one, dense weights over the other."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,31 +168,3 @@ def test_a_batch_on_explicit_axes_is_taken_as_it_is(size):
             np.testing.assert_array_equal(found, expected)
     with rejects(fix="mesh=mesh"):
         nnx.eval_shape(lambda layer, ids: layer(ids), layer, batch)
-
-
-def collectives_of(text):
-    """Returns the kind and the shape of each collective in compiled HLO."""
-    pattern = r"= \(?(\w+\[[\d,]*\]).* (all-gather|all-to-all|all-reduce|\S*permute)\("
-    return [(kind, shape) for shape, kind in re.findall(pattern, text)]
-
-
-@full
-def test_activations_are_gathered_once_and_tables_never():
-    plan = make_plan(mesh_of_shape("4x2"))
-    model, optimizer, step = make_step(plan)
-    text = step.lower(model, optimizer, *batch_of(plan)).compile().as_text()
-    found = collectives_of(text)
-    samples = BATCH // 4
-    gathered = [shape for kind, shape in found if kind == "all-gather"]
-    expected = [
-        # Labels and joined activations: samples of the other devices of a data shard.
-        f"f32[{samples}]",
-        f"f32[{samples},{2 * DIM}]",
-        # Gradients and ids of the replicated table, of 7 rows, from 8 devices.
-        f"f32[8,8,{DIM}]",
-        "s32[8,8]",
-    ]
-    assert sorted(gathered) == sorted(expected)
-    # Ids out, rows back, gradients out, all of the sharded table.
-    assert sum(kind == "all-to-all" for kind, _ in found) == 3
-    assert not any("permute" in kind for kind, _ in found)

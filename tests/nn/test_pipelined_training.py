@@ -12,7 +12,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tests.tiers import quick_cases, with_ids
+from tests.tiers import full_cases, quick_cases, with_ids
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
@@ -194,7 +194,9 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("misuse", with_ids(MISUSE))
+@pytest.mark.parametrize(
+    "misuse", full_cases(with_ids(MISUSE), "another optimizer", "inside jit")
+)
 def test_misuse_gives_one_clear_error(misuse):
     model = OneTable(1)
     optimizer = te.Optimizer(model, optax.sgd(0.1))

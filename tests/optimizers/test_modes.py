@@ -2,34 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.optimizers.rule_cases import one_table_plan
 from tests.rejections import rejects
 from tpu_embedding.optimizers.row_optimizer import EveryRow
-
-
-def test_sequence_follows_the_samples_not_the_places_of_ids():
-    """Dense ids lie place by place within; the rule must see them sample by sample."""
-    rule = te.optimizers.in_sequence(te.optimizers.adagrad(0.5))
-    plan = one_table_plan(rule, 4, 2, mesh_of(2), capacity=1)
-    generator = np.random.default_rng(0)
-    ids = generator.integers(0, 4, (9, 3)).astype(np.int32)
-    gradient = np.logspace(-3, 1, 9)[:, None] * generator.normal(size=(9, 2))
-    gradient = gradient.astype(np.float32)
-    tables, slots = update(*initial_state(plan, np.ones((4, 2))), ids, gradient, plan)
-    expected, accumulator = np.ones((4, 2)), np.full((4, 2), 0.1)
-    for sample, places in enumerate(ids):
-        for row in places:
-            accumulator[row] += gradient[sample] ** 2.0
-            expected[row] -= 0.5 * gradient[sample] / np.sqrt(accumulator[row])
-    found = te.functional.unstack_tables(tables, plan)["table"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
 
 EVERY_ROW = te.optimizers.every_row(optax.sgd(0.1))
 CHAIN = "every_row(optax.chain("

@@ -16,7 +16,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import one_table_plan
 from tests.rejections import rejects
-from tests.tiers import quick_cases
+from tests.tiers import full_cases, quick_cases
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.update.lazy_update import lift_to_rows
 
@@ -134,7 +134,14 @@ def check_equals_dense(given, rule):
     )
 
 
-@pytest.mark.parametrize("name", [x for x in RULES if x not in REJECTED])
+@pytest.mark.parametrize(
+    "name",
+    quick_cases(
+        [x for x in RULES if x not in REJECTED],
+        *("radam", "chain", "masked", "inject_hyperparams"),
+        every_case=True,
+    ),
+)
 def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 
@@ -149,7 +156,10 @@ def test_is_rejected_with_a_reason(name):
         one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))
 
 
-@pytest.mark.parametrize("name", [x for x in REJECTED if REJECTED[x] == IN_TIME])
+@pytest.mark.parametrize(
+    "name",
+    full_cases([x for x in REJECTED if REJECTED[x] == IN_TIME], "schedule_free_sgd"),
+)
 def test_what_waits_for_steps_equals_dense_on_every_row(name):
     if name in RULES:
         check_equals_dense(te.optimizers.every_row(RULES[name]), RULES[name])

@@ -41,6 +41,7 @@ def test_options_are_those_of_with_options(recipe):
     assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
 
 
+@pytest.mark.full
 def test_bfloat16_slots():
     """Arithmetic in float32: one rounding of 2**-9 for each step."""
     plans = [

@@ -1,13 +1,11 @@
 """What may be given as an optimizer: names, wrappers, and dicts of tables."""
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tests.rejections import rejects
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 from tpu_embedding.optimizers.row_optimizer import (
@@ -113,21 +111,3 @@ DRIVERS = {
 def test_the_plan_chooses_the_driver(name):
     optimizer, driver = DRIVERS[name]
     assert resolve(optimizer).driver == driver
-
-
-def test_learning_rate_changes_without_compilation():
-    rule = optax.inject_hyperparams(te.optimizers.adagrad)(
-        learning_rate=0.1, clipvalue=3.0
-    )
-    plan = one_table_plan(rule, 5, 2, mesh_of(1))
-    tables, slots = initial_state(plan, np.ones((5, 2)))
-    ids, ones = np.int32([1, 2]), np.ones((2, 2), np.float32)
-    tables, slots = update(tables, slots, ids, ones, plan)
-    compiled = update._cache_size()
-    slots = te.optimizers.with_hyperparameters(slots, learning_rate=0.0)
-    before = te.functional.unstack_tables(tables, plan)["table"]
-    tables, slots = update(tables, slots, ids, ones, plan)
-    assert update._cache_size() == compiled
-    np.testing.assert_array_equal(
-        te.functional.unstack_tables(tables, plan)["table"], before
-    )

@@ -9,6 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tests.tiers import quick_cases
 from tpu_embedding.optimizers import rule_split
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.optimizers.row_optimizer import row_optimizer_of
@@ -47,7 +48,9 @@ def arguments_of(rule, num_rows):
     return gradient, rows, state
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", quick_cases(RULES, "adam", "conditional", every_case=True)
+)
 def test_both_halves_compute_what_the_rule_does(name):
     rule = row_optimizer_of(RULES[name]).transformation
     probed = probe_rule(rule, DIM)

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -87,6 +88,7 @@ def train(backend, num_devices):
     return plan, rounds, values
 
 
+@pytest.mark.full
 def test_the_core_calls_a_backend_that_it_does_not_know():
     calls.clear()
     plan, rounds, values = train(CountingOptions(), 2)

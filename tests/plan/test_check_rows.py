@@ -9,6 +9,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
+from tests.tiers import quick_cases
 
 
 def make_plan(num_devices=2, names=("items", "users"), sizes=(12, 12)):
@@ -37,7 +38,9 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_PLANS)
+@pytest.mark.parametrize(
+    "case", quick_cases(OTHER_PLANS, "other sizes of the same sum", every_case=True)
+)
 def test_arrays_of_another_plan_are_rejected(case):
     options, text = OTHER_PLANS[case]
     plan, other = make_plan(), make_plan(**options)

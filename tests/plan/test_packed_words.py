@@ -8,6 +8,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.rejections import rejects
+from tests.tiers import each_once, with_ids
 
 IDS = jnp.arange(8)
 
@@ -34,8 +35,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("use", "dtype"), each_once(with_ids(USES), ["bfloat16", "int8"])
+)
 def test_an_average_of_words_raises_at_its_use(dtype, use):
     layer, sources = averaged(dtype)
     with rejects(fix="layer.embedding_tables"):

@@ -5,8 +5,6 @@
 Run by `test_processes.py`. Each process prepares `samples="process"`.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +13,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import tpu_embedding as te
-from tests.processes.joining import start_devices
+from tests.processes.joining import join_job
 
 CAPACITY, DIM, BATCH, STEPS = 128, 8, 32, 12
-
-
-def main(coordinator, num_processes, process, num_devices, path):
-    start_devices(coordinator, num_processes, process, num_devices)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("shard",))
-    np.savez(path, **train(mesh))
 
 
 def train(mesh):
@@ -96,4 +88,5 @@ def batch_of(number, own):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (path,) = join_job()
+    np.savez(path, **train(te.device_mesh()))

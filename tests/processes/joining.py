@@ -1,15 +1,15 @@
 """The start of a process of a job, as all workers of these tests do it."""
 
+import sys
+
 import jax
 
 
-def start_devices(coordinator, num_processes, process, num_devices):
-    """Emulates CPU devices, and joins the job if it has several processes.
-
-    Takes the worker's arguments as the command line has them, as strings.
-    """
+def join_job():
+    """Joins the job of the command line, and returns its file and other arguments."""
+    coordinator, num_processes, process, num_devices, *arguments = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(num_devices))
-    if int(num_processes) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    return arguments

@@ -5,63 +5,53 @@ import pytest
 import safetensors.numpy
 
 import tpu_embedding as te
-from tests.processes.checkpoint_worker import STREAM
-from tests.processes.test_processes import free_port, start
-
-
-def start_job(num_processes, num_devices, work, directory, path):
-    """Starts the processes of a job."""
-    address = f"127.0.0.1:{free_port()}" if num_processes > 1 else "none"
-    return [
-        start(
-            *(address, num_processes, process, num_devices, work, directory),
-            path / f"{work}-{num_processes}-{process}.npz",
-            module="tests.processes.checkpoint_worker",
-        )
-        for process in range(num_processes)
-    ]
-
-
-def run_job(num_processes, num_devices, work, directory, path):
-    """Runs a job to its end; returns the values that its first process wrote."""
-    for job in start_job(num_processes, num_devices, work, directory, path):
-        output, _ = job.communicate(timeout=300)
-        assert job.returncode == 0, output
-    with np.load(path / f"{work}-{num_processes}-0.npz") as values:
-        return dict(values)
+from tests.conftest import mesh_of
+from tests.processes import checkpoint_worker
+from tests.processes.checkpoint_worker import SIZES, STREAM, export, make
+from tests.processes.test_processes import run_job
+from tpu_embedding.tables import line_exchange
 
 
 @pytest.mark.full
-def test_processes_save_and_restore_together(tmp_path):
+def test_processes_export_save_and_restore_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_exchange, "_MIN_BLOCK_BYTES", 512)
     directory = tmp_path / "checkpoints"
-    saved = run_job(2, 2, "save", directory, tmp_path)
-    for num_processes, num_devices in ((1, 3), (2, 1)):
-        restored = run_job(num_processes, num_devices, "restore", directory, tmp_path)
+    (saved, _), _ = run_job(checkpoint_worker, 2, tmp_path, "save", directory)
+    check_exports(tmp_path)
+    damage(directory / "1" / "default")
+    (on_two, _), outputs = run_job(checkpoint_worker, 1, tmp_path, "restore", directory)
+    # Only one of the processes verifies a chunk, and none waits for the other.
+    assert any("array tables.sharded.values of" in text for text in outputs)
+    assert any("found damage; see its error" in text for text in outputs)
+    on_one = checkpoint_worker.run("restore", directory, mesh_of(3))
+    there = arrays_of(directory / "2")
+    assert len(there[":ids"]) > 1
+    for num_processes, restored in enumerate((on_one, on_two), 1):
         assert set(restored) == set(saved)
         for name, value in saved.items():
             np.testing.assert_array_equal(restored[name], value)
-        here, there = (
-            arrays_of(where)
-            for where in (f"{directory}-{num_processes}", directory / "2")
-        )
-        assert len(there[":ids"]) > 1
+        here = arrays_of(f"{directory}-{num_processes}")
         for name, value in there.items():
             np.testing.assert_array_equal(here[name], value)
-    check_damage_stops_all(directory, tmp_path)
 
 
-def check_damage_stops_all(directory, path):
-    """Only one of the processes verifies a chunk, and none waits for the other."""
-    chunk = directory / "2" / "default" / "tables.sharded.values" / "c" / "0" / "0"
+def damage(directory):
+    """Flips a bit of a chunk."""
+    chunk = directory / "tables.sharded.values" / "c" / "0" / "0"
     data = bytearray(chunk.read_bytes())
     data[3] ^= 1
     chunk.write_bytes(data)
-    outputs = []
-    for job in start_job(2, 1, "restore", directory, path):
-        outputs.append(job.communicate(timeout=100)[0])
-        assert job.returncode != 0
-    assert any("array tables.sharded.values of" in text for text in outputs)
-    assert any("found damage; see its error" in text for text in outputs)
+
+
+def check_exports(path):
+    """Compares the tables that the job exported with those of one process."""
+    sizes = SIZES | {STREAM: te.Dynamic(capacity=1000)}
+    export(*make(sizes, 0, mesh_of(4)), path / "of_one")
+    contents = [
+        {x.relative_to(folder): x.read_bytes() for x in folder.rglob("*.*")}
+        for folder in (path / "checkpoints-tables", path / "of_one")
+    ]
+    assert contents[0] == contents[1] != {}
 
 
 def arrays_of(directory):
@@ -73,27 +63,16 @@ def arrays_of(directory):
     }
 
 
-@pytest.mark.full
-def test_a_job_exports_the_tables_of_one_process(tmp_path):
-    contents = []
-    for num_processes, num_devices in ((1, 4), (2, 2)):
-        directory = tmp_path / f"{num_processes}"
-        run_job(num_processes, num_devices, "export", directory, tmp_path)
-        paths = (path for path in directory.rglob("*") if path.is_file())
-        contents.append({x.relative_to(directory): x.read_bytes() for x in paths})
-    assert contents[0] == contents[1] != {}
-
-
 @pytest.mark.exhaustive
 def test_processes_import_together(tmp_path):
     generator = np.random.default_rng(0)
     arrays = {
         f"{table}{suffix}": generator.normal(size=(rows, 8)).astype(np.float32)
-        for table, rows in {"sharded": 101, "replicated": 13}.items()
+        for table, rows in SIZES.items()
         for suffix in ("", "/momenta", "/velocities")
     }
     file = tmp_path / "tables.safetensors"
     safetensors.numpy.save_file(arrays, file)
-    imported = run_job(2, 2, "import", file, tmp_path)
+    (imported, _), _ = run_job(checkpoint_worker, 2, tmp_path, "import", file)
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)

@@ -9,13 +9,17 @@ import sys
 import numpy as np
 import pytest
 
+from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
+from tests.processes import dynamic_worker, unique_ids_worker, worker
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def start(*arguments, module="tests.processes.worker"):
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+def start(module, *arguments):
+    """Starts a worker as a process."""
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", module.__name__, *map(str, arguments)],
         cwd=ROOT,
         env=environment_of(),
         stdout=subprocess.PIPE,
@@ -38,52 +42,52 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run_together(module, directory):
-    """Returns what two processes of two devices write, and one process of four."""
-    address, module = f"127.0.0.1:{free_port()}", f"tests.processes.{module}"
+def run_job(module, num_devices, directory, *arguments):
+    """Runs two processes of a worker; returns what each one writes and prints."""
+    address, paths = f"127.0.0.1:{free_port()}", [directory / f"{i}.npz" for i in "01"]
     jobs = [
-        start(address, 2, 0, 2, directory / "two.npz", module=module),
-        start(address, 2, 1, 2, directory / "other.npz", module=module),
-        start("none", 1, 0, 4, directory / "one.npz", module=module),
+        start(module, address, 2, process, num_devices, path, *arguments)
+        for process, path in enumerate(paths)
     ]
+    outputs = []
     for job in jobs:
-        output, _ = job.communicate(timeout=300)
-        assert job.returncode == 0, output
-    return [
-        dict(np.load(directory / f"{name}.npz")) for name in ("two", "other", "one")
-    ]
+        outputs.append(job.communicate(timeout=300)[0])
+        assert job.returncode == 0, outputs
+    return [dict(np.load(path)) for path in paths], outputs
 
 
 def check_close(two, one):
     """The same program on as many devices; gloo may sum in another order."""
     assert set(two) == set(one)
     for name, wanted in one.items():
+        wanted = np.asarray(wanted)
         if wanted.dtype.kind in "iu":
             np.testing.assert_array_equal(two[name], wanted)
         else:
             np.testing.assert_allclose(two[name], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
 def test_two_processes_equal_one_on_any_placement(tmp_path):
-    two, other, one = run_together("worker", tmp_path)
+    (two, other), _ = run_job(worker, 2, tmp_path)
+    one = worker.train(mesh_of_shape("2x2"))
     copies = [name for name in one if "copies of" in name]
     assert len(copies) == 2 + 1  # grouped: two shards; replicated: one
     for name in copies:
         # All devices of both processes hold the same bits.
         held = np.concatenate([two.pop(name), other[name]])
-        assert held.shape[0] == one.pop(name).shape[0] >= 2
+        assert held.shape[0] == len(one.pop(name)) >= 2
         np.testing.assert_array_equal(held, np.broadcast_to(held[0], held.shape))
     check_close(two, one)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", ["dynamic_worker", "unique_ids_worker"])
+@pytest.mark.parametrize("module", [dynamic_worker, unique_ids_worker])
 def test_two_processes_of_own_samples_equal_one(module, tmp_path):
-    two, other, one = run_together(module, tmp_path)
-    if module == "unique_ids_worker":
+    (two, other), _ = run_job(module, 2, tmp_path)
+    one = module.train(mesh_of(4))
+    if module is unique_ids_worker:
         # Processes agree on the size of buffers, which grow with the ids of one.
-        widths = [job.pop("widths").tolist() for job in (two, other, one)]
+        widths = [np.asarray(job.pop("widths")).tolist() for job in (two, other, one)]
         assert widths[0] == widths[1]
         assert widths[0][0] < widths[0][-1]
     else:

@@ -5,9 +5,6 @@
 Run by `test_processes.py`. Each process prepares `samples="process"`.
 """
 
-import sys
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,18 +12,12 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import tpu_embedding as te
-from tests.processes.joining import start_devices
+from tests.processes.joining import join_job
 
 NUM_ROWS, DIM, LENGTH, BATCH = 101, 8, 6, 32
 # Of each half of a batch: the longest history. The last batches have more different
 # ids, but only in the samples of one process.
 LONGEST = [(2, 2), (2, 2), (2, LENGTH), (LENGTH, 2)]
-
-
-def main(coordinator, num_processes, process, num_devices, path):
-    start_devices(coordinator, num_processes, process, num_devices)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("shard",))
-    np.savez(path, **train(mesh))
 
 
 def train(mesh):
@@ -98,4 +89,5 @@ def batch_of(generator, longest, own):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (path,) = join_job()
+    np.savez(path, **train(te.device_mesh()))

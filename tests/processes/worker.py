@@ -2,11 +2,9 @@
 
     python -m tests.processes.worker COORDINATOR NUM_PROCESSES PROCESS DEVICES FILE
 
-Run by `test_processes.py`. With one process, it needs no coordinator. The mesh has two
-axes, of which the first one crosses the processes.
+Run by `test_processes.py`. The mesh has two axes, of which the first one crosses the
+processes.
 """
-
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +12,7 @@ import optax
 from flax import nnx
 
 import tpu_embedding as te
-from tests.processes.joining import start_devices
+from tests.processes.joining import join_job
 
 PLACEMENTS = {
     "sharded": te.Sharded(),
@@ -23,14 +21,6 @@ PLACEMENTS = {
 }
 SIZES = {"sharded": 101, "grouped": 31, "replicated": 13}
 BATCH = 16
-
-
-def main(coordinator, num_processes, process, num_devices, path):
-    start_devices(coordinator, num_processes, process, num_devices)
-    mesh = jax.sharding.Mesh(
-        np.asarray(jax.devices()).reshape(2, -1), ("data", "model")
-    )
-    np.savez(path, devices=jax.device_count(), **train(mesh))
 
 
 def train(mesh):
@@ -96,4 +86,8 @@ def shards_by_index(array):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (path,) = join_job()
+    mesh = jax.sharding.Mesh(
+        np.asarray(jax.devices()).reshape(2, -1), ("data", "model")
+    )
+    np.savez(path, **train(mesh))

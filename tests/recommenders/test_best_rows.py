@@ -101,6 +101,7 @@ def test_rows_without_a_finite_product_come_last_and_padding_never():
     np.testing.assert_array_equal(kept.ids, best.ids[:, :3])
 
 
+@pytest.mark.full
 def test_excluded_ids_on_devices_keep_their_bits():
     plan, tables, _, queries = layer_of(mesh_of_shape("2"))
     find = functools.partial(te.functional.top_k, tables, queries, plan, 3, table="few")

@@ -110,25 +110,6 @@ def test_psum_merges_the_metrics_of_devices(num_devices):
     np.testing.assert_array_equal(merged["auc"].positives.value(), counts.value())
 
 
-@pytest.mark.full
-def test_scan_compiles_one_step():
-    """The carry keeps its structure, shapes and dtypes."""
-
-    def step(metrics, batch):
-        logits, labels = batch
-        metrics = {name: each.update(logits, labels) for name, each in metrics.items()}
-        return metrics, metrics["auc"].compute()
-
-    metrics = {"auc": m.AUC.empty(num_bins=16), "log_loss": m.LogLoss.empty()}
-    batches = LOGITS.reshape(6, 4), LABELS.reshape(6, 4)
-    last, aucs = jax.jit(lambda x, y: jax.lax.scan(step, x, y))(metrics, batches)
-    wanted = whole_values(np.ones(NUM_SAMPLES, np.float32))
-    for auc in (aucs[-1], last["auc"].compute()):
-        assert float(auc) == pytest.approx(float(wanted["auc"]), rel=RTOL)
-    loss = float(last["log_loss"].compute())
-    assert loss == pytest.approx(float(wanted["log_loss"]), rel=RTOL)
-
-
 def test_settings():
     for metric in (m.AUC, m.Mean, m.LogLoss, m.NormalizedEntropy):
         jax.tree.map(np.testing.assert_array_equal, metric(), metric.empty())

@@ -176,7 +176,7 @@ def check_program(program):
         assert np.all(difference <= bound + 1e-30)
 
 
-@pytest.mark.parametrize("seeds", quick_cases(with_ids(PROGRAMS), "some"))
+@pytest.mark.parametrize("seeds", quick_cases(with_ids(PROGRAMS)))
 def test_random_programs_equal_their_definition(seeds):
     for seed in seeds:
         try:

@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.rejections import rejects
+from tests.tiers import each_once
 
 SCORES = np.array([[1.0, 3.0, 2.0, 4.0, 0.8], [1.0, 1.8, 2.0, 3.0, 2.0]], np.float32)
 LABELS = np.array([[1.0, 0.0, 1.0, 3.0, 2.0], [0.0, 1.0, 2.0, 3.0, 1.5]], np.float32)
@@ -58,12 +59,13 @@ def test_list_mle_is_a_probability_of_orders():
     np.testing.assert_allclose(np.exp(-np.array(losses)).sum(), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("enable_x64", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "first"),
-    [(np.int32, 1_700_000_000), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)]
-    + [(np.uint8, 0), (np.uint32, 0)],
-    ids=str,
+    ("dtype", "first", "enable_x64"),
+    each_once(
+        [(np.int32, 1_700_000_000), (np.int64, 2**40), (np.uint64, 2**63)]
+        + [(float, 2**52), (np.uint8, 0), (np.uint32, 0)],
+        [False, True],
+    ),
 )
 def test_labels_keep_all_their_bits(dtype, first, enable_x64):
     places, same = np.array([1, 3, 2]), np.array([0, 1, 0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rejections import rejects
-from tests.tiers import matrix, quick_cases
+from tests.tiers import each_once, full_cases, matrix, quick_cases
 from tpu_embedding.inputs import PADDING_ROW_ID
 from tpu_embedding.metrics import NDCGAtK, RecallAtK
 
@@ -95,7 +95,7 @@ def test_retrieved_ids():
             RecallAtK.from_top_k(ids, wrong, k=k)
 
 
-@pytest.mark.parametrize("enable_x64", [False, True])
+@pytest.mark.parametrize("enable_x64", full_cases([False, True], "True"))
 def test_retrieved_ids_keep_64_bits(enable_x64):
     """A label that doesn't fit in the ids' dtype, or is padding, is never found."""
     ids = np.array([[5, 7], [5, 7], [5, 7], [5, PADDING_ROW_ID]])
@@ -121,11 +121,12 @@ def test_retrieved_ids_keep_64_bits(enable_x64):
             RecallAtK.from_top_k(**{"ids": ids, "labels": labels, **wrong}, k=1)
 
 
-@pytest.mark.parametrize("enable_x64", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "first"),
-    [(np.int32, 2**30), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)],
-    ids=str,
+    ("dtype", "first", "enable_x64"),
+    each_once(
+        [(np.int32, 2**30), (np.int64, 2**40), (np.uint64, 2**63), (float, 2**52)],
+        [False, True],
+    ),
 )
 def test_scores_are_compared_with_all_their_bits(dtype, first, enable_x64):
     scores, labels, _ = CASES["ties"]
@@ -139,7 +140,7 @@ def test_scores_are_compared_with_all_their_bits(dtype, first, enable_x64):
 
 @pytest.mark.parametrize(
     ("num_items", "case"),
-    quick_cases(matrix([100_000, 1_000_000], ["last", "half", "ties"]), "100000-last"),
+    quick_cases(matrix([100_000, 1_000_000], ["last", "half", "ties"])),
 )
 def test_ndcg_of_many_items(num_items, case):
     generator = np.random.default_rng(0)
@@ -195,7 +196,7 @@ def test_places_without_a_candidate(metric):
         assert float(got) == pytest.approx(float(wanted), rel=RTOL)
 
 
-@pytest.mark.parametrize("metric", quick_cases(METRICS, "RecallAtK"))
+@pytest.mark.parametrize("metric", quick_cases(METRICS))
 def test_samples_without_a_relevant_candidate_do_not_count(metric):
     scores = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]], np.float32)
     labels = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], np.float32)

@@ -62,7 +62,7 @@ def test_an_export_retrieves(model, wanted, tmp_path):
     np.testing.assert_array_equal(served({"user": IDS[:1]})["ids"], wanted[:1])
 
 
-@pytest.mark.parametrize("place", quick_cases(["rows", "module", "method"], "method"))
+@pytest.mark.parametrize("place", quick_cases(["rows", "module", "method"]))
 def test_the_second_eager_call_compiles_nothing(place, caplog):
     model = TwoTowers(nnx.Rngs(1))
     towers = {"rows": None, "module": model.tower, "method": model.tower.__call__}

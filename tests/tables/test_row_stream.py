@@ -218,6 +218,7 @@ def test_a_write_changes_the_rows_that_are_named_and_no_others(small_blocks):
     assert sum(num_rows for _, _, num_rows in asked) == 273 + 5
 
 
+@pytest.mark.full(every_case=True)
 def test_blocks_stay_when_the_lines_are_donated(small_blocks):
     plan = plan_of(mesh_of(3))
     packed, stack = packed_of(plan)

@@ -207,7 +207,10 @@ def test_totals_that_are_not_finite_stay_in_their_table():
     [
         te.optimizers.adagrad,
         pytest.param(te.optimizers.adafactor, marks=pytest.mark.full(every_case=True)),
-        lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
+        pytest.param(
+            lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
+            marks=pytest.mark.full(every_case=True),
+        ),
     ],
     ids=["touched", "totals", "every_row"],
 )

@@ -116,6 +116,7 @@ def wide_slots():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.full
 def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     """Lines hold 2 rows of the table and 3 of the slot, so blocks take 6 or 12."""
     monkeypatch.setattr(access, "_ROWS_PER_BLOCK", 7)

@@ -5,7 +5,7 @@ different places, but share these steps.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -154,6 +154,18 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
             f"then {line}."
         )
     return gradients
+
+
+def check_names(
+    owner: str, got: Iterable[str], kind: str, known: Iterable[str]
+) -> None:
+    """Raises ValueError if a name is not one of the model's."""
+    unknown = sorted(set(got) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{owner} must name {kind} of the model, {sorted(known)}, got unknown "
+            f"{kind} {unknown}."
+        )
 
 
 def features_by_layer(

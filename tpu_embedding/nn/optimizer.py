@@ -19,6 +19,7 @@ from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
     apply_model_gradients,
     check_gradients,
+    check_names,
     finalize_model_values,
     init_model_slots,
     keep_if,
@@ -419,12 +420,7 @@ class Optimizer(ShortRepr):
     def _by_layer(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Returns the values of each layer by table name; rejects unknown keys."""
         keys = self._table_keys()
-        unknown = sorted(set(values) - set(keys.values()))
-        if unknown:
-            raise ValueError(
-                f"values must name tables of the model, {sorted(keys.values())}, got "
-                f"{unknown}."
-            )
+        check_names("Values", values, "tables", keys.values())
         by_layer: dict[str, dict[str, Any]] = {path: {} for path, _ in self.plans}
         for (path, name), key in keys.items():
             if key in values:

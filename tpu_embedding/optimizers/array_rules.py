@@ -113,6 +113,41 @@ def for_each_array(
     return optax.GradientTransformation(init_tree, update_tree)
 
 
+def initial_state(
+    kind: Any, *, by_row: tuple[str, ...] = (), **start_values: Any
+) -> Callable[[Any], Any]:
+    """Returns the `init` of a rule whose state is a named tuple.
+
+    Args:
+      kind: class of the state. Its field `count`, if any, starts at 0. All other fields
+        have the array's shape and dtype.
+      by_row: names of the fields with one value per row.
+      **start_values: value that a field starts at, by default 0. `None` leaves the
+        field empty.
+
+    Example:
+      >>> import collections
+      >>> kind = collections.namedtuple("State", ["count", "sums", "means"])
+      >>> state = initial_state(kind, sums=0.5, means=None)(jnp.ones(2))
+      >>> int(state.count), state.sums.tolist(), state.means
+      (0, [0.5, 0.5], None)
+    """
+
+    def init(array: Any) -> Any:
+        fields: dict[str, Any] = {}
+        for name in kind._fields:
+            value = start_values.get(name, 0)
+            shape = array.shape[:1] if name in by_row else None
+            if value is not None:
+                value = jnp.full_like(array, value, shape=shape)
+            fields[name] = value
+        if "count" in fields:
+            fields["count"] = jnp.zeros((), jnp.int32)
+        return kind(**fields)
+
+    return init
+
+
 def descent(
     init: Callable[[Any], Any],
     update: Callable[[Any, Any, Any], tuple[Any, Any]],

@@ -61,12 +61,25 @@ class Averages:
         None means never.
       start: see `with_ema`.
       gradient_steps: number of steps per update. The averages advance in every step.
+
+    Raises:
+      ValueError: if `overwrite_frequency` is combined with several `gradient_steps`.
     """
 
     momentum: Any
     overwrite_frequency: Any
     start: EMAStart
     gradient_steps: int
+
+    def __post_init__(self):
+        if self.overwrite_frequency is not None and self.gradient_steps > 1:
+            raise ValueError(
+                "ema_overwrite_frequency, or overwrite_frequency of with_ema, must be "
+                "None with gradient_accumulation_steps or gradient_steps, got "
+                f"{self.overwrite_frequency} and {self.gradient_steps}. Keras would "
+                "also overwrite the rows in steps without an update. Remove one of "
+                "them, and call finalize_variable_values at the end."
+            )
 
     def init(self, state: Any, array: Any) -> Any:
         """Returns the state with averages that start at an array's values."""
@@ -200,13 +213,6 @@ def with_ema(
             "with_ema: rule must run once per row and step, got a rule that runs once "
             "per occurrence of an id. Remove in_sequence or "
             "use_gradient_accumulation=False."
-        )
-    if overwrite_frequency is not None and inner.gradient_steps > 1:
-        raise ValueError(
-            "with_ema: overwrite_frequency must be None with gradient_steps, got "
-            f"{overwrite_frequency} and {inner.gradient_steps}. Keras would also "
-            "overwrite the rows in steps without an update. Remove one of them, and "
-            "call finalize_variable_values at the end."
         )
     kept = Averages(momentum, overwrite_frequency, start, inner.gradient_steps)
 

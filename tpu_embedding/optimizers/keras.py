@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from tpu_embedding.argument_checks import about, invalid
-from tpu_embedding.optimizers.averages import with_ema
+from tpu_embedding.optimizers.averages import EMAStart, with_ema
 from tpu_embedding.optimizers.checks import (
     RANGES,
     check_hyperparameters,
@@ -392,14 +392,15 @@ def _translate(
         {field: values.get(field, default) for field, default in fields.items()}
         for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)
     )
+    is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
+    ema_start: EMAStart = "initial_values" if is_tf_keras else "first_update"
     if class_key == "adafactor":
-        is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
         return adafactor(
             rate,
             **own,
             **common,
             mode="lazy" if rows == "touched" else "exact",
-            ema_start="initial_values" if is_tf_keras else "first_update",
+            ema_start=ema_start,
             clipnorm_of="occurrences" if is_tf_keras else "sum",
         )
     weight_decay = common["weight_decay"]
@@ -433,12 +434,11 @@ def _translate(
         rule = every_row(rule, gradient_steps=steps)
     if not common["use_ema"]:
         return rule
-    is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
     return with_ema(
         rule,
         momentum=common["ema_momentum"],
         overwrite_frequency=overwrite_frequency,
-        start="initial_values" if is_tf_keras else "first_update",
+        start=ema_start,
     )
 
 

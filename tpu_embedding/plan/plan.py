@@ -441,7 +441,7 @@ class EmbeddingPlan(FeatureNest):
         return "\n".join(
             [
                 format_table(_memory_rows(self), num_left_aligned=2),
-                _summary_of_memory(self),
+                summarize_memory(self),
                 *(note for stack in self.stacks for note in _notes(stack)),
                 "",
                 format_table(_placement_rows(self), num_left_aligned=4),
@@ -549,7 +549,8 @@ def _memory_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _summary_of_memory(plan: EmbeddingPlan) -> str:
+def summarize_memory(plan: EmbeddingPlan) -> str:
+    """Returns a one-line summary of the devices and the memory per device."""
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     summary = (
         f"{count_of(plan.num_shards, 'device')}, {plan.hardware.name}; per device: "

@@ -3,7 +3,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hstu import HSTU, HSTUInputs, Samples, time_buckets
@@ -11,17 +10,13 @@ from hstu_layers import MAX_TIME_BUCKETS
 
 from tests.benchmarks.dlrm_v4 import FULL
 from tests.benchmarks.dlrm_v4.golden_runs import (
-    GRADIENT_TOLERANCE,
     OUTPUT_TOLERANCE,
-    check,
     error,
     golden,
     golden_name,
     pad,
     places,
-    run,
     under,
-    unpad,
     with_weights,
 )
 from tpu_embedding.tools.train import load_config
@@ -85,38 +80,6 @@ def golden_inputs(arrays, width=None):
 
 FLOATS = {name: WHOLE[f"input.{name}"] for name in (*ROWS, "contextual")}
 N = jnp.asarray(WHOLE["max_seq_len"], jnp.int32)
-
-
-@pytest.mark.full
-def test_the_model_is_the_reference():
-    def evaluate(model, arrays):
-        inputs = golden_inputs(arrays)
-        logits = model(inputs, normalizer=N)
-        lengths = model.sequence_lengths(inputs.samples, N)
-        content = model.token_encoder.content(inputs)
-        x = {"tokens": model.token_encoder(content, inputs.samples)}
-        x["encoded"] = model.encode(x["tokens"], inputs.samples, lengths)
-        x["stu0"] = model.layers[0](x["encoded"], lengths)
-        x["stu1"] = model.layers[1](x["stu0"], lengths)
-        outputs = {name: unpad(array, HISTORIES + 9) for name, array in x.items()}
-        labels = jnp.asarray(WHOLE["input.label"], jnp.float32)
-        losses = 0.2 * optax.sigmoid_binary_cross_entropy(logits, labels)
-        return outputs | {
-            "user": model.users(inputs, N),
-            "item": model.items(inputs),
-            "logits": logits,
-            "loss": jnp.mean(losses),
-        }
-
-    outputs, gradients = run(
-        evaluate,
-        golden_model(block_size=7),
-        FLOATS,
-        {"loss": jnp.ones(())},
-        golden_name,
-    )
-    check(outputs, under(WHOLE, "output."), OUTPUT_TOLERANCE)
-    check(gradients, under(WHOLE, "grad."), GRADIENT_TOLERANCE)
 
 
 @nnx.jit

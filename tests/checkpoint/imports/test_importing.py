@@ -224,7 +224,7 @@ def looked_up(layer, ids):
 
 @pytest.mark.parametrize(
     ("num_devices", "with_slots"),
-    quick_cases([(1, True), (1, False), (8, True)], "1-False"),
+    quick_cases([(1, True), (1, False), (8, True)]),
 )
 def test_rows_lie_with_their_ids(num_devices, with_slots):
     layer, optimizer = dynamic(num_devices)

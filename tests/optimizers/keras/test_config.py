@@ -143,6 +143,28 @@ def test_finds_the_class_by_the_name_that_keras_gave():
     np.testing.assert_array_equal(first, thirteenth)
 
 
+ADAFACTOR = {
+    **{"beta_2_decay": -0.7, "epsilon_1": 1e-20, "epsilon_2": 1e-2},
+    **{"clip_threshold": 0.5, "relative_step": False},
+}
+AVERAGES = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3}
+CLIPPED = {"clipnorm": 0.5, "loss_scale_factor": 2.0}
+
+
+def test_adafactor_has_the_arguments_of_its_flavour():
+    """Recorded runs of Keras show what the arguments compute."""
+    adafactor, own = te.optimizers.adafactor, {**ADAFACTOR, "mode": "exact"}
+    decay = {"weight_decay": 0.1, "gradient_accumulation_steps": 2}
+    assert from_keras_config(
+        keras_3("adafactor", **(ADAFACTOR | CLIPPED | decay))
+    ) == adafactor(0.1, **own, **CLIPPED, **decay)
+    of_tf = from_keras_config(tf_keras("Adafactor", 0.5, **(ADAFACTOR | AVERAGES)))
+    options = {"ema_start": "initial_values", "clipnorm_of": "occurrences"}
+    assert of_tf == adafactor(0.5, **own, **AVERAGES, **options)
+    touched = from_keras_config(keras_3("adafactor", **ADAFACTOR), rows="touched")
+    assert touched == adafactor(0.1, **ADAFACTOR)
+
+
 TWO_STEPS = {"gradient_accumulation_steps": 2}
 # Configurations, and the field of the error.
 WRONG = {

@@ -14,12 +14,15 @@ import pytest
 from tests.conftest import GOLDEN
 from tests.optimizers.keras.test_instances import keras_class
 from tests.rejections import rejects
+from tests.tiers import quick_cases
 from tpu_embedding.optimizers.keras import from_keras_config
 
 with np.load(GOLDEN / "keras_schedules.npz") as _file:
     GOLD = dict(_file)
 START, STEPS = GOLD["start"], GOLD["steps"]
 CONFIGS = [json.loads(config) for config in GOLD["tf_keras_configs"]]
+CLASSES = [config["learning_rate"]["class_name"] for config in CONFIGS]
+EACH_CLASS = {str(CLASSES.index(name)) for name in CLASSES}
 
 
 def serialized(class_name, **fields):
@@ -57,7 +60,9 @@ def rates_of(rule, steps):
     return update(jnp.asarray(steps, jnp.int32))
 
 
-@pytest.mark.parametrize("index", range(len(CONFIGS)))
+@pytest.mark.parametrize(
+    "index", quick_cases(range(len(CONFIGS)), *EACH_CLASS, every_case=True)
+)
 def test_equals_the_recorded_rates(index):
     for flavour in ("tf_keras", "keras_3"):
         config = json.loads(GOLD[f"{flavour}_configs"][index])

@@ -56,9 +56,7 @@ def assert_close(actual, expected):
         )
 
 
-@pytest.mark.parametrize(
-    ("run", "mode"), quick_cases(matrix(RUNS, ["lazy", "exact"]), "ema_overwrite-lazy")
-)
+@pytest.mark.parametrize(("run", "mode"), quick_cases(matrix(RUNS, ["lazy", "exact"])))
 def test_equals_keras_on_every_rank(run, mode):
     """All rows are at hand, so both modes are what Keras does."""
     optimizer = make_optimizer(run, mode=mode)

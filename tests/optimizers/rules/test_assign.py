@@ -10,6 +10,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.optimizers.rules.sgd import assign
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [

@@ -48,6 +48,7 @@ ONE = ["--devices", "1"]
         (["train", "synthetic", "--set", "num_steps=0"], "RunConfig.num_steps"),
         (["train", "syntetic"], "'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "--devices"),
+        (["train", "synthetic", "--devices", "0"], "--devices"),
         (["train", "synthetic", *ONE, "--data-dir", "."], "--data-dir"),
         (["train", "dlrm", *ONE, "--data-dir", "x"], "--data-dir"),
         (["train", "clicks.csv"], "'clicks.csv'"),

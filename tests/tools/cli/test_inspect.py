@@ -99,6 +99,7 @@ def test_rows_outside_of_a_table(run_directory, capsys):
     assert "1999" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_links_out_of_a_run_are_not_followed(with_strings, tmp_path, capsys):
     (with_strings / "vocabularies").rename(tmp_path / "moved")
     (with_strings / "vocabularies").symlink_to(tmp_path / "moved")

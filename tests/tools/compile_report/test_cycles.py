@@ -57,7 +57,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 def test_loops_count_their_iterations():
     cycles = count_cycles(PROGRAM)
     outside = 100 + 16 * 10 + 2 * (7 + 5)
-    assert cycles.without_data_loops == outside + 1000
     assert cycles.total == outside + 2 * 1000 + 16 * 10
     assert cycles.data_loops == ("route",)
     # Two copies, two sorts, 32 fusions and 2 x 17 tests in loops, and two tests.
@@ -71,8 +70,8 @@ def test_loops_count_their_iterations():
 def test_text_has_the_most_expensive_operations():
     lines = format_cycles(count_cycles(PROGRAM), 2).splitlines()
     assert lines[0].startswith("estimated cycles: 2,444 in 72 operations")
-    assert "SparseCores" in lines[0] and "1,284" in lines[1]
-    assert [line.split()[0] for line in lines[2:]] == ["cycles", "2,000", "160"]
+    assert "SparseCores" in lines[0] and lines[2] == "  route"
+    assert [line.split()[0] for line in lines[3:]] == ["cycles", "2,000", "160"]
 
 
 def test_text_without_a_program_is_rejected():

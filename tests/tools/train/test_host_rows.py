@@ -109,13 +109,6 @@ def test_the_end_of_a_run_is_evaluated_and_exported(on_host, tmp_path):
 
 
 @pytest.mark.full
-def test_files_are_mapped(on_devices, tmp_path):
-    (tmp_path / "rows").mkdir()
-    settings = [EVALUATIONS, CACHE, f"rows_directory={tmp_path / 'rows'}"]
-    assert run(tmp_path / "run", *settings) == on_devices[1]
-
-
-@pytest.mark.full
 def test_wrong_settings(tmp_path):
     with rejects(fix="HostRows.cache_rows"):
         run(tmp_path, "cache_rows=20")

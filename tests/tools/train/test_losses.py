@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.train.losses import LOSSES, mean_loss, values_of
+from tpu_embedding.tools.train.losses import LOSSES, values_of
 from tpu_embedding.tools.train.models.click import Outputs, click_outputs
 
 GENERATOR = np.random.default_rng(0)
@@ -65,10 +65,9 @@ def test_ratings_use_predictions_and_their_loss_uses_scores():
     metrics = summarize("squared_error", outputs_of)
     assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-6)
     assert metrics["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-6)
-    s, y, w = (jnp.array(a[0]) for a in (SCORES, CLICKS, WEIGHTS))
-    wanted = np.mean((SCORES[0] - CLICKS[0])[used[0]] ** 2)
-    got = mean_loss(LOSSES["squared_error"], outputs_of(s), y, w)
-    assert float(got) == pytest.approx(wanted, rel=1e-6)
+    scores, labels = jnp.array(SCORES[0]), jnp.array(CLICKS[0])
+    got = LOSSES["squared_error"].per_sample(outputs_of(scores), labels)
+    np.testing.assert_allclose(got, (SCORES[0] - CLICKS[0]) ** 2, rtol=1e-6)
 
 
 def retrieval_outputs(scores):

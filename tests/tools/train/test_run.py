@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from unittest import mock
 
 import jax
@@ -288,12 +287,12 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
 def test_a_killed_run_resumes_and_reports_each_step_once(
     whole, tmp_path, monkeypatch, end
 ):
-    settings = ["checkpoint_every=1", "evaluate_every=2"]
+    # Reports of single steps are the same wherever the kill falls.
+    settings = ["log_every=1", "checkpoint_every=1", "evaluate_every=2"]
     if end == "killed":
         options = {"settings": [*SMALL, *settings]}
         process = start_command(tmp_path, "--devices", 2, **options)
         wait_for_line(process, "train 2/6")
-        time.sleep(np.random.default_rng().uniform(0, 0.1))
         process.kill()
         process.communicate()
     else:
@@ -305,10 +304,11 @@ def test_a_killed_run_resumes_and_reports_each_step_once(
     assert result.metrics == pytest.approx(whole[1].metrics, abs=1e-5)
     records = [r for r in read_records(tmp_path / RECORDS_FILE) if "step" in r]
     reported = sorted((*({"train", "evaluation"} & set(r)), r["step"]) for r in records)
-    assert reported == [
-        (n, step) for n in ("evaluation", "train") for step in (2, 4, 6)
-    ]
-    assert losses_of(tmp_path) == pytest.approx(losses_of(whole[0]), abs=1e-6)
+    evaluations = [("evaluation", step) for step in (2, 4, 6)]
+    assert reported == [*evaluations, *(("train", step) for step in range(1, 7))]
+    losses = losses_of(tmp_path)
+    means = {step: np.mean([losses[step - 1], losses[step]]) for step in (2, 4, 6)}
+    assert means == pytest.approx(losses_of(whole[0]), abs=1e-6)
     assert not (tmp_path / "run.lock").exists()
 
 

@@ -77,7 +77,7 @@ def test_targets(target, value, teacher, is_met):
 
 TINY = dict.fromkeys(["dlrm", "dlrm_dcnv2"], ["data.vocabulary_size=100"])
 # Other tests train the remaining configs, or a model of the same kind.
-TRACED = quick_cases(sorted(list_configs()), "dlrm_dcnv2", every_case=True)
+TRACED = quick_cases(sorted(list_configs()), every_case=True)
 
 
 @pytest.mark.parametrize("name", TRACED)

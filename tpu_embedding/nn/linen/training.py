@@ -18,7 +18,6 @@ from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_a
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
-    check_names,
     layer_tables,
     map_tables,
     with_embedding_tables,
@@ -27,6 +26,7 @@ from tpu_embedding.nn.linen.variables import (
 from tpu_embedding.nn.model_tables import (
     apply_model_gradients,
     check_gradients,
+    check_names,
     finalize_model_values,
     init_model_slots,
     keep_if,

@@ -1,7 +1,7 @@
 """Reads, replaces and saves the tables in a Linen model's variables."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -15,6 +15,7 @@ from tpu_embedding.functional.derived_state import (
     with_table_values,
 )
 from tpu_embedding.nn.model_tables import LayerTables as LayerTables
+from tpu_embedding.nn.model_tables import check_names
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import unstack_tables
 
@@ -158,18 +159,6 @@ def with_stacks(
         return dataclasses.replace(old, stacks=stacks.get(path, old.stacks))
 
     return map_tables(new_tables, variables)
-
-
-def check_names(
-    owner: str, got: Iterable[str], kind: str, known: Iterable[str]
-) -> None:
-    """Raises ValueError if a name is not one of the model's."""
-    unknown = sorted(set(got) - set(known))
-    if unknown:
-        raise ValueError(
-            f"{owner} must name {kind} of the model, {sorted(known)}, got unknown "
-            f"{kind} {unknown}."
-        )
 
 
 def _state_of_tables(tables: LayerTables) -> dict[str, Any]:

@@ -601,7 +601,7 @@ class _Adafactor:
 
 def _check_together(rule: _Adafactor) -> None:
     """Rejects arguments that cannot be combined."""
-    clip, steps = rule.clip, rule.gradient_steps
+    clip = rule.clip
     bounds = ("clipnorm", "clipvalue", "global_clipnorm")
     given = [name for name in bounds if getattr(clip, name) is not None]
     if len(given) > 1:
@@ -616,13 +616,4 @@ def _check_together(rule: _Adafactor) -> None:
             "ema_overwrite_frequency or gradient_accumulation_steps, got "
             "'occurrences'. These options move every row, where only summed gradients "
             "are known. Write clipnorm_of='sum', or turn them off."
-        )
-    if steps == 1:
-        return
-    if rule.averages is not None and rule.averages.overwrite_frequency is not None:
-        raise ValueError(
-            "adafactor: ema_overwrite_frequency must be None with "
-            f"gradient_accumulation_steps, got {rule.averages.overwrite_frequency} and "
-            f"{steps}. Keras would also overwrite the rows in steps without an update. "
-            "Remove one of them, and call finalize_variable_values at the end."
         )

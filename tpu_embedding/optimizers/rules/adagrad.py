@@ -11,7 +11,6 @@ table, each row's value is the mean number of steps between lookups of the row.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.optimizers.array_rules import descent, for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array, initial_state
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     may_be_positive,
@@ -91,9 +90,7 @@ def adagrad(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.0866, -0.0866]
     """
-
-    def init(params):
-        return AdagradState(jnp.full_like(params, initial_accumulator_value))
+    init = initial_state(AdagradState, accumulators=initial_accumulator_value)
 
     def update(updates, state, params=None):
         del params
@@ -155,11 +152,9 @@ def rowwise_adagrad(
             initial_accumulator_value=positive(initial_accumulator_value),
         )
     decays = may_be_positive(weight_decay)
-
-    def init(params):
-        return AdagradState(
-            jnp.full(params.shape[:1], initial_accumulator_value, params.dtype)
-        )
+    init = initial_state(
+        AdagradState, by_row=("accumulators",), accumulators=initial_accumulator_value
+    )
 
     def update(updates: Any, state: Any, params: Any = None):
         if decays and weight_decay_mode == "l2":
@@ -232,11 +227,6 @@ def adagrad_momentum(
             f"epsilon {epsilon} and exponent {exponent}. Raise one of them."
         )
 
-    def init(params):
-        return AdagradMomentumState(
-            accumulators=jnp.zeros_like(params), momenta=jnp.zeros_like(params)
-        )
-
     def update(updates, state, params=None):
         del params
         gain = jnp.where(beta2 == 1, 1, 1 - beta2)
@@ -247,7 +237,7 @@ def adagrad_momentum(
         steps = momentum * momenta + scaled if use_nesterov else momenta
         return steps, AdagradMomentumState(accumulators, momenta)
 
-    return descent(init, update, learning_rate)
+    return descent(initial_state(AdagradMomentumState), update, learning_rate)
 
 
 class CountedAdagradState(NamedTuple):
@@ -260,13 +250,6 @@ class CountedAdagradState(NamedTuple):
 
     count: jax.Array
     accumulators: jax.Array
-
-
-def _counted_accumulators(start: Any) -> Callable[[Any], CountedAdagradState]:
-    """Returns a function that makes the state of rows before the first step."""
-    return lambda rows: CountedAdagradState(
-        count=jnp.zeros((), jnp.int32), accumulators=jnp.full_like(rows, start)
-    )
 
 
 @public_optimizer()
@@ -316,7 +299,7 @@ def bounded_adagrad(
       >>> updates.tolist(), state.accumulators.tolist()
       ([[-0.5, -0.5]], [[2.0, 2.0]])
     """
-    init = _counted_accumulators(initial_accumulator_value)
+    init = initial_state(CountedAdagradState, accumulators=initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         del params
@@ -379,7 +362,7 @@ def proximal_adagrad(
       >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
       (3, 2)
     """
-    init = _counted_accumulators(initial_accumulator_value)
+    init = initial_state(CountedAdagradState, accumulators=initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         accumulators = state.accumulators + jnp.square(updates)
@@ -458,7 +441,7 @@ def clippy_adagrad(
             "clip_accumulator_update may be True, got both. Set one of them to False."
         )
 
-    init = _counted_accumulators(initial_accumulator_value)
+    init = initial_state(CountedAdagradState, accumulators=initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         rows = table_rows(updates)

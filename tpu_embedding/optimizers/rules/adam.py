@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.argument_checks import invalid
-from tpu_embedding.optimizers.array_rules import descent, for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array, initial_state
 from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
@@ -106,13 +106,6 @@ def adam(
         fix = "Raise it, or set sum_inside_sqrt=False."
         raise invalid("adam: epsilon", rule, epsilon, fix)
 
-    def init(params):
-        return AdamState(
-            count=jnp.zeros((), jnp.int32),
-            momenta=jnp.zeros_like(params),
-            velocities=jnp.zeros_like(params),
-        )
-
     def update(updates, state, params=None):
         del params
         count = state.count + 1
@@ -127,7 +120,7 @@ def adam(
             steps *= jnp.sqrt(1 - beta_2**t) / (1 - beta_1**t)
         return steps, AdamState(count, momenta, velocities)
 
-    rule = descent(init, update, learning_rate)
+    rule = descent(initial_state(AdamState), update, learning_rate)
     return rule if lazy_adam else every_row(rule)
 
 
@@ -193,13 +186,7 @@ def proximal_yogi(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.05, -0.05]
     """
-
-    def init(params):
-        return ProximalYogiState(
-            count=jnp.zeros((), jnp.int32),
-            v=jnp.full_like(params, initial_accumulator_value),
-            m=jnp.zeros_like(params),
-        )
+    init = initial_state(ProximalYogiState, v=initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         v = _second_moment(updates, state.v, beta_2)
@@ -267,13 +254,7 @@ def online_yogi(
       >>> updates.tolist()
       [[-0.5, -0.5]]
     """
-
-    def init(params):
-        return OnlineYogiState(
-            count=jnp.zeros((), jnp.int32),
-            vs=jnp.zeros_like(params),
-            linears=jnp.zeros_like(params),
-        )
+    init = initial_state(OnlineYogiState)
 
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
@@ -358,14 +339,8 @@ def rmsprop(
       >>> rmsprop(0.1).init(jnp.ones((3, 2))).ms.shape
       (3, 2)
     """
-
-    def init(params: Any) -> Any:
-        return RMSPropState(
-            count=jnp.zeros((), jnp.int32),
-            ms=jnp.full_like(params, initial_ms),
-            mom=jnp.zeros_like(params),
-            mg=jnp.zeros_like(params) if centered else None,
-        )
+    mg = 0 if centered else None
+    init = initial_state(RMSPropState, ms=initial_ms, mg=mg)
 
     def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
@@ -428,13 +403,10 @@ def adadelta(
       (3, 2)
     """
 
-    def init(params):
-        return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))
-
     def update(updates, state, params=None):
         del params
         a = rho * state.accumulators + (1 - rho) * jnp.square(updates)
         x = updates * jnp.sqrt(state.updates + epsilon) * jax.lax.rsqrt(a + epsilon)
         return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
 
-    return descent(init, update, learning_rate)
+    return descent(initial_state(AdadeltaState), update, learning_rate)

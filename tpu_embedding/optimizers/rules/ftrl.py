@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.array_rules import for_each_array, initial_state
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     non_negative,
@@ -98,13 +98,7 @@ def ftrl(
         )
     p = -learning_rate_power
     l1, l2 = l1_regularization_strength, l2_regularization_strength
-
-    def init(params):
-        return FTRLState(
-            count=jnp.zeros((), jnp.int32),
-            accumulators=jnp.full_like(params, initial_accumulator_value),
-            linears=jnp.zeros_like(params),
-        )
+    init = initial_state(FTRLState, accumulators=initial_accumulator_value)
 
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.array_rules import descent, for_each_array
+from tpu_embedding.optimizers.array_rules import descent, for_each_array, initial_state
 from tpu_embedding.optimizers.checks import fraction_below_one, may_be_positive
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.rules.adam import AdamState
@@ -209,15 +209,13 @@ def rowwise_rmsprop(
       (3,)
     """
 
-    def init(params):
-        return RowwiseRMSPropState(jnp.zeros(params.shape[:1], params.dtype))
-
     def update(updates: Any, state: Any, params: Any):
         del params
         ms = rho * state.ms + (1 - rho) * jnp.mean(jnp.square(updates), axis=1)
         steps = updates * jax.lax.rsqrt(ms + epsilon)[:, None]
         return steps, RowwiseRMSPropState(ms)
 
+    init = initial_state(RowwiseRMSPropState, by_row=("ms",))
     return descent(init, update, learning_rate)
 
 
@@ -248,14 +246,7 @@ def _moment_steps(
     `velocity_of` says whether each element or each row has its own velocity.
     """
     beta_1, beta_2 = betas
-
-    def init(params):
-        shape = params.shape if velocity_of == "element" else params.shape[:1]
-        return AdamState(
-            count=jnp.zeros((), jnp.int32),
-            momenta=jnp.zeros_like(params),
-            velocities=jnp.zeros(shape, params.dtype),
-        )
+    by_row = ("velocities",) if velocity_of == "row" else ()
 
     def update(updates: Any, state: Any, params: Any):
         del params
@@ -276,4 +267,4 @@ def _moment_steps(
     # so the state remains valid if a later step passes a traced weight decay.
     decays = may_be_positive(weight_decay)
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
-    return for_each_array(init, update), decay
+    return for_each_array(initial_state(AdamState, by_row=by_row), update), decay

@@ -39,10 +39,10 @@ def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
     """
     emulate_devices(count // num_processes)
     devices = jax.devices("cpu")
-    if count % num_processes or len(devices) < count:
+    if count % num_processes or not 1 <= count <= len(devices):
         raise UsageError(
-            f"--devices must be at most JAX's {len(devices)} CPU devices and divisible "
-            f"by the number of processes, {num_processes}, got {count}."
+            f"--devices must be from 1 to JAX's {len(devices)} CPU devices and "
+            f"divisible by the number of processes, {num_processes}, got {count}."
         )
     return device_mesh(devices[:count])
 
@@ -51,4 +51,4 @@ def emulate_devices(count: int) -> None:
     """Makes JAX start with `count` CPU devices, unless it has started already."""
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(1, count))

@@ -12,7 +12,6 @@ from tpu_embedding.host_memory import keep_freed_memory
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     ConfigCommand,
-    UsageError,
     emulate_devices,
     emulated_mesh,
 )
@@ -63,8 +62,6 @@ class _Run(ConfigCommand):
         # Orbax logs the traceback of a failed save, and also raises the error.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         if self.devices is not None:
-            if self.devices < 1:
-                raise UsageError(f"--devices must be at least 1, got {self.devices}.")
             keep_freed_memory()
             emulate_devices(self.devices // (self.num_processes or 1))
         distributed.start(self.coordinator, self.num_processes, self.process_id)

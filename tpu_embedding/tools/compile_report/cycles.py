@@ -64,14 +64,12 @@ class Cycles:
     Attributes:
       total: sum over all operations, with both branches of each conditional, and with
         one iteration of each loop whose length depends on data.
-      without_data_loops: the same sum with no iteration of these loops.
       num_operations: number of operations that run, counted as in `total`.
       data_loops: scopes of the loops whose length depends on data.
       operations: the operations, the most expensive first.
     """
 
     total: int
-    without_data_loops: int
     num_operations: int
     data_loops: tuple[str, ...]
     operations: tuple[Operation, ...]
@@ -96,8 +94,8 @@ def count_cycles(text: str) -> Cycles:
       (55, 'b', (8, 128))
     """
     module = parse_module(text)
-    operations, loops, without_data_loops, num_operations = [], [], 0, 0
-    for instruction, least, runs in _run(module, module.entry, 1, 1):
+    operations, loops, num_operations = [], [], 0
+    for instruction, runs in _run(module, module.entry, 1):
         scope = _SCOPE.search(instruction.text)
         if instruction.opcode == "while":
             if _trip_count(module, instruction) is None:
@@ -112,12 +110,10 @@ def count_cycles(text: str) -> Cycles:
             cycles=int(found[1]) if found else 0,
         )
         operations.append(operation)
-        without_data_loops += least * operation.cycles
         num_operations += runs if instruction.opcode in _KERNELS else 0
     operations.sort(key=lambda x: -x.runs * x.cycles)
     return Cycles(
         total=sum(x.runs * x.cycles for x in operations),
-        without_data_loops=without_data_loops,
         num_operations=num_operations,
         data_loops=tuple(loops),
         operations=tuple(operations),
@@ -125,30 +121,29 @@ def count_cycles(text: str) -> Cycles:
 
 
 def _run(
-    module: Module, computation: Computation, least: int, runs: int
-) -> Iterator[tuple[Instruction, int, int]]:
+    module: Module, computation: Computation, runs: int
+) -> Iterator[tuple[Instruction, int]]:
     """Yields each loop and operation with its runs.
 
-    `least` counts no iteration of a loop whose length depends on data; `runs` counts
-    one. A loop tests its condition once more than it runs its body.
+    A loop tests its condition once more than it runs its body.
     """
     for x in computation.values():
         inside = []
         if x.opcode == "while":
-            yield x, least, runs
+            yield x, runs
             count = _trip_count(module, x)
-            body = (least * (count or 0), runs * (1 if count is None else count))
-            inside.append((x.called("body"), *body))
-            inside.append((x.called("condition"), least + body[0], runs + body[1]))
+            iterations = runs * (1 if count is None else count)
+            inside.append((x.called("body"), iterations))
+            inside.append((x.called("condition"), iterations + runs))
         elif x.opcode == "conditional":
             names = " ".join("".join(pair) for pair in _BRANCHES.findall(x.text))
-            inside += [(name, least, runs) for name in _NAME.findall(names)]
+            inside += [(name, runs) for name in _NAME.findall(names)]
         elif x.opcode == "call":
-            inside.append((x.called("to_apply"), least, runs))
+            inside.append((x.called("to_apply"), runs))
         else:
-            yield x, least, runs
-        for name, *times in inside:
-            yield from _run(module, module.computations[name], *times)
+            yield x, runs
+        for name, times in inside:
+            yield from _run(module, module.computations[name], times)
 
 
 def _trip_count(module: Module, loop: Instruction) -> int | None:
@@ -176,10 +171,8 @@ def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
         f"not charged: {NOT_CHARGED}"
     ]
     if cycles.data_loops:
-        lines.append(
-            f"  without the {len(cycles.data_loops)} loops whose length depends on "
-            f"data, each counted once: {cycles.without_data_loops:,}"
-        )
+        lines.append("loops whose length depends on data, counted once:")
+        lines += [f"  {scope[-80:]}" for scope in cycles.data_loops]
     rows = [
         (f"{x.runs * x.cycles:,}", f"{x.runs} x", x.name, str(x.shape), x.scope[-60:])
         for x in cycles.operations[:num_operations]

@@ -9,7 +9,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embedding.argument_checks import Problem, invalid, is_int, raise_all
+from tpu_embedding.argument_checks import (
+    broken_rules,
+    int_rule,
+    invalid,
+    is_int,
+    raise_all,
+)
 from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 
@@ -188,27 +194,17 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
     Raises:
       DataError: if the path is None or does not exist.
     """
-    if data_dir is None:
-        raise invalid("--data-dir", f"be the path of {files}", None, kind=DataError)
-    if not is_local_path(data_dir) or not local_path(data_dir).exists():
-        rule = f"be the path of {files} on this machine"
-        raise invalid("--data-dir", rule, str(data_dir), kind=DataError)
-    return local_path(data_dir)
+    if is_local_path(data_dir) and local_path(data_dir).exists():
+        return local_path(data_dir)
+    rule = f"be the path of {files} on this machine"
+    given = None if data_dir is None else str(data_dir)
+    raise invalid("--data-dir", rule, given, kind=DataError)
 
 
 def check_counts(settings: Any) -> None:
     """Raises a ValueError that names each int field that is less than 1."""
-    raise_all(
-        [
-            Problem(
-                f"{type(settings).__name__}.{name}",
-                value,
-                f"must be at least 1, got {value}",
-            )
-            for name, value in vars(settings).items()
-            if is_int(value) and value < 1
-        ]
-    )
+    counts = [name for name, value in vars(settings).items() if is_int(value)]
+    raise_all(broken_rules(settings, dict.fromkeys(counts, int_rule(1))))
 
 
 class SyntheticSource(abc.ABC):

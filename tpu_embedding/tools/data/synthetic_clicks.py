@@ -124,7 +124,7 @@ class SyntheticClicks(TeacherDataset):
         effects = np.where(is_tag, self._effects["tags"][tags], 0.0)
         features["tags"] = np.where(is_tag, tags, np.int32(PADDING_ROW_ID))
         logits += effects.sum(axis=1) / np.maximum(num_tags, 1)
-        return Inputs(features=features, logits=logits)
+        return features, None, logits
 
 
 NUM_DENSE: Final = 13
@@ -202,4 +202,4 @@ class SyntheticCriteo(TeacherDataset):
         counts = generator.lognormal(*law, (num_samples, NUM_DENSE)).astype(np.int64)
         dense = np.log1p(counts).astype(np.float32)
         logits += dense @ self._dense_weights
-        return Inputs(features=features, dense=dense, logits=logits)
+        return features, dense, logits

@@ -110,7 +110,6 @@ class Interactions:
             "device": NUM_DEVICE_KINDS,
             "category": NUM_CATEGORIES,
         }
-        self._num_groups, self._noise = source.num_groups, source.noise
         # Rows beyond the last whole group are never drawn.
         self._users, self._items = (
             ZipfIds(
@@ -134,15 +133,16 @@ class Interactions:
         best scores of the class docstring. No model has a lower expected loss. The loss
         depends on the batch size, which is the number of candidates.
         """
-        same = math.log(self._num_groups * (1 - self._noise) + self._noise)
+        num_groups, noise = self._source.num_groups, self._source.noise
+        same = math.log(num_groups * (1 - noise) + noise)
         total = 0.0
         for batch, user_groups, item_groups in self._held_out():
             # A user has only two distinct scores, so candidate counts suffice.
-            counts = np.bincount(item_groups, minlength=self._num_groups)
+            counts = np.bincount(item_groups, minlength=num_groups)
             num_same = counts[user_groups]
             num_others = self.batch_size - num_same
-            weight = num_same * math.exp(same) + num_others * self._noise
-            own = np.where(user_groups == item_groups, same, math.log(self._noise))
+            weight = num_same * math.exp(same) + num_others * noise
+            own = np.where(user_groups == item_groups, same, math.log(noise))
             total += float(np.sum(batch.weights * (np.log(weight) - own)))
         return total / self.num_evaluation_samples
 
@@ -157,7 +157,7 @@ class Interactions:
         """Returns a batch, its users' groups and its items' groups."""
         generator = random_generator(seed=self.seed, stream=stream, step=step)
         size, length = self.batch_size, self._source.history_length
-        num_groups = self._num_groups
+        num_groups = self._source.num_groups
 
         def rows(places: np.ndarray, groups: np.ndarray) -> np.ndarray:
             return places * num_groups + groups.astype(np.int32)
@@ -194,8 +194,8 @@ class Interactions:
         self, generator: np.random.Generator, groups: np.ndarray
     ) -> np.ndarray:
         """Draws each choice's item group, given the user groups."""
-        any_group = generator.integers(self._num_groups, size=groups.shape)
-        is_noise = generator.random(groups.shape) < self._noise
+        any_group = generator.integers(self._source.num_groups, size=groups.shape)
+        is_noise = generator.random(groups.shape) < self._source.noise
         return np.where(is_noise, any_group, groups)
 
 

@@ -144,7 +144,7 @@ class SyntheticStream(TeacherDataset):
                 features[name] = numbers[name].astype(np.int32)
             else:  # Ids are already hashes, so the remainders are random rows.
                 features[name] = (ids[name] % np.uint64(size)).astype(np.int32)
-        return Inputs(features=features, logits=logits)
+        return features, None, logits
 
 
 def _hash(words: np.ndarray) -> np.ndarray:

@@ -151,19 +151,9 @@ CALIBRATION_SAMPLES: Final = 16_384
 """Number of samples to fit the bias. The click rate's standard error is below 0.004."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Model inputs of some samples, and the teacher's logits for them.
-
-    Attributes:
-      features: int32 or uint64 ids by feature name.
-      dense: float32 `[samples, num_dense]`, or None if there are no dense inputs.
-      logits: float64 `[samples]`, the teacher's logits without the common bias.
-    """
-
-    features: dict[str, np.ndarray]
-    dense: np.ndarray | None = None
-    logits: np.ndarray
+Inputs = tuple[dict[str, np.ndarray], np.ndarray | None, np.ndarray]
+"""Ids by feature name; dense inputs, float32 `[samples, num_dense]`, or None without
+any; and the teacher's logits without the common bias, float64 `[samples]`."""
 
 
 class TeacherDataset(abc.ABC):
@@ -225,8 +215,10 @@ class TeacherDataset(abc.ABC):
     def _bias(self) -> float:
         """Number added to all logits so that the mean probability is `click_rate`."""
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
-        inputs = self._draw_inputs(generator, CALIBRATION_SAMPLES, self.evaluation_step)
-        return bias_of_rate(inputs.logits, self.click_rate)
+        *_, logits = self._draw_inputs(
+            generator, CALIBRATION_SAMPLES, self.evaluation_step
+        )
+        return bias_of_rate(logits, self.click_rate)
 
     @functools.cached_property
     def _held_out(self) -> tuple[Batch, np.ndarray]:
@@ -239,12 +231,12 @@ class TeacherDataset(abc.ABC):
         self, generator: np.random.Generator, num_samples: int, step: int
     ) -> tuple[Batch, np.ndarray]:
         """Returns samples with drawn labels and their true click probabilities."""
-        inputs = self._draw_inputs(generator, num_samples, step)
-        probabilities = sigmoid(inputs.logits + self._bias)
+        features, dense, logits = self._draw_inputs(generator, num_samples, step)
+        probabilities = sigmoid(logits + self._bias)
         labels = generator.random(num_samples) < probabilities
         batch = Batch(
-            features=inputs.features,
-            dense=inputs.dense,
+            features=features,
+            dense=dense,
             labels=labels.astype(np.float32),
             weights=np.ones(num_samples, np.float32),
         )

@@ -7,12 +7,12 @@ end of an evaluation.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from tpu_embedding import metrics as m
 from tpu_embedding.tools.train.models.click import Outputs
@@ -49,21 +49,6 @@ class Loss:
     per_sample: Callable[[Outputs, Array], Array]
     evaluate: Callable[[Outputs, Array, Array], Metrics]
 
-    @property
-    def metric(self) -> str:
-        """Name of the main metric."""
-        return self.metrics[0]
-
-
-def mean_loss(
-    loss: Loss,
-    outputs: Outputs,
-    labels: Float[Array, " batch"],
-    weights: Float[Array, " batch"],
-) -> jax.Array:
-    """Returns the weighted mean loss over the global batch."""
-    return jnp.sum(weights * loss.per_sample(outputs, labels)) / jnp.sum(weights)
-
 
 def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
     """Returns the values of all metrics that are defined, in order, over all batches.
@@ -77,31 +62,16 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
     for metrics in batches:
         jax.block_until_ready(merged)
         merged = _merge(merged, metrics) if merged else metrics
-    computed = jax.device_get(_computed(jax.device_get(merged)))
     result = {}
-    for name in merged:
-        is_defined, value, max_error = computed[name]
-        if is_defined:
-            result[name] = float(value)
-            if max_error > MAX_AUC_ERROR:
-                result[f"{name}_max_error"] = float(max_error)
+    for name, metric in jax.device_get(merged).items():
+        if metric.is_defined():
+            result[name] = float(metric.compute())
+            if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = float(metric.max_error())
     return result
 
 
 _merge = jax.jit(m.merge)
-
-
-@jax.jit
-def _computed(metrics: Metrics) -> dict[str, tuple[jax.Array, jax.Array, Any]]:
-    """Returns whether each metric is defined, its value, and the error of an AUC."""
-    return {
-        name: (
-            metric.is_defined(),
-            metric.compute(),
-            metric.max_error() if isinstance(metric, m.AUC) else 0.0,
-        )
-        for name, metric in metrics.items()
-    }
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:

@@ -87,8 +87,7 @@ def config_of_run(
     """
     origin, run = latest_start(directory)
     if config is not None:
-        given = RunOrigin(config=config, settings=tuple(settings), data_dir=data_dir)
-        loaded = given.load()
+        loaded = apply_overrides(load_config(config), settings)
         for change in _model_changes(run, loaded):
             print(f"changed since the run: {change}")
         return loaded

@@ -11,7 +11,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from tpu_embedding import distributed
 from tpu_embedding.paths import write_atomically
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan, summarize_memory
 from tpu_embedding.tables.slot_values import named_slots
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
@@ -28,6 +28,7 @@ from tpu_embedding.tools.train.run_directory import (
     TENSORBOARD_DIR,
     latest_start,
     read_records,
+    values_by_step,
 )
 from tpu_embedding.tools.train.run_steps import StepMetrics
 from tpu_embedding.update.apply import abstract_state
@@ -52,7 +53,7 @@ class StepMeter:
     """Keeps step metrics on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: Callable[..., None]):
-        """Stores `report`, called with the steps done, `"train"` and the means."""
+        """Stores `report`, called with `"train"` and the means by name."""
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
@@ -93,7 +94,7 @@ class StepMeter:
                 "input_wait": self._waited / seconds,
             }
             loss = {"loss": means.pop("loss")}
-            self._report(done, "train", loss | speed | means)
+            self._report("train", **loss, **speed, **means)
             self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
@@ -190,9 +191,10 @@ class RunReport:
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         figure.suptitle(self._config.name)
-        left.plot(*_curve(self._path, "train", "loss"), linewidth=1)
+        directory = self._path.parent
+        left.plot(*_curve(directory, "train", "loss"), linewidth=1)
         left.set(xlabel="step", ylabel="training loss")
-        right.plot(*_curve(self._path, "evaluation", metric), marker="o")
+        right.plot(*_curve(directory, "evaluation", metric), marker="o")
         right.set(xlabel="step", ylabel=f"{metric}, held-out data")
         if teacher is not None:
             right.axhline(teacher, color="gray", linestyle="--", label="teacher")
@@ -222,13 +224,7 @@ def format_tables(plan: EmbeddingPlan) -> str:
             num_rows = f"{table.config.max_rows:,}"
             size = num_bytes * table.num_rows / stack.num_rows
             rows.append((table.name, slots, num_rows, dim, format_bytes(size), devices))
-    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
-    return (
-        f"{format_table(rows, num_left_aligned=2)}\n"
-        f"{plan.num_shards} {'devices' if plan.num_shards > 1 else 'device'}, "
-        f"{plan.hardware.name}; tables and slot variables take {format_bytes(total)} "
-        "per device"
-    )
+    return f"{format_table(rows, num_left_aligned=2)}\n{summarize_memory(plan)}"
 
 
 def changes(
@@ -270,14 +266,12 @@ def drop_repeated_records(
         write_atomically(path, kept)
 
 
-def _curve(path: pathlib.Path, group: str, name: str) -> tuple[list[int], list[float]]:
-    """Returns the steps in order, and each step's value in its last record."""
-    values = {}
-    for record in read_records(path):
-        value = record.get(group, {}).get(name)
-        if "step" in record and isinstance(value, float):
-            values[record["step"]] = value
-    return sorted(values), [values[step] for step in sorted(values)]
+def _curve(
+    directory: pathlib.Path, group: Literal["train", "evaluation"], name: str
+) -> tuple[list[int], list[float]]:
+    """Returns the recorded steps, and each step's value."""
+    steps = {k: x for k, x in values_by_step(directory, group).items() if name in x}
+    return list(steps), [x[name] for x in steps.values()]
 
 
 def _event_file(directory: pathlib.Path, first_step: int) -> Any:

@@ -248,7 +248,7 @@ class _Run:
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
         if step is None:  # A resumed run repeats later steps, and their records.
-            recorded = run_directory.evaluations_of(self.directory)
+            recorded = run_directory.values_by_step(self.directory, "evaluation")
             self.evaluations = {s: x for s, x in recorded.items() if s < self.step}
 
     @property
@@ -297,7 +297,12 @@ class _Run:
         self.train_step = run_steps.make_train_step(self.graph, abstract, config, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
-        """Calls the config's `on_event`, on the first process of a training run."""
+        """Reports an event's numbers, and calls the config's `on_event` in training.
+
+        `on_event` is only called on the first process.
+        """
+        if kind in ("train", "evaluation"):
+            self.report.scalars(self.step, kind, values)
         if self.tells_events:
             event = RunEvent(
                 kind=kind,
@@ -309,13 +314,6 @@ class _Run:
             )
             self.config.on_event(event)
 
-    def report_scalars(
-        self, step: int, group: Literal["train", "evaluation"], values: dict[str, float]
-    ) -> None:
-        """Reports a step's numbers, also as an event."""
-        self.report.scalars(step, group, values)
-        self.tell(group, **values)
-
     def train(
         self,
         stop: threading.Event,
@@ -325,7 +323,7 @@ class _Run:
         """Runs the steps, evaluating and saving when due and saving at the end."""
         config = self.config
         self.tell("start")
-        meter = StepMeter(config, self.report_scalars)
+        meter = StepMeter(config, self.tell)
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
@@ -421,7 +419,7 @@ class _Run:
                 raise TrainingDivergedError(
                     f"The {name} of the evaluation after step {self.step} is {value}."
                 )
-        self.report_scalars(self.step, "evaluation", metrics)
+        self.tell("evaluation", **metrics)
         self.evaluations[self.step] = metrics
 
     def finish(self) -> RunResult:
@@ -434,7 +432,7 @@ class _Run:
             self.evaluate()
         best_step = self.best_step
         metrics = self.evaluations[best_step]
-        metric = LOSSES[config.loss].metric
+        metric, *_ = LOSSES[config.loss].metrics
         if target is not None and target.metric in metrics:
             metric = target.metric
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"

@@ -21,8 +21,8 @@ import tyro
 
 import tpu_embedding
 from tpu_embedding.argument_checks import (
-    Problem,
     broken_rules,
+    choice_rule,
     int_rule,
     invalid,
     raise_all,
@@ -251,30 +251,18 @@ class RunConfig:
     on_event: Callable[["RunEvent"], None] = ignore_event
 
     def __post_init__(self):
-        problems = [*broken_rules(self, _RULES)]
-        if self.tables_split_over == "slice" and self.cache_rows:
-            problems.append(
-                Problem(
-                    "RunConfig.tables_split_over",
-                    "slice",
-                    "must be 'all' with cache_rows, because te.HostRows keeps one copy "
-                    "of each table, got 'slice'",
-                )
-            )
+        rules = dict(_RULES)
+        if self.cache_rows:
+            fix = "with cache_rows, te.HostRows keeps one copy of each table"
+            rules["tables_split_over"] = choice_rule(("all",), fix)
+        problems = [*broken_rules(self, rules)]
         if self.target is not None:
             loss = LOSSES[self.loss]
-            metrics = loss.metrics
-            if self.target.at_least is not None:
-                metrics = loss.rising_metrics
-            if self.target.metric not in metrics:
-                problems.append(
-                    Problem(
-                        "RunConfig.target.metric",
-                        self.target.metric,
-                        f"must be one of {list(metrics)} for the "
-                        f"loss {self.loss!r}, got {self.target.metric!r}",
-                    )
-                )
+            is_rising = self.target.at_least is not None
+            rule = choice_rule(loss.rising_metrics if is_rising else loss.metrics)
+            owner = f" for the loss {self.loss!r}"
+            wrong = broken_rules(self.target, {"metric": rule}, owner)
+            problems += [x._replace(field="RunConfig.target.metric") for x in wrong]
         raise_all(problems)
 
     def describe(self) -> dict[str, Any]:

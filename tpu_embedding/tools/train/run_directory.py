@@ -12,7 +12,7 @@ import os
 import pathlib
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orbax.checkpoint as ocp
 
@@ -144,7 +144,7 @@ def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
     newest = newest_checkpoint(directory / CHECKPOINTS_DIR)
     if newest is None or run.get("keep_best") is not True:
         return newest
-    evaluations = evaluations_of(directory)
+    evaluations = values_by_step(directory, "evaluation")
     saved = [step for step in evaluations if newest.with_name(str(step)).exists()]
     return newest.with_name(str(best_step(evaluations, saved) or newest.name))
 
@@ -159,14 +159,16 @@ def latest_start(
     return origin, run
 
 
-def evaluations_of(directory: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Returns a run's evaluation metrics by step, from the last record of each step."""
-    evaluations = {}
+def values_by_step(
+    directory: pathlib.Path, group: Literal["train", "evaluation"]
+) -> dict[int, dict[str, float]]:
+    """Returns a run's numbers by step, from the last finite record of each step."""
+    steps = {}
     for record in read_records(directory / RECORDS_FILE):
-        values = list(record.get("evaluation", {}).values())
+        values = list(record.get(group, {}).values())
         if values and all(type(x) is float and math.isfinite(x) for x in values):
-            evaluations[record.get("step", 0)] = record["evaluation"]
-    return dict(sorted(evaluations.items()))
+            steps[record.get("step", 0)] = record[group]
+    return dict(sorted(steps.items()))
 
 
 def best_step(

@@ -36,7 +36,7 @@ from tpu_embedding.plan.mesh_options import SLICE_AXIS, choose_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.compile_report.topology import abstract_arrays, abstract_batch
 from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
-from tpu_embedding.tools.train.losses import LOSSES, LossName, Metrics, mean_loss
+from tpu_embedding.tools.train.losses import LOSSES, LossName, Metrics
 from tpu_embedding.tools.train.models.click import ModelConfig, Outputs
 from tpu_embedding.tools.train.run_config import ConfigError, RunConfig
 
@@ -208,8 +208,6 @@ StepMetrics = dict[str, jax.Array]
 * `not_run`: only if a program lacks the exchange. 1 if one of its stacks needed it.
 * `table/count`: counts of dynamic tables."""
 
-EvaluationStep = Callable[[nnx.State, Batch], Metrics]
-
 
 def make_run_plan(
     config: RunConfig, data: Dataset, mesh: Mesh | None = None
@@ -306,7 +304,8 @@ def make_train_step(
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
         outputs = _call_model(model, batch, config.loss)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return config.loss_weight * mean_loss(loss, outputs, labels, weights)
+        total = jnp.sum(weights * loss.per_sample(outputs, labels))
+        return config.loss_weight * (total / jnp.sum(weights))
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         model, optimizer = nnx.merge(graphdef, state)
@@ -351,7 +350,9 @@ def abstract_step(
     return make_train_step(graphdef, state, config, plan), state, batch
 
 
-def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
+def make_evaluation_step(
+    graphdef: nnx.GraphDef, loss_name: LossName
+) -> Callable[[nnx.State, Batch], Metrics]:
     """Returns the evaluation step, `(state, batch) -> Metrics`.
 
     The model runs in `eval()` mode: without dropout, and with its stored statistics.
