@@ -106,13 +106,18 @@ def test_zeros_unless():
         ([2, 6, 10], [9, 9, 9]),
         ([2, 6, 10], [9, 5, 1]),
         ([0, 4, 9], [0, 4, 8]),
+        ([3, 3], [7, 2]),
+        ([0, 3, 3, 6], [0, 4, 8, 12]),
         ([0, 2**30, 2**31 - 1], [5, 2**31 - 1, 0]),
         ([2**31 - 9, 2**31 - 5, 2**31 - 1], [0, 2**30, 2**31 - 1]),
     ],
 )
 def test_value_of_range(starts, values, dtype):
     numbers = np.concatenate([[0], starts, np.asarray(starts) + 1, [2**31 - 2]])
-    numbers = np.minimum(numbers, 2**31 - 1).astype(dtype)
+    numbers = np.minimum(numbers, 2**31 - 1)
+    if dtype == np.int32:
+        numbers = np.append(numbers, [-1, -(2**31)])
+    numbers = numbers.astype(dtype)
     found = np.searchsorted(starts, numbers, side="right")
     expected = np.asarray([0, *values], dtype)[found]
     result = value_of_range(jnp.asarray(numbers), starts, values)

@@ -198,19 +198,19 @@ def value_of_range(
       >>> value_of_range(jnp.arange(6), [0, 2, 5], [10, 7, 8]).tolist()
       [10, 10, 7, 7, 7, 8]
     """
-    dtype = numbers.dtype
-    starts, values = np.asarray(starts, np.int64), np.asarray(values, np.int64)
-    if len(starts) > 1 and not (np.diff(starts, 2).any() or np.diff(values, 2).any()):
+    first, value = np.asarray(starts, np.int64), np.asarray(values, np.int64)
+    lengths, steps = np.diff(first), np.diff(value)
+    if len({*lengths}) == len({*steps}) == 1 and lengths[0] > 0:
         # Equal ranges with equal steps need one division, not a sum over all ranges.
-        (length, step), last = (x[1] - x[0] for x in (starts, values)), starts.size - 1
-        number = jnp.minimum(
-            (numbers - starts[0].astype(dtype)) // length.astype(dtype), last
+        begin, length, base, step = (
+            x.astype(numbers.dtype) for x in (first[0], lengths[0], value[0], steps[0])
         )
-        value = values[0].astype(dtype) + number * step.astype(dtype)
-        return jnp.where(numbers < starts[0].astype(dtype), 0, value).astype(dtype)
-    steps = np.diff(values, prepend=0).astype(dtype)
-    is_reached = numbers[:, None] >= starts.astype(dtype)[None, :]
-    return jnp.sum(jnp.where(is_reached, steps[None, :], 0), axis=1, dtype=dtype)
+        number = jnp.minimum((numbers - begin) // length, first.size - 1)
+        return jnp.where(numbers < begin, 0, base + number * step)
+    steps = np.diff(value, prepend=0).astype(numbers.dtype)
+    is_reached = numbers[:, None] >= first.astype(numbers.dtype)[None, :]
+    of_numbers = jnp.where(is_reached, steps[None, :], 0)
+    return jnp.sum(of_numbers, axis=1, dtype=numbers.dtype)
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:

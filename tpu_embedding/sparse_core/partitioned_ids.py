@@ -189,14 +189,14 @@ def partition_ids(
     aligned_end = running_sum(taken.reshape(-1)).reshape(taken.shape)
     start, end = aligned_end - taken, aligned_end - taken + cut.counts
     source, used_until = _sources(start, end, cut, limits.room)
-    rows, samples, *gains = _copy_lines(arrays, source, used_until)
-    if not gains:
-        gains = [jnp.where(rows == PADDING_ROW_ID, jnp.nan, jnp.float32(1))]
+    rows, samples, *copied = _copy_lines(arrays, source, used_until)
+    if not copied:
+        copied = [jnp.where(rows == PADDING_ROW_ID, jnp.nan, jnp.float32(1))]
     ids = PartitionedIds(
         pointers=_pointers(end, aligned_end, cut.num_minibatches),
         rows=rows,
         samples=samples,
-        gains=gains[0],
+        gains=copied[0],
         num_minibatches=cut.num_minibatches[None],
     )
     return ids, cut.is_complete

@@ -29,7 +29,7 @@ _STEPS: Final = 20
 _NUM_SORTED: Final = 2**17
 
 
-def time_step(backend: str, profile: str) -> dict[str, Any]:
+def time_step(backend: Any, profile: str) -> dict[str, Any]:
     """Times steps of lookup and update, after one step that is not timed.
 
     Steps are dispatched one after the other, and the host waits at the end of a round.
@@ -49,7 +49,7 @@ def time_step(backend: str, profile: str) -> dict[str, Any]:
     shapes = SHAPES if is_tpu else SMALL_SHAPES
     features = {}
     for i in range(shapes["tables"]):
-        size = {"vocabulary_size": shapes["rows"], "dim": shapes["dim"]}
+        size: Any = {"vocabulary_size": shapes["rows"], "dim": shapes["dim"]}
         table = te.TableConfig(**size, combiner="sum", name=f"t{i:02d}")
         features[table.name] = te.FeatureConfig(table=table)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("shard",))
