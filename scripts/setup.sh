@@ -3,7 +3,7 @@
 #   setup_environment EXTRAS    extras such as "dev,tpu", or an empty string
 #
 # Uses $PYTHON, or else the version in .python-version, or else the default python3. If
-# none is recent enough, as on a Cloud TPU VM, uv installs one in ./.uv, without root.
+# none of these is recent enough, as on a Cloud TPU VM, uv downloads one, without root.
 
 # Two functions for a script's options, to be called in the project's folder:
 #
@@ -33,12 +33,10 @@ setup_environment() {
         if python=$(find_python); then
             echo "Creating $venv with $("$python" --version)"
             "$python" -m venv "$venv"
-        else
-            create_with_uv "$venv" || {
-                echo "Found no Python 3.11 or later, and uv installed none." \
-                    "Set PYTHON to one." >&2
-                return 1
-            }
+        elif [ "${PYTHON-}" ] || ! create_with_uv "$venv"; then
+            echo "Found no Python 3.11 or later, and uv installed none." \
+                "Set PYTHON to one." >&2
+            return 1
         fi
     fi
     # One stamp per extra, so an environment with more extras needs no change.

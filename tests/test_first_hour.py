@@ -56,7 +56,9 @@ case "$1" in
 -m) {fake_uv}; chmod +x .uv/bin/uv ;;
 esac
 """)
-    (tmp_path / "python3").chmod(0o755)
+    for name in ("python3", "python3.12", "python"):
+        (tmp_path / name).write_text((tmp_path / "python3").read_text())
+        (tmp_path / name).chmod(0o755)
     setup = (
         f'source "{ROOT}/scripts/setup.sh"; install() {{ :; }}; setup_environment ""'
     )
@@ -64,7 +66,7 @@ esac
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", setup],
         cwd=tmp_path,
-        env={"PATH": path, "PYTHON": str(tmp_path / "python3")},
+        env={"PATH": path},
         capture_output=True,
         text=True,
     )

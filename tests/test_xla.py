@@ -107,6 +107,7 @@ def test_zeros_unless():
         ([2, 6, 10], [9, 5, 1]),
         ([0, 4, 9], [0, 4, 8]),
         ([3, 3], [7, 2]),
+        ([5, 5, 5], [1, 2, 3]),
         ([0, 3, 3, 6], [0, 4, 8, 12]),
         ([0, 2**30, 2**31 - 1], [5, 2**31 - 1, 0]),
         ([2**31 - 9, 2**31 - 5, 2**31 - 1], [0, 2**30, 2**31 - 1]),
@@ -123,3 +124,17 @@ def test_value_of_range(starts, values, dtype):
     result = value_of_range(jnp.asarray(numbers), starts, values)
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, expected)
+
+
+def test_value_of_range_at_the_ends_of_a_type():
+    ends = np.int32([-(2**31), -(2**31) + 1, -11, -10, -1, 0, 2**31 - 2, 2**31 - 1])
+    for starts in ([-10, 0], [-(2**31), 0], [-(2**31), -1, 2**31 - 2]):
+        expected = np.searchsorted(starts, ends, side="right")
+        result = value_of_range(ends, starts, range(1, len(starts) + 1))
+        np.testing.assert_array_equal(result, expected)
+    starts = [2**31 - 1, 2**31, 2**31 + 1]
+    large = np.uint32([0, 2**31 - 2, *starts, 2**32 - 1])
+    result = value_of_range(large, starts, [2**32 - 1, 2**32 - 2, 2**32 - 3])
+    assert result.tolist() == [0, 0, *(2**32 - i for i in (1, 2, 3, 3))]
+    with pytest.raises(OverflowError):
+        value_of_range(ends, [0, 2**31], [0, 5])

@@ -185,6 +185,13 @@ def test_other_rules_run_on_the_exchange(name, promoting):
     assert (backend.lookups, backend.updates) == ("sparse_core", "xla"), backend
 
 
+def test_64_bit_types_do_not_change_a_step():
+    features = few_features()
+    plain, _ = run(plan_of(features, "sparse_core"), BATCHES[:1])
+    with jax.enable_x64(True):
+        assert_close(run(plan_of(features, "sparse_core"), BATCHES[:1])[0], plain)
+
+
 def hot_batch(num_devices, rows, cores=2, samples=10):
     """Returns a batch in which every sample asks for all rows.
 

@@ -76,10 +76,10 @@ def lookup(
     """
 
     def on_tpu(ids: PartitionedIds, table: Array) -> Array:
-        # XLA:TPU adds a row and a column in half the cycles of a constant's broadcast.
-        width, num_samples = table.shape[1], sizes.num_samples
-        shapes = (jnp.zeros((1, width)), jnp.zeros((num_samples, 1)))
-        row, column = as_variables(shapes)
+        # XLA:TPU adds a row and a column in half the cycles of a constant's broadcast,
+        # unless it sees that they are constants.
+        shapes = ((1, table.shape[1]), (sizes.num_samples, 1))
+        row, column = as_variables([jnp.zeros(x, jnp.float32) for x in shapes])
         zeros = row + column
         return _lookup_p.bind(*_buffers(ids), table, zeros, sizes=sizes)
 

@@ -413,7 +413,8 @@ def _cut_into_minibatches(
         full = _first_index(lambda i: is_beyond(i + 1), low, ends)
         next_rows = jnp.where(full < ends, ids.row[full], num_rows)
         # Each group may end with up to 7 unused positions.
-        remaining = jnp.sum(ends - begin) + num_groups * (ALIGNMENT - 1)
+        remaining = jnp.sum(ends - begin, dtype=jnp.int32)
+        remaining += num_groups * (ALIGNMENT - 1)
         has_room = state.positions + remaining <= limits.room
         next_row = jnp.where(has_room & is_finite, jnp.min(next_rows), -1)
         next_row = jax.lax.pmin(next_row, sizes.axes)
@@ -431,7 +432,7 @@ def _cut_into_minibatches(
             count=state.count + ~is_stuck,
             next_row=next_row,
             begin=end,
-            positions=state.positions + jnp.sum(taken),
+            positions=state.positions + jnp.sum(taken, dtype=jnp.int32),
             first=put(state.first, ids_before),
             counts=put(state.counts, counts),
             is_stuck=is_stuck,

@@ -57,6 +57,16 @@ def test_variables(assignment, expected):
     assert {finding.status for finding in check_variables(variables, [])} <= {"ok"}
 
 
+def test_variables_of_a_pod_of_gke():
+    variables = {"TPU_SKIP_MDS_QUERY": "true", "TPU_PROCESS_BOUNDS": "1,1,1"}
+    assert [x.status for x in check_variables(variables, CHIPS)] == [
+        "FAILED",
+        "warning",
+    ]
+    variables["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
+    assert not list(check_variables(variables, CHIPS))
+
+
 def test_libtpu_is_the_one_that_jax_asks_for(monkeypatch):
     assert statuses(check_versions()).get("libtpu") is None
     monkeypatch.setattr(
@@ -127,6 +137,11 @@ def test_a_process_that_holds_the_tpu(tmp_path):
         ("import time; time.sleep(60)", "hangs: no result in 1 s"),
         ("import os; os.abort()", "crashed with SIGABRT"),
         ("raise SystemExit('no chips')", "ended with exit status 1: no chips"),
+        ("pass", "ended without an answer"),
+        (
+            r"import os; os.write(2, b'\xff\n'); raise SystemExit(1)",
+            "ended with exit status 1: \N{REPLACEMENT CHARACTER}",
+        ),
     ],
 )
 def test_children_that_give_no_answer(code, words, monkeypatch):
@@ -140,6 +155,13 @@ def test_children_that_give_no_answer(code, words, monkeypatch):
     assert isinstance(answer, str) and answer.startswith(words)
     (finding,) = check_devices(answer, None, CHIPS)
     assert finding.status == "FAILED" and "JAX did not start" in finding.text
+
+
+def test_answers_among_other_lines(monkeypatch):
+    lines = ["starting", f'{examine.ANSWER}{{"kinds": []}}', "done"]
+    result = subprocess.CompletedProcess([], 0, "\n".join(lines), "")
+    monkeypatch.setattr(examine.subprocess, "run", lambda *_, **__: result)
+    assert ask_child(["devices"], ENVIRONMENT, 1) == {"kinds": []}
 
 
 def test_pairs_of_cores_have_equally_many_ids():

@@ -64,7 +64,7 @@ class Cycles:
     Attributes:
       total: sum over all operations, with both branches of each conditional, and with
         one iteration of each loop whose length depends on data.
-      num_operations: number of operations that run, counted as in `total`.
+      num_operations: number of kernels and transfers that start, counted as in `total`.
       data_loops: scopes of the loops whose length depends on data.
       operations: the operations, the most expensive first.
     """
@@ -95,12 +95,12 @@ def count_cycles(text: str) -> Cycles:
     """
     module = parse_module(text)
     operations, loops, num_operations = [], [], 0
-    for instruction, runs in _run(module, module.entry, 1):
+    for instruction, runs, depends_on_data in _operations_and_runs(
+        module, module.entry, 1
+    ):
         scope = _SCOPE.search(instruction.text)
-        if instruction.opcode == "while":
-            if _trip_count(module, instruction) is None:
-                loops.append(scope[1] if scope else instruction.name)
-            continue
+        if depends_on_data:
+            loops.append(scope[1] if scope else instruction.name)
         found = _CYCLES.search(instruction.text)
         operation = Operation(
             name=instruction.name,
@@ -120,18 +120,18 @@ def count_cycles(text: str) -> Cycles:
     )
 
 
-def _run(
+def _operations_and_runs(
     module: Module, computation: Computation, runs: int
-) -> Iterator[tuple[Instruction, int]]:
-    """Yields each loop and operation with its runs.
+) -> Iterator[tuple[Instruction, int, bool]]:
+    """Yields each loop and operation, its runs, and whether data decide about a loop.
 
     A loop tests its condition once more than it runs its body.
     """
     for x in computation.values():
-        inside = []
+        inside, depends_on_data = [], False
         if x.opcode == "while":
-            yield x, runs
-            count = _trip_count(module, x)
+            count = _trip_count(module, computation, x)
+            depends_on_data = count is None
             iterations = runs * (1 if count is None else count)
             inside.append((x.called("body"), iterations))
             inside.append((x.called("condition"), iterations + runs))
@@ -140,23 +140,45 @@ def _run(
             inside += [(name, runs) for name in _NAME.findall(names)]
         elif x.opcode == "call":
             inside.append((x.called("to_apply"), runs))
-        else:
-            yield x, runs
+        if x.opcode not in ("conditional", "call"):
+            yield x, runs, depends_on_data
         for name, times in inside:
-            yield from _run(module, module.computations[name], times)
+            yield from _operations_and_runs(module, module.computations[name], times)
 
 
-def _trip_count(module: Module, loop: Instruction) -> int | None:
-    """Returns the iterations of a loop that counts to a constant, otherwise None."""
+def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int | None:
+    """Returns the iterations of a loop with a counter, or None if data decide.
+
+    The counter is an element of the loop's tuple. It starts at a constant, grows by a
+    constant, and is compared with a constant.
+    """
     condition = module.computations[loop.called("condition") or ""]
-    compares = [x for x in condition.values() if x.opcode == "compare"]
-    bounds = re.findall(
-        r"constant\((\d+)\)", " ".join(x.text for x in condition.values())
-    )
-    counts_up = len(compares) == 1 and "direction=LT" in compares[0].text
-    if not counts_up or len(bounds) != 1 or len(condition) > 6:
+    body = module.computations[loop.called("body") or ""]
+    test, start = list(condition.values())[-1], outside.get(loop.operands[0])
+    bound = _constant(condition, test.operands[-1])
+    if test.opcode != "compare" or "direction=LT" not in test.text or bound is None:
         return None
-    return int(bounds[0])
+    counter = condition[test.operands[0]]
+    index = re.search(r"index=(\d+)", counter.text)
+    if counter.opcode != "get-tuple-element" or start is None or index is None:
+        return None
+    new = body[list(body.values())[-1].operands[int(index[1])]]
+    step = _constant(body, new.operands[-1]) if new.opcode == "add" else None
+    first = _constant(outside, start.operands[int(index[1])])
+    if first is None or not step:
+        return None
+    return max(0, -((first - bound) // step))
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """Returns the integer constant that an instruction is, or is a copy of."""
+    instruction = computation.get(name)
+    while instruction is not None and instruction.opcode == "copy":
+        instruction = computation.get(instruction.operands[0])
+    found = instruction and re.search(
+        r" [su]\d+\[\].*constant\((\d+)\)", instruction.text
+    )
+    return int(found[1]) if found else None
 
 
 def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:

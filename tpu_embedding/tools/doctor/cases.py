@@ -157,7 +157,7 @@ def make_step(plan: te.EmbeddingPlan) -> Any:
     )
     def step(tables, slots, ids, cotangents):
         result = te.functional.lookup(tables, ids, plan)
-        # As in a model, no cotangent is there before the activations are.
+        # As in a model, cotangents are computed after the activations.
         cotangents, activations = jax.lax.optimization_barrier(
             (cotangents, result.activations)
         )

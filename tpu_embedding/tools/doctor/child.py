@@ -1,7 +1,7 @@
 """The doctor's child program, which answers a question about the devices.
 
-The arguments are `devices`, `rows CASE BACKEND`, `sort`, or `time BACKEND PROFILE`. The
-last line of the output is the answer in JSON.
+The arguments are `devices`, `rows CASE BACKEND`, `sort`, or `time BACKEND PROFILE`. A
+line of the output has the answer in JSON; see `examine.ANSWER`.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from tpu_embedding.tools.doctor.cases import run_case
+from tpu_embedding.tools.doctor.examine import ANSWER
 from tpu_embedding.tools.doctor.timings import check_sort, time_step
 
 
@@ -23,7 +24,8 @@ def main() -> None:
         "sort": check_sort,
         "time": time_step,
     }
-    print(json.dumps(functions[question](*arguments)))
+    answer = json.dumps(functions[question](*arguments), allow_nan=False)
+    print(f"{ANSWER}{answer}", flush=True)
 
 
 def describe_devices() -> dict[str, Any]:

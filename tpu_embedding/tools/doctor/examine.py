@@ -27,6 +27,9 @@ from tpu_embedding.host_without_tpus import tpu_device_files
 from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.tools.doctor.cases import CASES
 
+ANSWER: Final = "doctor's answer: "
+"""Begins the line of a child's output that has its answer."""
+
 Status = Literal["ok", "warning", "FAILED"]
 
 _LIBRARIES: Final = (
@@ -62,6 +65,9 @@ _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
 }
 """Effects of variables that change how JAX sees a TPU. Variables with status "warning"
 may be set on purpose."""
+
+_SET_BY_GKE: Final = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_BOUNDS")
+"""Variables that GKE sets in each pod with TPUs, with others that name the slice."""
 
 _OFF_VALUES: Final = ("", "0", "false", "False")
 
@@ -132,6 +138,8 @@ def check_variables(
         value = environment.get(name, "")
         if value in _OFF_VALUES or "tpu" in value.split(","):
             continue
+        if name in _SET_BY_GKE and "KUBERNETES_SERVICE_HOST" in environment:
+            continue
         text = f"{name}={value} is set, which {effect}."
         fix = f"Unless you set it on purpose: unset {name}"
         if not chips:
@@ -155,14 +163,21 @@ def ask_child(
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
     try:
         child = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=seconds
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return f"hangs: no result in {seconds:g} s; killed"
-    if child.returncode == 0:
-        return json.loads(child.stdout.splitlines()[-1])
     status = child.returncode
-    text = f"ended with exit status {status}"
+    # Libraries may print as well, also at the end.
+    answers = [x for x in child.stdout.splitlines() if x.startswith(ANSWER)]
+    if status == 0 and answers:
+        return json.loads(answers[-1].removeprefix(ANSWER))
+    text = f"ended with exit status {status}" if status else "ended without an answer"
     if status < 0:
         text = f"crashed with {signal.Signals(-status).name}"
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
@@ -281,8 +296,10 @@ def examine(
     for backend in ("xla", "sparse_core") if timings else ():
         profile = "" if profiles is None else str(profiles / f"profile_{backend}")
         question = ["time", backend, profile]
-        yield _run(f"step of many tables, {backend}", question, environment, seconds)
-    yield _run("sort", ["sort"], environment, seconds)
+        yield _ask_for_finding(
+            f"step of many tables, {backend}", question, environment, seconds
+        )
+    yield _ask_for_finding("sort", ["sort"], environment, seconds)
     xla_times = yield from _check_cases("rows", "xla", environment, seconds)
     check = "SparseCores"
     if platform != "tpu":
@@ -323,14 +340,14 @@ def _check_cases(
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
         question = ["rows", name, backend]
-        finding = _run(f"{check}, {name}", question, environment, seconds)
+        finding = _ask_for_finding(f"{check}, {name}", question, environment, seconds)
         yield finding
         if finding.status == "ok":
             times[name] = finding.figures["step"]
     return times
 
 
-def _run(
+def _ask_for_finding(
     check: str, question: list[str], environment: Mapping[str, str], seconds: float
 ) -> Finding:
     """Returns the finding of a child, which answers with a problem, or a text."""
