@@ -1,7 +1,7 @@
 """Trains DLRM on Criteo's click log, or on synthetic rows of the same shape.
 
 Command: tpu-embedding train dlrm --devices 8
-         python -m tpu_embedding.tools.data.criteo_to_parquet train.txt train.parquet
+         python scripts/criteo_to_parquet.py train.txt train.parquet
          tpu-embedding train dlrm --data-dir train.parquet
 Hardware: 8 emulated devices on 2 CPU cores
 Expected: on synthetic rows, held-out log loss at most 1.05 times the teacher's

@@ -1,19 +1,25 @@
 """Tests the converter of Criteo's text, and the source of what it writes."""
 
 import gzip
+import importlib.util
 import math
+import pathlib
 
 import numpy as np
 import pytest
 
 from tests.rejections import rejects
 from tests.tools.data.criteo_text import criteo_lines, write_criteo_text
-from tpu_embedding.tools.data import criteo_to_parquet
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.synthetic_clicks import CATEGORY_NAMES, SyntheticCriteo
 from tpu_embedding.tools.train import CriteoSource
 
 pq = pytest.importorskip("pyarrow.parquet")
+
+SCRIPT = pathlib.Path(__file__).parents[3] / "scripts" / "criteo_to_parquet.py"
+_spec = importlib.util.spec_from_file_location("criteo_to_parquet", SCRIPT)
+criteo_to_parquet = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(criteo_to_parquet)
 
 SOURCE = CriteoSource(vocabulary_size=50, num_evaluation_samples=20)
 
@@ -73,7 +79,7 @@ def test_a_wrong_field_leaves_no_table(tmp_path, field, value, named, fix):
 def test_text_is_to_be_converted_first(tmp_path):
     write_criteo_text(tmp_path / "train.txt")
     for path in (tmp_path, tmp_path / "train.txt"):
-        with rejects(DataError, fix=".criteo_to_parquet TEXT"):
+        with rejects(DataError, fix="criteo_to_parquet.py TEXT"):
             SOURCE.open(path, batch_size=10, seed=0)
     with rejects(DataError, fix="absent"):
         criteo_to_parquet.convert(tmp_path / "absent", tmp_path / "out.parquet")

@@ -9,7 +9,7 @@ reader. The source's `open` returns the data set.
 Files:
 
 * `parquet`: Parquet files with columns of ids and of lists.
-* `criteo`, `criteo_to_parquet`: Criteo's logs, and the converter of their text.
+* `criteo`: Criteo's logs, converted to Parquet.
 
 Synthetic samples with a known best loss:
 

@@ -1,6 +1,6 @@
 """Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`criteo_to_parquet` converts the text of the logs to Parquet files. `SyntheticCriteo`
+`scripts/criteo_to_parquet.py` converts the text of the logs to Parquet files. `SyntheticCriteo`
 draws samples of the same shape without files.
 """
 
@@ -56,7 +56,7 @@ class CriteoSource:
     ) -> ParquetClicks | SyntheticCriteo:
         """Returns the data set: rows of a log, or synthetic rows if `data_dir` is None.
 
-        `data_dir` is a file that `criteo_to_parquet` wrote, a directory of such files
+        `data_dir` is a file that `scripts/criteo_to_parquet.py` wrote, a directory of such files
         whose names sort by time, or None. See also `DataSource.open`.
 
         Raises:
@@ -68,8 +68,8 @@ class CriteoSource:
         if not path.match("*.parquet") and not any(path.glob("*.parquet")):
             raise DataError(
                 f"{path} must be a Parquet file, or a directory of them. Convert "
-                "Criteo's text once: python -m "
-                "tpu_embedding.tools.data.criteo_to_parquet TEXT PARQUET"
+                "Criteo's text once, in a clone of the repository: python "
+                "scripts/criteo_to_parquet.py TEXT PARQUET"
             )
         columns = zip(CATEGORY_NAMES, self.sizes, self.valences, strict=False)
         features = tuple(

@@ -1,6 +1,6 @@
 """Converts Criteo's click logs from text to Parquet for training.
 
-    python -m tpu_embedding.tools.data.criteo_to_parquet day_0 day_0.parquet
+    python scripts/criteo_to_parquet.py day_0 day_0.parquet
 
 A line of text has 40 tab-separated fields: the label (0 or 1), 13 integers (counts; may
 be empty or negative) and 26 categories (8 hex digits; may be empty). The Kaggle
