@@ -17,6 +17,7 @@ from tests.update.update_cases import (
     Counted,
     apply_gradient,
     balanced,
+    check_balanced,
     counted,
     gradients_of,
     gradients_of_shards,
@@ -26,7 +27,6 @@ from tests.update.update_cases import (
     rounds_of,
     shard_of,
     sharded,
-    unshard,
 )
 from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
@@ -142,15 +142,7 @@ def test_totals_of_tables_over_rounds_and_shards():
         dense, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
         dense[row_ids], touched[row_ids] = values, True
         reference.step(dense, touched, touched)
-        for state in states:
-            assert state.count == reference.count
-            np.testing.assert_array_equal(state.sums, reference.sums)
-        for found, expected in [
-            (tables, reference.rows),
-            ([state.momenta for state in states], reference.momenta),
-            ([state.hits for state in states], reference.hits),
-        ]:
-            np.testing.assert_array_equal(unshard(found, num_rows), expected)
+        check_balanced(reference, tables, states, num_rows)
 
 
 def test_norm_of_all_occurrences():

@@ -11,6 +11,7 @@ from tests.update.update_cases import (
     Balanced,
     apply_gradient,
     balanced,
+    check_balanced,
     gradients_of,
     gradients_of_shards,
     integers,
@@ -79,7 +80,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
         if t % num_steps == 0:
             reference.step(kept / num_steps, touched, np.ones(num_rows, bool))
             kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
-        check(reference, tables, states, num_rows)
+        check_balanced(reference, tables, [x.inner for x in states], num_rows)
         found = unshard([state.gradient for state in states], num_rows)
         np.testing.assert_array_equal(found, kept)
         assert [int(state.step) for state in states] == [t % num_steps] * num_devices
@@ -88,19 +89,6 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
         for table, mask in zip(tables, is_used, strict=True):
             # Places after the last row of the stack do not move.
             assert (unpack_rows(table)[~mask[:, 0]] == 0).all()
-
-
-def check(reference, tables, states, num_rows):
-    inner = [state.inner for state in states]
-    for state in inner:
-        assert state.count == reference.count
-        np.testing.assert_array_equal(state.sums, reference.sums)
-    for found, expected in [
-        (tables, reference.rows),
-        ([state.momenta for state in inner], reference.momenta),
-        ([state.hits for state in inner], reference.hits),
-    ]:
-        np.testing.assert_array_equal(unshard(found, num_rows), expected)
 
 
 def wide_slots():

@@ -349,3 +349,16 @@ def gradients_of_shards(row_ids, values, num_shards, num_places=6):
 def packed(rows, layout) -> PackedRows:
     """Packs NumPy rows."""
     return pack_rows(jnp.asarray(rows), layout)
+
+
+def check_balanced(reference, tables, states, num_rows):
+    """Compares all shards with `Balanced`, bit for bit."""
+    for state in states:
+        assert state.count == reference.count
+        np.testing.assert_array_equal(state.sums, reference.sums)
+    for found, expected in [
+        (tables, reference.rows),
+        ([state.momenta for state in states], reference.momenta),
+        ([state.hits for state in states], reference.hits),
+    ]:
+        np.testing.assert_array_equal(unshard(found, num_rows), expected)

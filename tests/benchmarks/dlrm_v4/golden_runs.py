@@ -110,8 +110,3 @@ def places(lengths, width=None):
     width = max(lengths) if width is None else width
     index = (np.cumsum(lengths) - lengths)[:, None] + np.arange(width)
     return np.where(np.arange(width) < lengths[:, None], index, sum(lengths))
-
-
-def unpad(padded, lengths):
-    """Returns the samples one after the other."""
-    return padded[np.arange(padded.shape[1]) < np.asarray(lengths)[:, None]]

@@ -10,7 +10,6 @@ from yambda import ALBUM_FILE, ARTIST_FILE, EVENT_COLUMNS, EventLog, read_yambda
 
 from tests.benchmarks.dlrm_v4 import FULL
 from tests.benchmarks.dlrm_v4.golden_runs import golden, under
-from tests.tools.data.damage import cut
 from tpu_embedding.tools.train import DataError, load_config
 
 TABLE_SIZES = load_config(FULL).data.table_sizes
@@ -69,20 +68,6 @@ def test_samples_are_those_of_the_reference(variant):
     found["candidate.item_action_weight"] = batch.labels
     for name, array in found.items():
         np.testing.assert_array_equal(array, wanted[name], name)
-
-
-def test_samples_without_a_history():
-    samples = data_of(HistorySettings(history_length=9, min_history=0, scan_window=5))
-    log = golden_log()
-    starts = np.searchsorted(log.users, log.users[samples.anchors])
-    first = samples.anchors[samples.anchors == starts][:3]
-    batch = samples.read(np.append(first, samples.anchors[-1]))
-    assert batch.dense["history_length"][:3].tolist() == [0, 0, 0]
-    assert not batch.dense["action_weight"][:3].any()
-    num_events = batch.dense["history_length"][3]
-    last = batch.dense["action_timestamp"][3, num_events - 1]
-    assert num_events > 0
-    assert batch.dense["query_time"].tolist() == [*log.times[first], last]
 
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])
@@ -160,45 +145,3 @@ def test_the_source_reads_files(tmp_path):
     small = dataclasses.replace(source, table_sizes={**TABLE_SIZES, "item_id": 10})
     with pytest.raises(DataError, match="'item_id' of 10"):
         small.open(tmp_path, batch_size=6, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("uid", None), ("uid", -1), ("timestamp", 2**31), ("item_id", 0.5)],
-)
-def test_wrong_values_name_their_row(tmp_path, column, value):
-    values = golden_columns()[column].tolist()
-    values[70] = value
-    write_files(tmp_path, **{column: values})
-    with pytest.raises(DataError, match=f"multi_event.*'{column}'"):
-        read_yambda(tmp_path)
-
-
-def test_wrong_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="multi_event"):
-        read_yambda(tmp_path)
-    words = ["listen"] * 400
-    words[70] = "share"
-    path = write_files(tmp_path, event_type=words)
-    with pytest.raises(DataError, match="row 70 .*share"):
-        read_yambda(tmp_path)
-    write_files(tmp_path)
-    (tmp_path / ALBUM_FILE).unlink()
-    with pytest.raises(DataError, match=ALBUM_FILE):
-        read_yambda(tmp_path)
-    cut(path, 500)
-    with pytest.raises(DataError, match="multi_event.parquet"):
-        read_yambda(tmp_path)
-    with pytest.raises(DataError, match="--data-dir"):
-        YambdaSource(table_sizes=TABLE_SIZES).open(None, batch_size=4, seed=0)
-
-
-def test_logs_without_samples_are_rejected():
-    columns = {name: values[:1] for name, values in golden_columns().items()}
-    none = np.zeros(0, np.int32)
-    with pytest.raises(DataError, match="300 days"):
-        EventLog.of_columns(columns, item_artists=none, item_albums=none, name="one")
-    with pytest.raises(DataError, match="10000"):
-        data_of(HistorySettings(min_history=10_000))
-    with pytest.raises(DataError, match="999"):
-        data_of(golden_history("benchmark"), batch_size=999)

@@ -1,76 +1,10 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from hstu_layers import SequenceLengths, STULayer, dropout, silu_attention
+from hstu_layers import SequenceLengths, dropout, silu_attention
 
-from tests.benchmarks.dlrm_v4 import FULL
-from tests.benchmarks.dlrm_v4.golden_runs import (
-    GRADIENT_TOLERANCE,
-    OUTPUT_TOLERANCE,
-    check,
-    golden,
-    pad,
-    run,
-    under,
-    unpad,
-    with_weights,
-)
 from tests.tiers import quick_cases
-from tpu_embedding.tools.train import load_config
-
-FILE = golden("stu_layer")
-LENGTHS = FILE["input.lengths"]
-
-
-def golden_layer(block_size=512):
-    dim = FILE["input.x"].shape[1]
-    num_heads = int(FILE["num_heads"])
-    sizes = dataclasses.replace(
-        load_config(FULL).model.hstu,
-        dim=dim,
-        num_heads=num_heads,
-        head_dim=dim // num_heads,
-        dropout=0.0,
-        block_size=block_size,
-        dtype="float32",
-    )
-    layer = STULayer(sizes, rngs=nnx.Rngs(0))
-    return with_weights(layer, under(FILE, "weight."))
-
-
-def golden_lengths(case):
-    num_targets = case.get("num_targets", np.zeros_like(LENGTHS))
-    return SequenceLengths(
-        tokens=jnp.asarray(LENGTHS, jnp.int32),
-        shared=jnp.asarray(LENGTHS - num_targets, jnp.int32),
-        normalizer=jnp.asarray(case["max_seq_len"], jnp.int32),
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size"),
-    quick_cases([("no_targets", 512), ("many_targets", 7)], "many_targets-7"),
-)
-def test_the_layer_is_the_reference(name, block_size):
-    case = under(FILE, f"{name}/")
-    lengths = golden_lengths(case)
-
-    def layer_outputs(layer, inputs):
-        return {"y": unpad(layer(pad(inputs["x"], LENGTHS), lengths), LENGTHS)}
-
-    inputs = {"x": case.get("input.x", FILE["input.x"])}
-    outputs, gradients = run(
-        layer_outputs,
-        golden_layer(block_size),
-        inputs,
-        under(case, "cotangent."),
-    )
-    check(outputs, under(case, "output."), OUTPUT_TOLERANCE)
-    check(gradients, under(case, "grad."), GRADIENT_TOLERANCE)
 
 
 def test_dropout():

@@ -125,7 +125,7 @@ def _operations_and_runs(
 ) -> Iterator[tuple[Instruction, int, bool]]:
     """Yields each loop and operation, its runs, and whether data decide about a loop.
 
-    A loop tests its condition once more than it runs its body.
+    A loop tests its condition one time more than it runs its body.
     """
     for x in computation.values():
         inside, depends_on_data = [], False
