@@ -1,12 +1,9 @@
 """The synthetic log is the recorded one, bit by bit."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from tests.benchmarks.dlrm_v4 import SMALL
-from tests.rejections import rejects
 from tests.tools.data.test_synthetic_sources import checksum
 from tpu_embedding.tools.train import load_config
 
@@ -21,8 +18,3 @@ def test_the_synthetic_log_of_events_is_the_recorded_one():
     assert weights.sum() == data.num_evaluation_samples
     assert data.teacher_log_loss() == pytest.approx(0.3358500758414532, rel=1e-12)
     assert data.teacher_auc() == pytest.approx(0.9238655601084081, rel=1e-12)
-
-
-def test_a_log_without_a_day_is_an_error():
-    with rejects(field="num_days", value=0):
-        dataclasses.replace(load_config(SMALL).data, num_days=0)
