@@ -1,8 +1,8 @@
 """Times the benchmark step on this host's devices, by backend.
 
 26 tables of 100,000 rows of dim 128, one id per sample and table, global batch 16,384,
-Adagrad; ids are Zipf-distributed, with exponent 1.05, modulo the rows. On devices other than TPUs, the
-step is smaller.
+Adagrad; ids are Zipf-distributed, with exponent 1.05, modulo the rows. On devices other
+than TPUs, the step is smaller.
 """
 
 import contextlib
