@@ -149,8 +149,9 @@ def sum_in_blocks(values: Array) -> Int[Array, " n"]:
     """Does the work of `running_sum` on TPUs."""
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
-        values = values.astype(jnp.int32)
-        return _sums_before(values) + values
+        values, positions = values.astype(jnp.int32), jnp.arange(num_values)
+        terms = jnp.where(positions[None, :] <= positions[:, None], values[None, :], 0)
+        return jnp.sum(terms, axis=1, dtype=jnp.int32)
     blocks = _in_blocks(values, 0)
     triangle = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
 
@@ -172,13 +173,6 @@ def sum_in_blocks(values: Array) -> Int[Array, " n"]:
     totals = jnp.sum(blocks, axis=1, dtype=jnp.int32)
     before = sum_in_blocks(totals) - totals
     return (before[:, None] + within).reshape(-1)[:num_values]
-
-
-def _sums_before(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Sums all numbers before each, with one comparison for each pair."""
-    positions = jnp.arange(values.shape[0])
-    is_before = positions[None, :] < positions[:, None]
-    return jnp.sum(jnp.where(is_before, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def value_of_range(

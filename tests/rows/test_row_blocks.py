@@ -36,12 +36,13 @@ def test_every_row_is_in_one_block(num_rows, first, others, monkeypatch):
     found = blocks_of(layouts_of(num_rows))
     assert found.size == 10
     assert found.first == first
-    counts = jnp.zeros(num_rows, jnp.int32).at[first[0] : sum(first)].add(1)
 
-    def count(start, counts):
-        return counts.at[start + jnp.arange(found.size)].add(1)
+    def count(counts, block):
+        start, size = block
+        return counts.at[start + jnp.arange(size)].add(1)
 
-    np.testing.assert_array_equal(found.loop(count, counts), np.ones(num_rows))
+    counts = found.fold(count, jnp.zeros(num_rows, jnp.int32))
+    np.testing.assert_array_equal(counts, np.ones(num_rows))
     starts = [i * found.size for i in range(*found.others)]
     assert starts == others
 

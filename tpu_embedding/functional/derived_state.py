@@ -234,17 +234,13 @@ def _restarted_slot(
 ) -> PackedRows:
     """Returns a slot variable with new rows for the tables that were set. Per shard."""
 
-    def restart_block(start: Any, size: int, slot: PackedRows) -> PackedRows:
-        rows = _rows_of_block(start, size, stack)
+    def restart_block(slot: PackedRows, block: tuple[Any, int]) -> PackedRows:
+        (start, size), rows = block, _rows_of_block(*block, stack)
         values = store_rows(read_block(new, start, size), slot.layout)
         is_new = rows.is_used & rows.per_row(is_set)
         return merge_block(slot, start, values.reshape(size, -1), is_new)
 
-    blocks = blocks_of([old.layout])
-    slot = restart_block(*blocks.first, old)
-    return blocks.loop(
-        lambda start, slot: restart_block(start, blocks.size, slot), slot
-    )
+    return blocks_of([old.layout]).fold(restart_block, old)
 
 
 def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
@@ -339,8 +335,9 @@ def _finalize_shard(
     count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
 
     def finalize_block(
-        start: Any, size: int, table: PackedRows, averages: PackedRows, squares: Any
+        carry: tuple[PackedRows, PackedRows, Any], block: tuple[Any, int]
     ) -> tuple[PackedRows, PackedRows, Any]:
+        (table, averages, squares), (start, size) = carry, block
         missed_steps = count - read_block(averaged.average_counts, start, size)
         values = catch_up(
             read_block(averages, start, size),
@@ -361,10 +358,8 @@ def _finalize_shard(
         [x.layout for x in (table, averaged.averages, averaged.average_counts)]
     )
     no_squares = jnp.zeros(len(stack.tables))
-    carry = finalize_block(*blocks.first, table, averaged.averages, no_squares)
-    table, averages, squares = blocks.loop(
-        lambda start, carry: finalize_block(start, blocks.size, *carry), carry
-    )
+    carry = (table, averaged.averages, no_squares)
+    table, averages, squares = blocks.fold(finalize_block, carry)
     finalized = averaged._replace(averages=averages)
     if isinstance(finalized, AdafactorState):
         squares = compensated_sum(across_shards(stack)(squares, "sum"))

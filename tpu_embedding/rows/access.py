@@ -315,13 +315,17 @@ class Blocks(NamedTuple):
     first: tuple[int, int]
     others: tuple[int, int]
 
-    def loop(self, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-        """Calls `carry = body(start, carry)` for each block in the loop."""
+    def fold(self, body: Callable[[Carry, Any], Carry], carry: Carry) -> Carry:
+        """Calls `carry = body(carry, (start, num_rows))` for each block."""
+        return self.fold_later(body, body(carry, self.first))
+
+    def fold_later(self, body: Callable[[Carry, Any], Carry], carry: Carry) -> Carry:
+        """Calls `carry = body(carry, (start, num_rows))` for the blocks in the loop."""
         begin, end = self.others
         if begin == end:  # The body is not traced.
             return carry
         return jax.lax.fori_loop(
-            begin, end, lambda i, carry: body(i * self.size, carry), carry
+            begin, end, lambda i, carry: body(carry, (i * self.size, self.size)), carry
         )
 
 

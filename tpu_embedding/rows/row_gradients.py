@@ -11,6 +11,7 @@ arithmetic on them. Compiled programs don't change.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -202,7 +203,6 @@ class GradientRounds:
 
     def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
         """Returns this gradient, or no rows if a condition doesn't hold."""
-        later = self.fold_later
 
         def kept(rows: RowRange | None) -> RowRange:
             first_row, end_row = rows or RowRange(
@@ -210,21 +210,17 @@ class GradientRounds:
             )
             return RowRange(first_row, jnp.where(condition, end_row, 0))
 
-        def fold_later(
-            body: Callable[[Any, RowGradients, RowRange], Any], carry: Any
-        ) -> Any:
-            assert later is not None
+        def fold_later(body: Callable[..., Any], carry: Any, later: FoldRounds) -> Any:
             return later(
-                lambda carry, gradients, rows: body(
-                    carry, gradients.only_if(condition), kept(rows)
-                ),
+                lambda carry, x, rows: body(carry, x.only_if(condition), kept(rows)),
                 carry,
             )
 
+        later = self.fold_later
         return GradientRounds(
             first=self.first.only_if(condition),
             first_rows=kept(self.first_rows),
-            fold_later=None if later is None else fold_later,
+            fold_later=later and functools.partial(fold_later, later=later),
         )
 
 

@@ -13,7 +13,7 @@ rate is not finite, the step does not change any rows.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,11 @@ from tpu_embedding.update.every_row import (
 )
 from tpu_embedding.update.lazy_update import (
     PADDING_ROWS,
+    Arrays,
+    RuleStep,
     abstract_rule_state,
     init_rule,
     slots_of,
-    start_step,
     with_values,
 )
 from tpu_embedding.update.table_writer import RoundedState, TableWriter, open_state
@@ -77,9 +78,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
                 stack,
             ),
             blocks.first,
-            lambda add_block, total: blocks.loop(
-                lambda start, total: add_block(total, (start, blocks.size)), total
-            ),
+            blocks.fold_later,
             across_shards(stack),
         )
     return state_around(init_block(table, 0, known_totals(totals), stack), stack)
@@ -133,26 +132,13 @@ def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
       stack: the stack, with its rule.
     """
     writer, state = open_state(state, stack)
-    step = start_step(stack.optimizer, state, stack.dim)
+    step = RuleStep(stack.optimizer, state, stack.dim)
     known = None
     if stack.optimizer.takes_totals:
         # Totals over no rows are zero, and the rule's values may depend on them.
-        no_row = jnp.zeros(PADDING_ROWS, bool)
-        known = TableRows(
-            table_sizes=jnp.float32([table.num_rows for table in stack.tables]),
-            tables=no_row.astype(jnp.int32) if len(stack.tables) > 1 else None,
-            is_used=no_row,
-            is_touched=no_row,
-            all_reduce=lambda totals, _: totals,
-        )
+        row_ids = jnp.full(PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
+        known = writer.known_rows(row_ids, row_ids < 0, lambda totals, _: totals)
     return writer.closed(with_values(state, step.without_rows(known)))
-
-
-class TableAndSlots(NamedTuple):
-    """The arrays that the rounds of a gradient change, one after another."""
-
-    table: PackedRows
-    slots: list[PackedRows]
 
 
 def update_touched(
@@ -164,7 +150,7 @@ def update_touched(
     then runs again to use them.
     """
     stack, takes_totals = writer.stack, writer.stack.optimizer.takes_totals
-    step = start_step(stack.optimizer, state, stack.dim, stack.updates)
+    step = RuleStep(stack.optimizer, state, stack.dim, stack.updates)
     gradient, all_reduce = step.only_if_finite(gradient), across_shards(stack)
     slots, totals = slots_of(state), None
     if takes_totals and gradient.fold_later is not None:
@@ -182,8 +168,8 @@ def update_touched(
         totals, table, slots = read_before_write((totals, table, slots))
 
     def update_round(
-        arrays: TableAndSlots, gradients: RowGradients
-    ) -> tuple[TableAndSlots, list[Any]]:
+        arrays: Arrays, gradients: RowGradients
+    ) -> tuple[Arrays, list[Any]]:
         table = writer.before_rule(arrays.table, gradients.row_ids)
         reduce = all_reduce if totals is None else known_totals(totals)
         known = _known_rows(gradients, reduce, writer) if takes_totals else None
@@ -191,34 +177,15 @@ def update_touched(
             gradients.as_row_updates(), table, arrays.slots, known
         )
         table = writer.add(table, gradients.row_ids, updates)
-        return TableAndSlots(table, slots), new_values
+        return Arrays(table, slots), new_values
 
-    def update_later_round(
-        arrays: TableAndSlots, gradients: RowGradients, rows: RowRange
-    ) -> TableAndSlots:
-        del rows
-        # All rounds compute the same new values from the old state.
-        arrays, _ = update_round(arrays, gradients)
-        return arrays
-
-    arrays, new_values = update_round(TableAndSlots(table, slots), gradient.first)
+    arrays, new_values = update_round(Arrays(table, slots), gradient.first)
     if gradient.fold_later is not None:
-        arrays = gradient.fold_later(update_later_round, arrays)
+        # All rounds compute the same new values from the old state.
+        arrays = gradient.fold_later(
+            lambda arrays, gradients, _: update_round(arrays, gradients)[0], arrays
+        )
     return arrays.table, step.new_state(arrays.slots, new_values)
-
-
-class _Passes(NamedTuple):
-    """The arrays after some passes over the occurrences of each row.
-
-    Attributes:
-      num_done: number of passes so far.
-      table: the table's rows.
-      slots: slot variables.
-    """
-
-    num_done: Int[Array, ""]
-    table: PackedRows
-    slots: list[PackedRows]
 
 
 def update_in_sequence(
@@ -230,36 +197,32 @@ def update_in_sequence(
     a row are in the same round. Values shared by all rows advance once per step.
     """
     stack = writer.stack
-    step = start_step(stack.optimizer, state, stack.dim)
+    step = RuleStep(stack.optimizer, state, stack.dim)
     gradient = step.only_if_finite(gradient)
 
     def update_round(
-        arrays: TableAndSlots, gradients: RowGradients, _: RowRange | None
-    ) -> TableAndSlots:
+        arrays: Arrays, gradients: RowGradients, _: RowRange | None
+    ) -> Arrays:
         updates = gradients.as_row_updates()
         earlier = _num_earlier_occurrences(updates.row_ids)
         is_used = updates.row_ids != PADDING_ROW_ID
         num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
 
-        def run_pass(passes: _Passes) -> _Passes:
+        def run_pass(passes: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
             # The first pass updates each row's first occurrence, and so on.
-            number = passes.num_done
+            number, arrays = passes
             row_ids = jnp.where(earlier == number, updates.row_ids, PADDING_ROW_ID)
-            table = writer.before_rule(passes.table, row_ids)
+            table = writer.before_rule(arrays.table, row_ids)
             row_updates, slots, _ = step.update_rows(
-                RowUpdates(row_ids=row_ids, values=updates.values), table, passes.slots
+                RowUpdates(row_ids=row_ids, values=updates.values), table, arrays.slots
             )
             table = writer.add(table, row_ids, row_updates, occurrence=number)
-            return _Passes(number + 1, table, slots)
+            return number + 1, Arrays(table, slots)
 
-        passes = jax.lax.while_loop(
-            lambda passes: passes.num_done < num_passes,
-            run_pass,
-            _Passes(jnp.int32(0), arrays.table, arrays.slots),
-        )
-        return TableAndSlots(passes.table, passes.slots)
+        start = (jnp.int32(0), arrays)
+        return jax.lax.while_loop(lambda x: x[0] < num_passes, run_pass, start)[1]
 
-    arrays = gradient.fold(update_round, TableAndSlots(table, slots_of(state)))
+    arrays = gradient.fold(update_round, Arrays(table, slots_of(state)))
     return arrays.table, step.new_state(arrays.slots, step.without_rows())
 
 

@@ -10,7 +10,7 @@ all rows are computed once per step.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def lift_to_rows(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
-        step = start_step(optimizer, state, table.layout.dim)
+        step = RuleStep(row_optimizer_of(optimizer), state, table.layout.dim)
         values, slots, new_values = step.update_rows(updates, table, slots_of(state))
         new_state = with_values(with_slots(state, slots), new_values)
         return dataclasses.replace(updates, values=values), new_state
@@ -122,7 +122,21 @@ def init_rule(
     return tree.unflatten(new_leaves)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Arrays(NamedTuple):
+    """The arrays that the parts of a step change, one after another.
+
+    Attributes:
+      table: the table's rows.
+      slots: slot variables.
+      kept: `gradient` and `touches` of a `KeptGradientState`, or empty.
+    """
+
+    table: Any
+    slots: list[Any]
+    kept: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RuleStep:
     """One step of a rule. It exists only during tracing.
 
@@ -131,17 +145,20 @@ class RuleStep:
 
     Attributes:
       optimizer: the rule.
+      state: the state before the step, from `init_rule`.
       dim: columns of the table.
-      probed: the probe's findings about the rule.
-      state: the state before the step.
       form: form of the update. In `"blocks"`, all slots are read before any is written.
     """
 
     optimizer: RowOptimizer
-    dim: int
-    probed: ProbedRule
     state: Any
+    dim: int
     form: Updates = "whole"
+
+    @functools.cached_property
+    def probed(self) -> ProbedRule:
+        """The probe's findings about the rule."""
+        return probe_rule(self.optimizer, self.dim)
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
@@ -236,29 +253,6 @@ class RuleStep:
         ]
         _, _, new_values = self.run(rows, rows, slots, known)
         return new_values
-
-
-def start_step(
-    optimizer: optax.GradientTransformation | RowOptimizer,
-    state: Any,
-    dim: int,
-    form: Updates = "whole",
-) -> RuleStep:
-    """Starts a rule's step.
-
-    Args:
-      optimizer: see `lift_to_rows`.
-      state: from `init_rule`.
-      dim: columns of the table.
-      form: see `RuleStep`.
-    """
-    return RuleStep(
-        optimizer=row_optimizer_of(optimizer),
-        dim=dim,
-        probed=probe_rule(optimizer, dim),
-        state=state,
-        form=form,
-    )
 
 
 def is_slot(leaf: Any) -> bool:
