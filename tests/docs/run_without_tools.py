@@ -19,6 +19,7 @@ from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 OF_TOOLS = ("matplotlib", "pyarrow", "tensorboardX")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()])
 
 
 def main():
@@ -35,10 +36,7 @@ def main():
 
 def run_page(path):
     """Runs all Python blocks of a page, in their order."""
-    sybil = Sybil(
-        parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()]
-    )
-    examples = list(sybil.parse(path).examples())
+    examples = list(SYBIL.parse(path).examples())
     assert examples, path
     for example in examples:
         example.evaluate()

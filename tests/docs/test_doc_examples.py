@@ -3,18 +3,10 @@
 `test_example_programs.py` runs the programs that pages show.
 """
 
-import doctest
-import pathlib
-
 import pytest
-from sybil import Sybil
-from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+from tests.docs.run_without_tools import DOCS, SYBIL
 from tests.tiers import quick_cases
-
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()])
 
 
 def documents():

@@ -4,23 +4,16 @@ import jax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import plan_of
 from tpu_embedding.dynamic.directory import dynamic_tables
 
-
-def plan_of(num_devices, *dynamic, **options):
-    tables = [
-        te.TableConfig(vocabulary_size=each, dim=8, name=f"t{i}", **options)
-        for i, each in enumerate(dynamic)
-    ]
-    config = [te.FeatureConfig(table=table) for table in tables]
-    return te.make_plan(config, mesh_of(num_devices), optimizer="adagrad")
+CAPACITIES = (1000, 70)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_rows_of_a_bucket_lie_on_one_device(num_devices):
-    learned = te.Dynamic(capacity=1000, default_row="learned")
-    plan = plan_of(num_devices, learned, te.Dynamic(capacity=70, default_row="learned"))
+    sizes = {f"{n}": te.Dynamic(capacity=n, default_row="learned") for n in CAPACITIES}
+    plan = plan_of(sizes, devices=num_devices, dim=8)
     (stack,) = plan.stacks
     first_row = first_bucket = 0
     for member in dynamic_tables(stack):
@@ -43,10 +36,8 @@ def test_rows_of_a_bucket_lie_on_one_device(num_devices):
 @pytest.mark.parametrize("admit", [None, te.dynamic.AdmitAfter(2)])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_the_memory_of_the_plan_is_that_of_the_arrays(num_devices, admit):
-    capacities = (1000, 70)
-    plan = plan_of(
-        num_devices, *(te.Dynamic(capacity=n, admit=admit) for n in capacities)
-    )
+    sizes = {f"{n}": te.Dynamic(capacity=n, admit=admit) for n in CAPACITIES}
+    plan = plan_of(sizes, devices=num_devices, dim=8)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     # Without clock, counts and keys, which take a few bytes.
     arrays = [x for x in jax.tree.leaves(tables) if x.ndim == 2 and x.shape[1] > 2]

@@ -2,24 +2,14 @@
 
 import pytest
 import safetensors.numpy
-from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
 from tpu_embedding.export import deltas
 
 ExportError = te.export.ExportError
-SIZES = {"a/é": 37, "b": 5, "c": 64}
-
-
-def layer_of(sizes):
-    tables = [
-        te.TableConfig(vocabulary_size=size, dim=4, name=name)
-        for name, size in sizes.items()
-    ]
-    features = {t.name: te.FeatureConfig(table=t) for t in tables}
-    return te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+SHAPES = {"a/é": (37, 4), "b": (5, 4), "c": (64, 4)}
 
 
 def content_of(directory):
@@ -31,7 +21,7 @@ def content_of(directory):
 def exports(tmp_path, monkeypatch):
     """Three exports, and the two deltas between them."""
     monkeypatch.setattr(deltas, "_BLOCK_BYTES", 100)  # Six rows of a table at a time.
-    layer = layer_of(SIZES)
+    layer = make_layer(SHAPES)
     for i in range(3):
         te.export.save_tables(layer, tmp_path / f"export{i}")
         values = layer.embedding_tables()["c"].copy()
@@ -58,8 +48,9 @@ def test_exports_without_a_delta(exports):
     for name, delta in (("made", "delta1"), ("export0", "delta0")):
         with rejects(ExportError):
             te.export.apply_delta(exports / "export0", exports / delta, exports / name)
-    for name, sizes in (("other", {"b": 5}), ("wider", dict.fromkeys(SIZES, 9))):
-        te.export.save_tables(layer_of(sizes), exports / name)
+    for name, shapes in (("other", ["b"]), ("smaller", SHAPES)):
+        layer = make_layer(dict.fromkeys(shapes, (5, 4)))
+        te.export.save_tables(layer, exports / name)
         with rejects(ExportError, fix=name):
             te.export.save_delta(exports / name, exports / "export0", exports / "delta")
     assert not (exports / "made").exists() and not (exports / "delta").exists()

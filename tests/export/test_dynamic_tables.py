@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
+from tests.checkpoint.states import make_layer
 from tests.export.dynamic_models import (
     DynamicModel,
     DynamicTrainer,
@@ -99,11 +99,6 @@ def test_ids_of_dynamic_and_static_tables_need_two_inputs(tmp_path):
 
 
 def test_name_of_the_ids_of_another_table_is_refused(tmp_path):
-    tables = (
-        te.TableConfig(vocabulary_size=te.Dynamic(capacity=9), dim=4, name="user"),
-        te.TableConfig(vocabulary_size=9, dim=4, name="user:ids"),
-    )
-    features = {str(i): te.FeatureConfig(table=x) for i, x in enumerate(tables)}
-    layer = te.TPUEmbedding(features, rngs=nnx.Rngs(0))
+    layer = make_layer({"user": (te.Dynamic(capacity=9), 4), "user:ids": (9, 4)})
     with rejects(ExportError, field="tables", value=["user:ids"]):
         te.export.save_tables(layer, tmp_path / "tables")

@@ -2,14 +2,12 @@
 
 import tracemalloc
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
 from tpu_embedding.export.table_files import (
     decode,
@@ -57,12 +55,7 @@ STORED = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "int8": np.uint
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_tables_of_a_stored_type_keep_their_bits(tmp_path, dtype):
-    tables = [
-        te.TableConfig(vocabulary_size=n, dim=6, name=name, dtype=jnp.dtype(dtype))
-        for name, n in (("a", 100), ("b/c", 7))
-    ]
-    features = {t.name: te.FeatureConfig(table=t) for t in tables}
-    layer = te.TPUEmbedding(features, mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    layer = make_layer({"a": (100, 6), "b/c": (7, 6)}, dtype=dtype)
     te.export.save_tables(layer, tmp_path / "tables", dtype=dtype)
     for name, file in (("a", "tables/a"), ("b/c", "tables/b%2Fc")):
         stored = read_tensors(tmp_path / "tables" / f"{file}.safetensors")[name]
@@ -103,8 +96,7 @@ def test_rows_are_written_at_their_places(row_ids, tmp_path):
 
 
 def test_a_name_that_the_format_reserves(tmp_path):
-    table = te.TableConfig(vocabulary_size=5, dim=2, name="__metadata__")
-    layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+    layer = make_layer({"__metadata__": (5, 2)})
     with rejects(te.export.ExportError, field="TableConfig.name", value="__metadata__"):
         te.export.save_tables(layer, tmp_path / "tables")
     assert not list(tmp_path.iterdir())
@@ -112,10 +104,7 @@ def test_a_name_that_the_format_reserves(tmp_path):
 
 @pytest.mark.full
 def test_host_holds_blocks_and_no_table(tmp_path):
-    table = te.TableConfig(vocabulary_size=2_000_000, dim=32, name="large")
-    layer = te.TPUEmbedding(
-        te.FeatureConfig(table=table), mesh=mesh_of(2), rngs=nnx.Rngs(0)
-    )
+    layer = make_layer({"large": (2_000_000, 32)})
     tracemalloc.start()
     te.export.save_tables(layer, tmp_path / "tables", dtype="int8")
     _, peak = tracemalloc.get_traced_memory()

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import tpu_embedding as te
+from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
 from tpu_embedding.export.program_inputs import Input, Signature, by_input
 
@@ -19,19 +19,8 @@ BATCH = {
 
 @pytest.fixture(scope="module")
 def layer():
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=vocabulary.vocabulary_size,
-                dim=4,
-                combiner="mean",
-                initializer=te.initializers.normal(1.0),
-                name=name,
-            )
-        )
-        for name, vocabulary in {"user": USERS, "genres": GENRES}.items()
-    }
-    return te.TPUEmbedding(features, rngs=nnx.Rngs(0))
+    vocabularies = {"user": USERS, "genres": GENRES}
+    return make_layer({k: (x.vocabulary_size, 4) for k, x in vocabularies.items()})
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,11 @@ def dense(ids, weights):
 
 
 WEIGHTED = dict(combiner="mean", validate_weights_and_indices=True)
+DROP = dict(out_of_range_ids="drop")
 EMPTY_OR_ONE = [[P, P], [1, 12]]
+RAGGED = te.RaggedIds.from_lists(
+    [[1, 2, 3], [], [12], [4, 5], [6]], [[1, 0, -1], [], [1], [1, 2], [0]]
+)
 CASES = {
     "no position, default": (
         dict(default_id=4),
@@ -154,7 +158,7 @@ CASES = {
     ),
     "default": (dict(default_id=4), np.array(EMPTY_OR_ONE), [1, 4]),
     "default outside": (
-        dict(default_id=4, out_of_range_ids="drop"),
+        DROP | dict(default_id=4),
         np.array([[11, -1], [1, 12]]),
         [1, 4],
     ),
@@ -192,6 +196,17 @@ CASES = {
         dense([[1, 2, 3], [4, 5, 6]], np.zeros((2, 3))),
         [1, 2, 4, 5],
     ),
+    "ragged": (DROP | dict(combiner="sum"), RAGGED, [1, 2, 3, 4, 5, 6]),
+    "ragged weights": (DROP | WEIGHTED, RAGGED, [1, 4, 5]),
+    "ragged, default": (DROP | WEIGHTED | dict(default_id=0), RAGGED, [0, 1, 4, 5]),
+    "ragged, clip": (WEIGHTED | dict(out_of_range_ids="clip"), RAGGED, [1, 4, 5, 9]),
+    "ragged sequence": (DROP | dict(output_shape=(5, 2)), RAGGED, [1, 2, 4, 5, 6]),
+    # Samples that fill up read no default.
+    "ragged that fills up": (
+        dict(default_id=4),
+        te.RaggedIds.from_lists([[1], [2, 3], [1], [5]]),
+        [1, 2, 3, 5],
+    ),
 }
 
 
@@ -208,38 +223,12 @@ def test_case(case, num_devices):
     }
     plan = te.make_plan(config, mesh_of(num_devices))
     offset = plan.features[1].row_offset
+    batch = {"f1": ids}
+    if isinstance(ids, te.RaggedIds):
+        batch = te.inputs.prepare_features(batch, plan)
     with np.errstate(over="ignore"):  # as the weights become float32
-        assert rows_on_devices({"f1": ids}, plan) == [[offset + i for i in expected]]
-    assert rows_on_host({"f1": ids}, plan) == [[offset + i for i in expected]]
-
-
-RAGGED = te.RaggedIds.from_lists(
-    [[1, 2, 3], [], [12], [4, 5], [6]], [[1, 0, -1], [], [1], [1, 2], [0]]
-)
-
-
-@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (dict(combiner="sum"), [1, 2, 3, 4, 5, 6]),
-        (WEIGHTED, [1, 4, 5]),
-        (WEIGHTED | dict(default_id=0), [0, 1, 4, 5]),
-        (WEIGHTED | dict(out_of_range_ids="clip"), [1, 4, 5, 9]),
-        (dict(output_shape=(5, 2)), [1, 2, 4, 5, 6]),
-        (dict(ids=[[1], [2, 3], [1], [5]], default_id=4), [1, 2, 3, 5]),
-    ],
-)
-def test_ragged_ids(options, expected, num_devices):
-    """Samples that fill up read no default."""
-    options = dict(out_of_range_ids="drop") | options
-    ids = options.pop("ids", None)
-    table = te.TableConfig(vocabulary_size=10, dim=4, name="t", combiner="sum")
-    plan = te.make_plan(te.FeatureConfig(table=table, **options), mesh_of(num_devices))
-    ids = RAGGED if ids is None else te.RaggedIds.from_lists(ids)
-    batch = te.inputs.prepare_features(ids, plan)
-    assert rows_on_devices(batch, plan) == [expected]
-    assert rows_on_host(batch, plan) == [expected]
+        assert rows_on_devices(batch, plan) == [[offset + i for i in expected]]
+    assert rows_on_host(batch, plan) == [[offset + i for i in expected]]
 
 
 @pytest.mark.parametrize("weight", [1e-40, -1e-40])

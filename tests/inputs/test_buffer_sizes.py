@@ -4,10 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from flax import nnx
 
-import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
 from tpu_embedding.inputs.buffer_sizes import (
     BufferSizes,
@@ -114,9 +112,7 @@ def test_rounding_wastes_at_most_an_eighth(size):
 
 
 def test_a_layer_remembers_sizes():
-    table = te.TableConfig(vocabulary_size=10, dim=4, name="table")
-    config = {"watched": te.FeatureConfig(table=table)}
-    layer = te.TPUEmbedding(config, mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    layer = make_layer({"watched": (10, 4)})
     for lists in ([[1, 2, 3], [4], [], [5]], [[1], [], [2], []]):
         prepared = layer.prepare({"watched": lists})
         assert prepared["watched"].values.shape == (2, 16)

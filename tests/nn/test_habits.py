@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.nn.test_dense_optimizer import Model
 from tests.rejections import rejects
 from tests.tiers import each_once, quick_cases, with_ids
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
@@ -26,7 +27,7 @@ def loss_fn(model, ids):
 @pytest.mark.full
 def test_a_model_without_an_optimizer_is_traced_once():
     traces = []
-    model = Small(None, 2)
+    model = Model(None, 2)
     te.nn.put_on_mesh(model)
 
     @nnx.jit
@@ -39,31 +40,15 @@ def test_a_model_without_an_optimizer_is_traced_once():
     assert len(traces) == 1
 
 
-class Small(nnx.Module):
-    """A model whose table has padding on most numbers of devices."""
-
-    def __init__(self, optimizer, num_devices):
-        self.embedding = te.TPUEmbedding(
-            te.FeatureConfig(table=TABLE),
-            optimizer,
-            mesh=mesh_of(num_devices),
-            rngs=nnx.Rngs(0),
-        )
-        self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-
-    def __call__(self, ids):
-        return self.linear(self.embedding(ids))
-
-
 def values_of(model):
-    return {**model.embedding.embedding_tables(), "kernel": model.linear.kernel[...]}
+    return {**model.embedding.embedding_tables(), "kernel": model.dense.kernel[...]}
 
 
 @two_meshes
 def test_averages_of_the_parameters(num_devices):
     rule = te.optimizers.with_ema(te.optimizers.adagrad(0.5), momentum=0.5)
     tx = te.optimizers.with_ema(optax.sgd(0.1), momentum=0.5)
-    model = Small(rule, num_devices)
+    model = Model(rule, num_devices)
     optimizer, expected = te.Optimizer(model, tx), None
     for step in range(3):
         loss, gradients = te.value_and_grad(loss_fn)(model, np.arange(step, step + 4))
@@ -82,7 +67,7 @@ def test_averages_of_the_parameters(num_devices):
 @pytest.fixture(scope="module")
 def gradients():
     """Returns the gradients of a model with one table."""
-    model = Small("adagrad", 2)
+    model = Model("adagrad", 2)
     return model, te.value_and_grad(loss_fn)(model, np.arange(4))[1]
 
 

@@ -7,26 +7,17 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import make_layer
 from tests.optimizers.rule_cases import compilations
-
-
-def layer_of(names, optimizer, seed=0):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=6, dim=4, combiner="sum", name=name)
-        )
-        for name in names
-    }
-    return te.TPUEmbedding(features, optimizer, mesh=mesh_of(2), rngs=nnx.Rngs(seed))
 
 
 class Towers(nnx.Module):
     """Two layers, each with a table "shared" and one of its own."""
 
     def __init__(self):
-        self.left = layer_of(("shared", "user"), te.optimizers.adagrad(0.5))
-        self.right = layer_of(("shared", "item"), optax.adam(0.1), 1)
+        left, right = ({"shared": (6, 4), x: (6, 4)} for x in ("user", "item"))
+        self.left = make_layer(left, te.optimizers.adagrad(0.5))
+        self.right = make_layer(right, optax.adam(0.1), seed=1)
 
     def __call__(self, ids):
         left = self.left({"shared": ids, "user": ids})

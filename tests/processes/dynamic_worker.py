@@ -13,6 +13,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import tpu_embedding as te
+from tests.checkpoint.states import features_of
 from tests.processes.joining import join_job
 
 CAPACITY, DIM, BATCH, STEPS = 128, 8, 32, 12
@@ -25,13 +26,8 @@ def train(mesh):
         "tag": te.Dynamic(capacity=CAPACITY, admit=te.dynamic.AdmitAfter(2)),
         "day": 7,
     }
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=size, dim=DIM, name=name)
-        )
-        for name, size in vocabularies.items()
-    }
-    plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.1))
+    features = features_of(vocabularies, DIM, te.optimizers.adagrad(0.1))
+    plan = te.make_plan(features, mesh)
     model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.sgd(0.1))
 

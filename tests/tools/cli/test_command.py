@@ -36,6 +36,17 @@ def test_help_of_commands_and_configs(arguments, shown, capsys):
 
 
 ONE = ["--devices", "1"]
+WRONG_SETTINGS = {
+    "num_step=5": "--num-steps",
+    "num_steps=many": "num-steps",
+    "num_steps=1.5": "num-steps",
+    "num_steps=0": "RunConfig.num_steps",
+    "model.dims=8": "--model.dim",
+    "loss=log": "log_loss",
+    "make_table_optimizer=adam": "make-table-optimizer",
+    "seed=4294967296": "RunConfig.seed",
+    "target.metric=rmse": "metric",
+}
 
 
 @pytest.mark.parametrize(
@@ -43,9 +54,7 @@ ONE = ["--devices", "1"]
     [
         (["trian", "synthetic"], "train"),
         (["train", "synthetic", "--device", "8"], "--devices"),
-        (["train", "synthetic", "--set", "num_step=5"], "--num-steps"),
-        (["train", "synthetic", "--set", "num_steps=many"], "num-steps"),
-        (["train", "synthetic", "--set", "num_steps=0"], "RunConfig.num_steps"),
+        *((["train", "synthetic", "--set", x], y) for x, y in WRONG_SETTINGS.items()),
         (["train", "syntetic"], "'syntetic'"),
         (["train", "synthetic", "--devices", "9"], "--devices"),
         (["train", "synthetic", "--devices", "0"], "--devices"),

@@ -43,6 +43,11 @@ def test_a_run_of_an_own_config_is_exported_by_the_printed_command(
     [
         ({"config": "{tmp}/run/evil.py", "sha256": "{sha256}"}, "--config"),
         ({"config": "synthetic", "settings": ["{completion}"]}, "CheckpointError"),
+        *(
+            ({"config": x, "settings": ["{completion}"]}, "--config")
+            for x in ("os", "../configs/dlrm", ["evil.py"], None)
+        ),
+        (None, "--config"),  # A script leaves no origin.
         ({"config": "{tmp}/bait.csv", "data_dir": None}, "--config"),
         ({"config": "dlrm", "data_dir": "{tmp}/bait.csv"}, "--data-dir"),
     ],
@@ -54,7 +59,7 @@ def test_a_downloaded_run_executes_and_opens_nothing(tmp_path, forged, name, cap
         "sha256": hashlib.sha256(evil.encode()).hexdigest(),
         "completion": f"tyro-write-completion=bash {tmp_path / 'executed'}",
     }
-    text = json.dumps({"run": {}, "origin": {"settings": []} | forged})
+    text = json.dumps({"run": {}, "origin": forged and {"settings": []} | forged})
     for word, value in texts.items():
         text = text.replace(f"{{{word}}}", value)
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)

@@ -3,13 +3,12 @@
 import re
 import shutil
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.checkpoint.states import plan_of, state_of
 from tpu_embedding.strings.string_ids import save_vocabularies
 from tpu_embedding.tools import cli
 
@@ -20,19 +19,11 @@ USER_ID = 2**40
 def run_directory(tmp_path_factory):
     """A run with two checkpoints of a static and a dynamic table."""
     directory = tmp_path_factory.mktemp("run")
-    sizes = {"movie": 2000, "user": te.Dynamic(capacity=64)}
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=size, dim=4, name=name)
-        )
-        for name, size in sizes.items()
-    }
-    plan = te.make_plan(features, mesh_of(1), optimizer=te.optimizers.adagrad(0.1))
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    slots = te.functional.init_slots(tables, plan)
+    plan = plan_of({"movie": 2000, "user": te.Dynamic(capacity=64)}, devices=1)
+    state = state_of(plan)
     ids = {"movie": np.arange(2), "user": np.array([USER_ID, -7])}
     batch = te.inputs.prepare_features(ids, plan)
-    result = te.functional.insert_ids(tables, slots, batch, plan)
+    result = te.functional.insert_ids(state["tables"], state["slots"], batch, plan)
     state = {"tables": result.tables, "slots": result.slots}
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
         for step in (9, 10):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from tests.rejections import rejects
 from tpu_embedding.tools.train import ConfigError, DataError, load_config
 from tpu_embedding.tools.train.origin import RunOrigin, config_of_run
@@ -66,23 +64,6 @@ def test_a_config_of_the_user_is_passed_again(tmp_path, monkeypatch, capsys):
     config = config_of_run(tmp_path, config="mine.py", settings=["model.dim=5"])
     assert (config.name, config.num_steps, config.model.dim) == ("mine", 7, 5)
     assert "model.dim 3 -> 5" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "config", ["os", "{tmp}/evil.py", ["evil.py"], "../configs/dlrm", None], ids=str
-)
-def test_forged_records_are_data(tmp_path, config):
-    """A record selects a config of the package, and nothing of it is executed."""
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    config = config.format(tmp=tmp_path) if isinstance(config, str) else config
-    settings = [f"tyro-write-completion=bash {tmp_path / 'executed'}"]
-    origin = {"config": config, "settings": settings, "sha256": None}
-    run = load_config("synthetic").describe()
-    # A script leaves no origin.
-    write_records(tmp_path, {"run": run, "origin": config and origin})
-    with rejects(ConfigError, fix="--config"):
-        config_of_run(tmp_path)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_encodings_of_a_config(tmp_path):
