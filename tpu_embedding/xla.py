@@ -150,8 +150,9 @@ def sum_in_blocks(values: Array) -> Int[Array, " n"]:
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         values, positions = values.astype(jnp.int32), jnp.arange(num_values)
-        terms = jnp.where(positions[None, :] <= positions[:, None], values[None, :], 0)
-        return jnp.sum(terms, axis=1, dtype=jnp.int32)
+        terms = jnp.where(positions[None, :] < positions[:, None], values[None, :], 0)
+        # The values added here cancel those that a longer sum subtracts.
+        return jnp.sum(terms, axis=1, dtype=jnp.int32) + values
     blocks = _in_blocks(values, 0)
     triangle = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
 
