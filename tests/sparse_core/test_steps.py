@@ -62,7 +62,10 @@ def batch_of(step):
             [draw.integers(0, 7, n).tolist() for n in lengths],
             [draw.normal(size=n).tolist() for n in lengths],
         ),
-        "again": draw.integers(0, 30, (BATCH, 2)).astype(np.int32),
+        "again": te.DenseIds(
+            ids=draw.integers(0, 30, (BATCH, 2)).astype(np.int32),
+            weights=draw.uniform(0.5, 2, (BATCH, 2)).astype(np.float32),
+        ),
         "wide": wide,
         "sequence": te.RaggedIds.from_lists(
             [draw.integers(0, 300, n).tolist() for n in lengths]
