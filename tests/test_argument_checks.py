@@ -91,6 +91,11 @@ LAYERS = {
         lambda x: x.model({"watched": [[1, 2], [3]]}),
         dict(fix="layer.prepare(features)"),
     ),
+    "item": (
+        lambda x: x.model.embedding["movie"],
+        dict(fix="layer.embedding_tables()['movie']"),
+    ),
+    "attribute": (lambda x: x.model.embedding.attend, dict(fix="queries @ layer")),
     "lookahead": (
         lambda x: layer(optax.lookahead(optax.sgd(0.1), 5, 0.5)),
         dict(fix="fast_optimizer"),

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +213,14 @@ _MAKE_FEATURES: Final = (
     "vocabulary_size=..., dim=...))}"
 )
 _TABLE_FIELDS: Final = ("num_embeddings", "vocabulary_size", "embedding_dim", "dim")
+_ATTRIBUTES: Final = {
+    "attend": "for scores of some rows, write queries @ layer(features)['movie'].T",
+    "embedding": "layer.embedding_tables()['movie'] is the table as a NumPy array, and "
+    "layer.set_embedding_tables({'movie': array}) sets it",
+    "features": "layer.plan.features lists features, and print(layer.plan) shows dims",
+    "num_embeddings": "print(layer.plan) shows the rows of each table",
+}
+"""Attributes of other libraries' layers, and what to use instead."""
 
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
@@ -366,6 +374,22 @@ class TPUEmbedding(ShortRepr):
         result = self._look_up(features, plan)
         self._keep_stats(result.stats)
         return result.activations
+
+    if not TYPE_CHECKING:  # Type checkers would take any name.
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, with a hint for other libraries' attributes."""
+            text = f"'TPUEmbedding' object has no attribute {name!r}"
+            if name in _ATTRIBUTES:
+                text = f"{text}: {_ATTRIBUTES[name]}."
+            raise AttributeError(text, name=name, obj=self)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(
+            f"A TPUEmbedding is not a dict of tables, got [{name!r}]: "
+            f"layer.embedding_tables()[{name!r}] is the table as a NumPy array, and "
+            f"layer(features)[{name!r}] the activations of a feature."
+        )
 
     def _repr_facts(self) -> dict[str, Any]:
         """Returns what `print(model)` shows of the layer."""

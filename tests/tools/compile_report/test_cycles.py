@@ -1,4 +1,4 @@
-"""Cycles of a program written by hand; tests/compiled bounds those of steps."""
+"""Cycles of a program written by hand; tests/compiled bounds the cycles of steps."""
 
 import pytest
 

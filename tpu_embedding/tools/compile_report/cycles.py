@@ -2,7 +2,7 @@
 
 XLA:TPU writes `estimated_cycles` on each operation of a TensorCore. XLA's cost analysis
 (`optimal_seconds`) counts the body of a loop once. This module multiplies the cycles of
-an operation by the iterations of the loops around it. The sum is no running time:
+an operation by the iterations of the loops around it. The sum is not a running time:
 operations may overlap, and waiting for other devices is not part of it. Compare
 programs with it.
 """
