@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
-from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.state import RoundedState
 
 DIM = 5
 SIZES = {"a": 37, "b": 11}

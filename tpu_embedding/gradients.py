@@ -463,8 +463,7 @@ def _total_of_stack(
     stack = _trained_stack(plan, stack_name)
 
     def measure_shard(sealed: Sealed) -> Array:
-        def measure_round(total: Array, gradient: RowGradients, rows: Any) -> Array:
-            del rows
+        def measure_round(total: Array, gradient: RowGradients) -> Array:
             if isinstance(stack.optimizer.driver, InSequence):
                 # The rule applies a row's occurrences one by one; measure their sum.
                 max_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)

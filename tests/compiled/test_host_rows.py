@@ -15,7 +15,7 @@ from tests.tiers import quick_cases
 from tpu_embedding.host_rows.exchange import swap_program, words_per_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
-from tpu_embedding.update.lazy_update import slots_of
+from tpu_embedding.update.state import slots_of
 
 # More than the 128 MiB of VMEM of a v5e or v6e; a smaller cache XLA may move there.
 CACHE_LINES = 300_000

@@ -21,7 +21,7 @@ from tpu_embedding.host_rows.initial import (
 )
 from tpu_embedding.rows import access
 from tpu_embedding.tables.row_stream import read_blocks
-from tpu_embedding.update.lazy_update import is_slot, slots_of, values_of
+from tpu_embedding.update.state import is_slot, slots_of, values_of
 
 KEY = jax.random.key(3)
 

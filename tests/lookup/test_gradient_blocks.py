@@ -33,12 +33,12 @@ def fold(keys, cotangents, ids_per_block, layout):
     def read_cotangents(ids):
         return gather_in_bounds(cotangents, ids)
 
-    def body(carry, gradients, row_range):
+    def body(carry, gradients):
         sums, visits, ends, turn = carry
         updates = gradients.as_row_updates()
         sums = sums.at[updates.row_ids].add(updates.values, mode="drop")
         visits = visits.at[updates.row_ids].add(1, mode="drop")
-        first, end = row_range or (jnp.int32(0), jnp.int32(ROWS))
+        first, end = gradients.covered or (jnp.int32(0), jnp.int32(ROWS))
         is_row = updates.row_ids != PADDING
         is_outside = is_row & ((updates.row_ids < first) | (updates.row_ids >= end))
         visits += jnp.sum(is_outside)

@@ -12,7 +12,7 @@ import optax
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.plan.plan import StackPlan
-from tpu_embedding.update.lazy_update import is_slot
+from tpu_embedding.update.state import is_slot
 
 
 def custom_adagrad(gradient, row, slots, learning_rate, _):

@@ -18,7 +18,7 @@ from tests.optimizers.rule_cases import one_table_plan
 from tests.rejections import rejects
 from tests.tiers import full_cases, quick_cases
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
-from tpu_embedding.update.lazy_update import lift_to_rows
+from tpu_embedding.update.parts import lift_to_rows
 
 ROWS, DIM = 12, 4
 

@@ -9,7 +9,6 @@ import tpu_embedding as te
 from tests.tiers import quick_cases
 from tests.update.update_cases import (
     Balanced,
-    apply_gradient,
     balanced,
     check_balanced,
     gradients_of,
@@ -24,7 +23,8 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.rows import access
 from tpu_embedding.rows.packed_rows import unpack_rows
-from tpu_embedding.update.apply import init_state
+from tpu_embedding.update.drivers import update_stack
+from tpu_embedding.update.state import init_state
 
 CASES = {
     "packed": ([23, 7], 16, "v5p", 1, 4, 1),
@@ -60,7 +60,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
 
     def step(table, state, first, second):
         gradient = rounds_of([(first, None), (second, (0, 1))])
-        return apply_gradient(table, state, gradient, stack)
+        return update_stack(table, state, gradient, stack)
 
     apply = sharded(plan, step)
     kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
@@ -117,7 +117,7 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     values = integers((3, 64), seed=1)
     step = sharded(
         plan,
-        lambda table, state, gradients: apply_gradient(
+        lambda table, state, gradients: update_stack(
             table, state, rounds_of([(gradients, None)]), stack
         ),
     )

@@ -4,6 +4,8 @@ The rules compute on small integers and halves, which float32 does exactly. So a
 compares with equality, and its reference is a few lines of NumPy.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +20,6 @@ from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
-from tpu_embedding.update.apply import DRIVERS
-from tpu_embedding.update.table_writer import open_state
 
 NASTY = np.float32([-0.0, np.inf, -np.inf, np.nan, 1e38, 2e-38])
 """Values that an addition of anything but -0.0, or a product with 0, would change."""
@@ -233,19 +233,17 @@ def rounds_of(rounds):
     Args:
       rounds: pairs of `RowGradients` and the pair (first row, end row), or None.
     """
-    (first, first_rows), *later = [
-        (gradients, None if rows is None else RowRange(*map(jnp.int32, rows)))
+    first, *later = [
+        gradients
+        if rows is None
+        else dataclasses.replace(gradients, covered=RowRange(*map(jnp.int32, rows)))
         for gradients, rows in rounds
     ]
 
     def fold_later(body, carry):
-        for gradients, rows in later:
-            carry = body(carry, gradients, rows)
-        return carry
+        return functools.reduce(body, later, carry)
 
-    return GradientRounds(
-        first=first, first_rows=first_rows, fold_later=fold_later if later else None
-    )
+    return GradientRounds(first, fold_later if later else None)
 
 
 def plan_of(sizes, dim, optimizer, *, num_devices=1, hardware="cpu", dtype=jnp.float32):
@@ -270,14 +268,6 @@ def plan_of(sizes, dim, optimizer, *, num_devices=1, hardware="cpu", dtype=jnp.f
     )
     (stack,) = plan.trained_stacks
     return plan, stack
-
-
-def apply_gradient(table, state, gradient, stack):
-    """Updates a stacked table, as a step does on each shard."""
-    writer, state = open_state(state, stack)
-    update = DRIVERS[type(stack.optimizer.driver)]
-    table, state = update(table, state, gradient, writer)
-    return table, writer.closed(state)
 
 
 def sharded(plan, function):

@@ -48,7 +48,7 @@ from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import ReadTableRows, write_blocks
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
-from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.state import RoundedState
 
 IDS: Final = f"{DIRECTORY_ARRAY}ids"
 NATURAL_ROWS: Final = f"{DIRECTORY_ARRAY}natural_rows"

@@ -49,7 +49,7 @@ from tpu_embedding.checkpoint.state_file import (
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.transfers import moves_arrays
-from tpu_embedding.update.lazy_update import is_slot
+from tpu_embedding.update.state import is_slot
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):

@@ -31,7 +31,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.arithmetic_guard import GUARD_NAME
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
-from tpu_embedding.update.lazy_update import structure_of_state
+from tpu_embedding.update.state import structure_of_state
 
 _NOT_SAVED = (
     LookupStatsVariable,

@@ -18,8 +18,13 @@ from tpu_embedding.rows.packed_rows import (
     store_rows,
 )
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.update.lazy_update import is_slot, map_slots, slots_of, with_slots
-from tpu_embedding.update.table_writer import RoundedState
+from tpu_embedding.update.state import (
+    RoundedState,
+    is_slot,
+    map_slots,
+    slots_of,
+    with_slots,
+)
 from tpu_embedding.update.totals import tables_of_rows
 from tpu_embedding.xla import as_variables, read_before_write
 

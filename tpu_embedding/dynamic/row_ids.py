@@ -79,7 +79,7 @@ from tpu_embedding.types import (
     ids_of,
     with_ids,
 )
-from tpu_embedding.update.lazy_update import state_specs
+from tpu_embedding.update.state import state_specs
 from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now", "be an integer from 1 to 2**32 - 1"

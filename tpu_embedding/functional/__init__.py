@@ -34,7 +34,7 @@ from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
 from tpu_embedding.types import LookupStats as LookupStats
 from tpu_embedding.types import RowIds as RowIds
 from tpu_embedding.types import RowUpdates as RowUpdates
-from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows
+from tpu_embedding.update.parts import lift_to_rows as lift_to_rows
 
 if TYPE_CHECKING:
     from tpu_embedding.dynamic.ids_64 import Ids64 as Ids64

@@ -38,9 +38,12 @@ from tpu_embedding.rows.access import (
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.transfers import moves_arrays
-from tpu_embedding.update.apply import init_state
-from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import is_slot, state_specs
+from tpu_embedding.update.state import (
+    KeptGradientState,
+    init_state,
+    is_slot,
+    state_specs,
+)
 from tpu_embedding.update.totals import across_shards, tables_of_rows
 
 _SAME: Final = 1e-5

@@ -60,20 +60,16 @@ from tpu_embedding.plan.shard_map import (
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import Sealed, empty_gradient
 from tpu_embedding.types import LookupStats
-from tpu_embedding.update.apply import (
-    DRIVERS,
+from tpu_embedding.update.drivers import state_without_rows, update_stack
+from tpu_embedding.update.state import (
     abstract_state,
     init_state,
-    state_without_rows,
-)
-from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lazy_update import (
+    rule_state_of,
     state_specs,
     structure_of_state,
     values_of,
     with_values_if,
 )
-from tpu_embedding.update.table_writer import RoundedState, open_state
 from tpu_embedding.xla import run_if
 
 
@@ -655,37 +651,21 @@ def _update_shard(
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
-    replaces_update = gradient is not None and stack.backend.replaces_update
-    if only_if is not None and not replaces_update:
+    sizes = stack.vocabulary.stacks.table_sizes(used_rows, stack)
 
-        def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
-            return _update_shard(
-                *arrays, gradient, used_rows, gradient_norm, None, stack
-            )
-
-        return run_if(only_if, update_all, (table, state))
-    writer, state = open_state(state, stack, used_rows)
-    update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
-    squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
-
-    with model_gradient_context(squares):
-        if gradient is None:
-            table, state = update(table, state, empty_gradient(stack.dim), writer)
-        elif not stack.backend.replaces_update:
+    def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
+        rounds = empty_gradient(stack.dim)
+        if gradient is not None:
             rounds = gradient_rounds(gradient, stack)
-            table, state = update(table, state, rounds, writer)
-        else:
-            table, state = stack.backend.update(
-                table,
-                state,
-                gradient,
-                lambda table, state: update(
-                    table, state, gradient_rounds(gradient, stack), writer
-                ),
-                stack,
-                only_if,
-            )
-    return table, writer.closed(state)
+        return update_stack(table, state, rounds, stack, sizes)
+
+    squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
+    with model_gradient_context(squares):
+        if gradient is not None and stack.backend.replaces_update:
+            return stack.backend.update(table, state, gradient, update, stack, only_if)
+        if only_if is None:
+            return update(table, state)
+        return run_if(only_if, lambda arrays: update(*arrays), (table, state))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -714,10 +694,8 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     """
     result = jnp.ones((), bool)
     for stack in plan.trained_stacks:
-        state = slots[stack.name]
-        while isinstance(state, RoundedState | KeptGradientState):
-            state = state.inner
-        is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
+        values = values_of(rule_state_of(slots[stack.name]))
+        is_finite = rates_are_finite(stack.optimizer, stack.dim, values)
         result &= True if is_finite is None else is_finite
     return result
 

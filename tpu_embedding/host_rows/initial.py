@@ -30,7 +30,8 @@ from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.rows import access, file_rows, packed_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import initial_values
-from tpu_embedding.update import apply, lazy_update, totals
+from tpu_embedding.update import state as stack_state
+from tpu_embedding.update import totals
 from tpu_embedding.xla import computed_apart, run_if
 
 _BLOCK_BYTES: Final = 2**22
@@ -177,8 +178,8 @@ def fill_slots(
     spec, known = stack.rows_spec, []
 
     def init(block: PackedRows, start: Array, known: list[Array]) -> list[PackedRows]:
-        state = apply.init_block(block, start, totals.known_totals(known), stack)
-        return lazy_update.slots_of(state)
+        state = stack_state.init_block(block, start, totals.known_totals(known), stack)
+        return stack_state.slots_of(state)
 
     specs = spec, PartitionSpec(), PartitionSpec()
     program = jax.jit(on_shards(init, plan, in_specs=specs, out_specs=spec))
@@ -223,19 +224,19 @@ def measured_state(
 
     def values(known: list[Array]) -> list[Array]:
         # Values depend on rows only through totals, so any rows will do.
-        layout = dataclasses.replace(stack.layout, num_rows=apply.PADDING_ROWS)
+        layout = dataclasses.replace(stack.layout, num_rows=stack_state.PADDING_ROWS)
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
-        state = apply.init_block(rows, 0, totals.known_totals(known), stack)
-        state = apply.state_around(state, stack)
-        return [jnp.asarray(value) for value in lazy_update.values_of(state)]
+        state = stack_state.init_block(rows, 0, totals.known_totals(known), stack)
+        state = stack_state.state_around(state, stack)
+        return [jnp.asarray(value) for value in stack_state.values_of(state)]
 
     specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec())
     new_values = jax.jit(on_shards(values, plan, **specs))(
         _totals_of_store(store, stack, plan)
     )
-    state = lazy_update.with_values(apply.abstract_state(stack), new_values)
-    return lazy_update.with_slots(state, [slot_at(i) for i in range(len(stack.slots))])
+    state = stack_state.with_values(stack_state.abstract_state(stack), new_values)
+    return stack_state.with_slots(state, [slot_at(i) for i in range(len(stack.slots))])
 
 
 def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Array]:
@@ -245,7 +246,7 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
         # A total is `{reduction: result so far}`, empty before the first block.
         def request() -> Any:
             requests = totals.requests_of(
-                lambda rows, ask: apply.init_block(rows, start, ask, stack),
+                lambda rows, ask: stack_state.init_block(rows, start, ask, stack),
                 block,
                 known,
             )

@@ -51,8 +51,7 @@ from tpu_embedding.tables.row_stream import (
     read_blocks,
     write_blocks,
 )
-from tpu_embedding.update.apply import abstract_state
-from tpu_embedding.update.lazy_update import slots_of, with_slots
+from tpu_embedding.update.state import abstract_state, slots_of, with_slots
 
 if TYPE_CHECKING:
     from tpu_embedding.host_rows.feed import Feed

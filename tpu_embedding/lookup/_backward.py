@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +60,15 @@ from tpu_embedding.rows.packed_rows import (
     gather_in_bounds,
     round_up,
 )
-from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients, Sealed, seal
+from tpu_embedding.rows.row_gradients import (
+    GradientRounds,
+    RoundBody,
+    RowGradients,
+    Sealed,
+    seal,
+)
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.xla import forward_fill
-
-Carry = TypeVar("Carry")
 
 _MAX_CHUNKS: Final = 8
 """Maximum iterations of the loop, reached if almost all occurrences are repeats."""
@@ -217,26 +221,22 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
         # The backend can't run this update, so the drivers do.
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
-        return GradientRounds(first=first)
+        return GradientRounds(first)
+    end_row = sent.first.end_row[0]
+    first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_row))
 
-    def fold_later(
-        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
-    ) -> Carry:
-        def run(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
+    def fold_later(body: RoundBody, carry: Any) -> Any:
+        def run(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
             carry, first_row = state
             received = _receive(current, sent, reader, stack)
-            rows = RowRange(first_row, current.end_row[0])
-            return body(carry, received, rows), current.end_row[0]
+            end_row = current.end_row[0]
+            covered = RowRange(first_row, end_row)
+            return body(carry, dataclasses.replace(received, covered=covered)), end_row
 
-        state = (carry, sent.first.end_row[0])
-        (carry, _), _ = fold_later_rounds(run, state, sent, stack)
+        (carry, _), _ = fold_later_rounds(run, (carry, end_row), sent, stack)
         return carry
 
-    return GradientRounds(
-        first=first,
-        first_rows=RowRange(jnp.int32(0), sent.first.end_row[0]),
-        fold_later=fold_later,
-    )
+    return GradientRounds(first, fold_later)
 
 
 def _receive(
@@ -474,62 +474,59 @@ def sorted_blocks(
     )
 
 
+class BlockSum(NamedTuple):
+    """What a block of ids needs from the blocks before it.
+
+    Attributes:
+      index: number of the block.
+      open_sum: `[dim]`, part of its first row's gradient from earlier blocks.
+      first_row: first row that no earlier block finished.
+    """
+
+    index: Int[Array, ""]
+    open_sum: Float[Array, " dim"]
+    first_row: Int[Array, ""]
+
+
 def gradient_blocks(
     blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
 ) -> GradientRounds:
     """Sums the gradients block by block. Per shard."""
     num_blocks, ids_per_block = blocks.row_ids.shape
     nothing = jnp.zeros((layout.dim,), jnp.float32)
-    first, open_sum, end_row = _sum_block(
-        jnp.int32(0), blocks, nothing, read_cotangents, layout
-    )
+    start = BlockSum(jnp.int32(0), nothing, jnp.int32(0))
+    first, after_first = _sum_block(start, blocks, read_cotangents, layout)
     if num_blocks == 1:
-        return GradientRounds(first=first)
+        return GradientRounds(first)
     num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
 
-    def fold_later(
-        body: Callable[[Carry, RowGradients, RowRange], Carry], carry: Carry
-    ) -> Carry:
-        def has_ids(state):
-            index, *_ = state
-            return index * ids_per_block < num_used
+    def fold_later(body: RoundBody, carry: Any) -> Any:
+        def has_ids(state: tuple[BlockSum, Any]) -> Bool[Array, ""]:
+            return state[0].index * ids_per_block < num_used
 
-        def run(state):
-            index, open_sum, first_row, carry = state
-            gradients, open_sum, end_row = _sum_block(
-                index, blocks, open_sum, read_cotangents, layout
-            )
-            carry = body(carry, gradients, RowRange(first_row, end_row))
-            return index + 1, open_sum, end_row, carry
+        def run(state: tuple[BlockSum, Any]) -> tuple[BlockSum, Any]:
+            block, carry = state
+            gradients, block = _sum_block(block, blocks, read_cotangents, layout)
+            return block, body(carry, gradients)
 
-        state = (jnp.int32(1), open_sum, end_row, carry)
-        *_, carry = jax.lax.while_loop(has_ids, run, state)
-        return carry
+        return jax.lax.while_loop(has_ids, run, (after_first, carry))[1]
 
-    return GradientRounds(
-        first=first, first_rows=RowRange(jnp.int32(0), end_row), fold_later=fold_later
-    )
+    return GradientRounds(first, fold_later)
 
 
 def _sum_block(
-    index: Int[Array, ""],
+    before: BlockSum,
     blocks: IdBlocks,
-    open_sum: Float[Array, " dim"],
     read_cotangents: ReadCotangents,
     layout: RowLayout,
-) -> tuple[RowGradients, Float[Array, " dim"], Int[Array, ""]]:
-    """Sums the gradients of block `index`.
-
-    `open_sum` is the part of its first row's gradient that comes from earlier blocks.
-
-    Returns:
-      The gradients of finished rows, the partial sum of a row that continues in the
-      next block, and the first unfinished row.
-    """
+) -> tuple[RowGradients, BlockSum]:
+    """Sums the gradients of a block. Returns those of finished rows."""
     num_blocks, ids_per_block = blocks.row_ids.shape
+    index = before.index
     ids, ranks = blocks.row_ids[index], blocks.ranks[index]
     positions = ranks - ranks[0]
-    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
+    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32)
+    sums = sums.at[0].set(before.open_sum)
     sums = sums.at[positions].add(
         read_cotangents(blocks.order[index]),
         mode="drop",
@@ -543,10 +540,12 @@ def _sum_block(
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
     last = positions[-1]
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
+    end_row = jnp.minimum(next_id, layout.num_rows)
     gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
         values=sums,
+        covered=RowRange(before.first_row, end_row) if num_blocks > 1 else None,
     )
     # If padding ends the block, its position is past all rows; the sum is unused.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
-    return gradients, open_sum, jnp.minimum(next_id, layout.num_rows)
+    return gradients, BlockSum(index + 1, open_sum, end_row)

@@ -11,7 +11,6 @@ arithmetic on them. Compiled programs don't change.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -133,11 +132,13 @@ class RowGradients:
       values: `[rows, dim]`, gradient of each row, undefined in unused positions.
       occurrences: the gradient of each occurrence of an id, for optimizers that need
         the norm of all occurrences; else None.
+      covered: the shard's rows that the round covers. None if it covers all rows.
     """
 
     row_ids: Int[Array, " rows"]
     values: Float[Array, "rows dim"]
     occurrences: RowUpdates | None = None
+    covered: RowRange | None = None
 
     def as_row_updates(self) -> RowUpdates:
         """Returns the gradients with zeros in unused positions."""
@@ -165,17 +166,20 @@ class RowGradients:
         if occurrences is not None:
             row_ids = kept(occurrences.row_ids)
             occurrences = dataclasses.replace(occurrences, row_ids=row_ids)
-        return dataclasses.replace(
-            self, row_ids=kept(self.row_ids), occurrences=occurrences
+        first, end = self.covered or (jnp.int32(0), jnp.int32(PADDING_ROW_ID))
+        return RowGradients(
+            row_ids=kept(self.row_ids),
+            values=self.values,
+            occurrences=occurrences,
+            covered=RowRange(first, jnp.where(condition, end, 0)),
         )
 
 
-FoldRounds = Callable[[Callable[[Any, RowGradients, RowRange], Any], Any], Any]
-"""Given `body` and `carry`, calls `carry = body(carry, gradients, rows)` for each round
-after the first."""
+RoundBody = Callable[[Any, RowGradients], Any]
+"""Maps a carry and a round to the new carry."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GradientRounds:
     """The whole gradient of a stacked table at the owners of its rows. Per shard.
 
@@ -184,48 +188,32 @@ class GradientRounds:
 
     Attributes:
       first: gradients of the first round, which has all rows unless there is skew.
-      first_rows: rows that the first round covers. Defaults to all rows.
-      fold_later: folds over all later rounds, if a batch of this shape can have any.
+      fold_later: given a body and a carry, folds over all later rounds. None if no
+        batch of this shape has any.
     """
 
     first: RowGradients
-    first_rows: RowRange | None = None
-    fold_later: FoldRounds | None = None
+    fold_later: Callable[[RoundBody, Any], Any] | None = None
 
-    def fold(
-        self,
-        body: Callable[[Any, RowGradients, RowRange | None], Any],
-        carry: Any,
-    ) -> Any:
-        """Calls `carry = body(carry, gradients, rows)` for every round."""
-        carry = body(carry, self.first, self.first_rows)
+    def fold(self, body: RoundBody, carry: Any) -> Any:
+        """Calls `carry = body(carry, round)` for every round."""
+        carry = body(carry, self.first)
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
     def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
         """Returns this gradient, or no rows if a condition doesn't hold."""
+        first, later = self.first.only_if(condition), self.fold_later
+        if later is None:
+            return GradientRounds(first)
 
-        def kept(rows: RowRange | None) -> RowRange:
-            first_row, end_row = rows or RowRange(
-                jnp.int32(0), jnp.int32(PADDING_ROW_ID)
-            )
-            return RowRange(first_row, jnp.where(condition, end_row, 0))
+        def fold_later(body: RoundBody, carry: Any) -> Any:
+            return later(lambda carry, x: body(carry, x.only_if(condition)), carry)
 
-        def fold_later(body: Callable[..., Any], carry: Any, later: FoldRounds) -> Any:
-            return later(
-                lambda carry, x, rows: body(carry, x.only_if(condition), kept(rows)),
-                carry,
-            )
-
-        later = self.fold_later
-        return GradientRounds(
-            first=self.first.only_if(condition),
-            first_rows=kept(self.first_rows),
-            fold_later=later and functools.partial(fold_later, later=later),
-        )
+        return GradientRounds(first, fold_later)
 
 
 def empty_gradient(dim: int) -> GradientRounds:
     """Returns the gradient of a step that touched no rows of a stack. Per shard."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
-    gradients = RowGradients(row_ids=row_ids, values=jnp.zeros((1, dim), jnp.float32))
-    return GradientRounds(first=gradients)
+    values = jnp.zeros((1, dim), jnp.float32)
+    return GradientRounds(RowGradients(row_ids=row_ids, values=values))

@@ -57,7 +57,7 @@ from tpu_embedding.sparse_core.partitioned_ids import (
     SparseCoreIds,
 )
 from tpu_embedding.sparse_core.row_rule import RowRule, row_rule
-from tpu_embedding.update.lazy_update import (
+from tpu_embedding.update.state import (
     slots_of,
     values_of,
     with_slots,

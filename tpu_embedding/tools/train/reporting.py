@@ -31,7 +31,7 @@ from tpu_embedding.tools.train.run_directory import (
     values_by_step,
 )
 from tpu_embedding.tools.train.run_steps import StepMetrics
-from tpu_embedding.update.apply import abstract_state
+from tpu_embedding.update.state import abstract_state
 
 STEPS_IN_FLIGHT: Final = 2
 """Number of steps dispatched before the host waits for the first of them.

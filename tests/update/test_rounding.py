@@ -7,7 +7,6 @@ import pytest
 
 import tpu_embedding as te
 from tests.update.update_cases import (
-    apply_gradient,
     bits,
     gradients_of_shards,
     packed,
@@ -20,8 +19,9 @@ from tests.update.update_cases import (
 from tpu_embedding.optimizers.row_optimizer import KeptGradient
 from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows import access
-from tpu_embedding.update.apply import init_state
-from tpu_embedding.update.table_writer import TableWriter, bits_of_rows
+from tpu_embedding.update.drivers import update_stack
+from tpu_embedding.update.parts import bits_of_rows
+from tpu_embedding.update.state import init_state
 
 SIZES = [5, 1, 6]
 DIM = 3
@@ -81,7 +81,7 @@ class Table:
 
         def step(table, state, *parts):
             gradient = rounds_of([(part, None) for part in parts])
-            return apply_gradient(table, state, gradient, self.stack)
+            return update_stack(table, state, gradient, self.stack)
 
         self._apply = self._apply or sharded(self.plan, step)
         self.tables, self.states = zip(
@@ -205,9 +205,8 @@ def test_small_gradients_move_a_row_at_the_right_mean_rate():
 
 
 def test_a_row_without_an_update_keeps_the_sign_of_its_zeros():
-    _, stack = plan_of([5], DIM, te.optimizers.sgd(1.0))
-    zeros = jnp.full((2, DIM), -0.0)
-    stored = TableWriter(stack=stack).stored_rows(
-        jnp.arange(2), zeros, jnp.zeros((2, DIM))
-    )
-    assert np.signbit(stored).all()
+    rule = te.optimizers.every_row(te.optimizers.sgd(1.0))
+    plan, stack = plan_of([5], DIM, rule)
+    table = Table(plan, stack, np.full((5, DIM), -0.0, np.float32))
+    table.apply((np.arange(1), np.zeros((1, DIM), np.float32)))
+    assert np.signbit(table.rows).all()

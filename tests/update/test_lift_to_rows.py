@@ -21,7 +21,8 @@ from tests.update.update_cases import (
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
-from tpu_embedding.update.lazy_update import lift_to_rows, slots_of
+from tpu_embedding.update.parts import lift_to_rows
+from tpu_embedding.update.state import slots_of
 
 
 @functools.partial(jax.jit, static_argnames="rule")

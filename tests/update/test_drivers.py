@@ -15,7 +15,6 @@ from tests.update.update_cases import (
     LAYOUTS,
     Balanced,
     Counted,
-    apply_gradient,
     balanced,
     check_balanced,
     counted,
@@ -32,9 +31,9 @@ from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import init_state, update_in_sequence
-from tpu_embedding.update.lazy_update import lift_to_rows
-from tpu_embedding.update.table_writer import TableWriter
+from tpu_embedding.update.drivers import update_stack
+from tpu_embedding.update.parts import lift_to_rows
+from tpu_embedding.update.state import init_state
 
 NUM_ROWS = 45
 ROUNDS = {
@@ -62,7 +61,7 @@ def stepper(plan, stack, rounds, ranges=None):
             values = jnp.where(is_padding[:, None], jnp.nan, of_round)
             parts.append(dataclasses.replace(part, values=values))
         pairs = zip(parts, ranges or [None] * len(parts), strict=True)
-        return apply_gradient(table, state, rounds_of(list(pairs)), stack)
+        return update_stack(table, state, rounds_of(list(pairs)), stack)
 
     return step
 
@@ -127,7 +126,7 @@ def test_totals_of_tables_over_rounds_and_shards():
 
     def step(table, state, *parts):
         gradient = rounds_of([(part, (0, 1)) for part in parts])
-        return apply_gradient(table, state, gradient, stack)
+        return update_stack(table, state, gradient, stack)
 
     apply = sharded(plan, step)
     for seed, row_ids in enumerate([[0, 4, 6, 9, 11], [5, 2, 4, 11]]):
@@ -158,7 +157,7 @@ def test_norm_of_all_occurrences():
     def step(table):
         gradients = gradients_of(row_ids, values, occurrences=occurrences)
         gradient = rounds_of([(gradients, None)])
-        return apply_gradient(table, init_state(table, stack), gradient, stack)
+        return update_stack(table, init_state(table, stack), gradient, stack)
 
     ((table, state),) = sharded(plan, step)([packed(rows, stack.layout)])
     dense, touched = np.zeros_like(rows), np.zeros(12, bool)
@@ -183,7 +182,7 @@ def test_totals_that_are_not_finite_stay_in_their_table():
             (gradients_of(row_ids[part], values[part]), None)
             for part in (slice(0, 3), slice(3, 5))
         ]
-        return apply_gradient(table, state, rounds_of(parts), stack)
+        return update_stack(table, state, rounds_of(parts), stack)
 
     tables = [packed(rows, stack.layout)]
     states = sharded(plan, lambda table: init_state(table, stack))(tables)
@@ -233,14 +232,16 @@ def test_a_rate_that_is_not_finite_moves_no_row(make):
 
 
 RULE = lift_to_rows(counted())
-WRITERS = {dim: TableWriter(stack=plan_of([11], dim, counted())[1]) for dim in (3, 16)}
+STACKS = {
+    dim: plan_of([11], dim, te.optimizers.in_sequence(counted()))[1] for dim in (3, 16)
+}
 
 
 @jax.jit
 def apply_in_sequence(table, state, row_ids, gradients):
     gradients = RowGradients(row_ids=row_ids, values=gradients)
-    gradient = GradientRounds(first=gradients)
-    return update_in_sequence(table, state, gradient, WRITERS[table.layout.dim])
+    gradient = GradientRounds(gradients)
+    return update_stack(table, state, gradient, STACKS[table.layout.dim])
 
 
 CASES = {

@@ -1,0 +1,313 @@
+"""Drivers, which choose the parts of a table that a rule runs on. Per shard.
+
+    Touched         for each round of the gradient: its rows
+    InSequence      for each round, for k = 0, 1, ...: the k-th occurrence of each row
+    EveryRow        for each round: all rows that it covers, block by block
+    KeptGradient    once all rounds are known: all rows, block by block
+
+A gradient arrives in rounds, which are applied one after another. Different rounds have
+different rows, so the result equals one update with all rows. Values shared by all
+rows, such as the step count and learning rate, advance once per step. If a learning
+rate is not finite, the step does not change any rows.
+
+Rules that need totals over the table, or run once per several steps, must see all
+rounds of the gradient before they run on every row. Their state keeps a dense gradient
+of the table's size. Each step adds its gradient to it, and the pass over the table
+clears it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from tpu_embedding.optimizers.row_optimizer import (
+    EveryRow,
+    InSequence,
+    KeptGradient,
+    Touched,
+)
+from tpu_embedding.optimizers.table_rows import AllReduce
+from tpu_embedding.plan.plan import TrainedStackPlan
+from tpu_embedding.rows.access import (
+    add_to_rows,
+    blocks_of,
+    gather_lines,
+    read_block,
+)
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.update.parts import Arrays, Part, StackStep
+from tpu_embedding.update.state import is_slot
+from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+from tpu_embedding.xla import read_before_write, run_if
+
+_CHUNK: Final = 1024
+"""Gradients that a block reads at a time."""
+
+Driver = Callable[[StackStep, Arrays, GradientRounds], tuple[Arrays, list[Any]]]
+"""Runs a step on the arrays. Returns the new arrays and the new shared values."""
+
+GradientOfBlock = Callable[[Any, int, Arrays], tuple[Array, Array]]
+"""Returns the gradient `[size, dim]` of a block of rows, and its touches `[size]`,
+above 0 for rows that were looked up. Called with the start, the size and the arrays."""
+
+
+@jax.named_scope("update")
+def update_stack(
+    table: PackedRows,
+    state: Any,
+    gradient: GradientRounds,
+    stack: TrainedStackPlan,
+    table_sizes: Array | None = None,
+) -> tuple[PackedRows, Any]:
+    """Updates a stacked table and its state with a step's gradient.
+
+    Per shard; in place where donated.
+
+    Args:
+      table: the table's rows.
+      state: the stack's state, from `init_state`.
+      gradient: the whole gradient of the step.
+      stack: the stack's plan.
+      table_sizes: see `StackStep`.
+    """
+    step = StackStep(stack, state, table_sizes)
+    if step.is_finite is not None and step.kept is None:
+        gradient = gradient.only_if(step.is_finite)
+    driver = _DRIVERS[type(stack.optimizer.driver)]
+    arrays, new_values = driver(step, step.arrays(table), gradient)
+    return arrays.table, step.state_after(arrays, new_values)
+
+
+def state_without_rows(
+    state: Any, stack: TrainedStackPlan, table_sizes: Array | None = None
+) -> Any:
+    """Returns a stack's state after a step that did not touch its rows.
+
+    Values shared by all rows advance as in any other step, so step counts agree across
+    tables, however tables are stacked. Slot variables are not read or written, so XLA
+    does not copy them and devices do not communicate. The rule must update touched rows
+    only.
+    """
+    step = StackStep(stack, state, table_sizes)
+    return step.state_after(None, step.values_without_rows())
+
+
+def _update_touched(
+    step: StackStep, arrays: Arrays, gradient: GradientRounds
+) -> tuple[Arrays, list[Any]]:
+    """Runs the rule once on each row that the step looked up.
+
+    If there are several rounds, a rule with totals first runs to find the totals, and
+    then runs again to use them.
+    """
+    all_reduce, totals = across_shards(step.stack), None
+    if step.stack.optimizer.takes_totals and gradient.fold_later is not None:
+        totals = find_totals(
+            lambda round, reduce: step.run_on_rows(arrays, _part_of(round), reduce),
+            gradient.first,
+            gradient.fold_later,
+            all_reduce,
+        )
+        totals, arrays = read_before_write((totals, arrays))
+
+    def run_round(arrays: Arrays, gradients: RowGradients) -> tuple[Arrays, list[Any]]:
+        reduce = all_reduce if totals is None else known_totals(totals)
+        return step.run_on_rows(arrays, _part_of(gradients), reduce)
+
+    arrays, new_values = run_round(arrays, gradient.first)
+    if gradient.fold_later is not None:
+        arrays = gradient.fold_later(lambda *round: run_round(*round)[0], arrays)
+    return arrays, new_values
+
+
+def _update_in_sequence(
+    step: StackStep, arrays: Arrays, gradient: GradientRounds
+) -> tuple[Arrays, list[Any]]:
+    """Runs the rule once per occurrence of a row, in sample order.
+
+    It takes as many passes as the most frequent row has occurrences. All occurrences of
+    a row are in the same round. Values shared by all rows advance once per step.
+    """
+    all_reduce = across_shards(step.stack)
+
+    def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
+        updates = gradients.as_row_updates()
+        earlier = _num_earlier_occurrences(updates.row_ids)
+        is_used = updates.row_ids != PADDING_ROW_ID
+        num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
+
+        def run_pass(passes: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
+            # The first pass updates each row's first occurrence, and so on.
+            number, arrays = passes
+            is_due = earlier == number
+            row_ids = jnp.where(is_due, updates.row_ids, PADDING_ROW_ID)
+            part = Part(row_ids, updates.values, is_due, occurrence=number)
+            return number + 1, step.run_on_rows(arrays, part, all_reduce)[0]
+
+        start = (jnp.int32(0), arrays)
+        return jax.lax.while_loop(lambda x: x[0] < num_passes, run_pass, start)[1]
+
+    return gradient.fold(run_round, arrays), step.values_without_rows()
+
+
+def _update_every_row(
+    step: StackStep, arrays: Arrays, gradient: GradientRounds
+) -> tuple[Arrays, list[Any]]:
+    """Runs the rule on every row, round by round, without a kept gradient.
+
+    Each round of the gradient covers its own range of rows, so each row is updated
+    once.
+    """
+
+    def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
+        in_order = _sorted_gradients(gradients.as_row_updates())
+        arrays, in_order = read_before_write((arrays, in_order))
+
+        def gradient_of(start: Any, size: int, _: Arrays) -> tuple[Array, Array]:
+            return _dense_gradient(in_order, start, size)
+
+        return _sweep(step, arrays, gradient_of, gradients.covered)[0]
+
+    return gradient.fold(run_round, arrays), step.values_without_rows()
+
+
+def _update_kept_gradient(
+    step: StackStep, arrays: Arrays, gradient: GradientRounds
+) -> tuple[Arrays, list[Any]]:
+    """Adds to the kept gradient, and runs the rule on every row if an update is due."""
+
+    def collect(
+        kept: tuple[PackedRows, ...], gradients: RowGradients
+    ) -> tuple[PackedRows, ...]:
+        collected, touches = kept
+        updates = gradients.as_row_updates()
+        ones = jnp.ones(updates.row_ids.shape, jnp.int32)
+        return (
+            add_to_rows(collected, updates.row_ids, updates.values),
+            add_to_rows(touches, updates.row_ids, ones),
+        )
+
+    arrays = arrays._replace(kept=gradient.fold(collect, arrays.kept))
+    num_steps, covered = step.stack.optimizer.gradient_steps, None
+    if step.is_finite is not None:
+        end_row = jnp.where(step.is_finite, jnp.int32(PADDING_ROW_ID), 0)
+        covered = RowRange(jnp.int32(0), end_row)
+
+    def gradient_of(start: Any, size: int, arrays: Arrays) -> tuple[Array, Array]:
+        collected, touches = (read_block(x, start, size) for x in arrays.kept)
+        return collected / num_steps, touches
+
+    def sweep(carry: tuple[Arrays, list[Any]]) -> tuple[Arrays, list[Any]]:
+        return _sweep(step, carry[0], gradient_of, covered)
+
+    carry = (arrays, step.old_values)
+    assert step.kept is not None
+    if num_steps == 1:
+        return sweep(carry)
+    return run_if(step.kept.step + 1 >= num_steps, sweep, carry)
+
+
+_DRIVERS: Final[Mapping[type, Driver]] = {
+    Touched: _update_touched,
+    EveryRow: _update_every_row,
+    KeptGradient: _update_kept_gradient,
+    InSequence: _update_in_sequence,
+}
+
+
+def _part_of(gradients: RowGradients) -> Part:
+    """Returns the rows of a round as a part."""
+    updates = gradients.as_row_updates()
+    is_touched = updates.row_ids != PADDING_ROW_ID
+    return Part(
+        updates.row_ids,
+        updates.values,
+        is_touched,
+        occurrences=gradients.occurrences,
+    )
+
+
+def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Counts equal ids before each position."""
+    positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
+    firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
+    return jnp.zeros_like(positions).at[order].set(positions - firsts)
+
+
+def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
+    """Returns gradients sorted by row and followed by a chunk of padding."""
+    (num_rows,) = gradients.row_ids.shape
+    positions = jnp.arange(num_rows, dtype=jnp.int32)
+    row_ids, order = jax.lax.sort((gradients.row_ids, positions), num_keys=1)
+    room = min(_CHUNK, num_rows)
+    return RowUpdates(
+        row_ids=jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),
+        values=jnp.pad(gather_lines(gradients.values, order), ((0, room), (0, 0))),
+    )
+
+
+def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array, Array]:
+    """Returns a block's gradient from sorted ones, and 1 for its touched rows."""
+    chunk = min(_CHUNK, in_order.row_ids.shape[0] // 2)
+    end_row = start + size
+    ends = jnp.asarray([start, end_row], jnp.int32)
+    first, end = jnp.searchsorted(in_order.row_ids, ends).astype(jnp.int32)
+
+    def add_chunk(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        position, gradient, touches = carry
+        ids, values = (
+            jax.lax.dynamic_slice_in_dim(array, position, chunk)
+            for array in (in_order.row_ids, in_order.values)
+        )
+        # Ids of later blocks and of padding are mapped out of range.
+        at = jnp.where(ids < end_row, ids - start, size)
+        return (
+            position + chunk,
+            gradient.at[at].set(values, mode="drop", wrap_negative_indices=False),
+            touches.at[at].set(1, mode="drop", wrap_negative_indices=False),
+        )
+
+    zeros = jnp.zeros((size, in_order.values.shape[1]), jnp.float32)
+    carry = (first, zeros, jnp.zeros(size, jnp.int32))
+    return jax.lax.while_loop(lambda carry: carry[0] < end, add_chunk, carry)[1:]
+
+
+def _sweep(
+    step: StackStep,
+    arrays: Arrays,
+    gradient_of: GradientOfBlock,
+    covered: RowRange | None,
+) -> tuple[Arrays, list[Any]]:
+    """Runs the rule on all rows in a range: on the first block, then in a loop."""
+    all_rows = jax.tree.leaves(arrays, is_leaf=is_slot)
+    blocks = blocks_of([rows.layout for rows in all_rows])
+
+    def run_block(
+        arrays: Arrays, block: tuple[Any, int], all_reduce: AllReduce
+    ) -> tuple[Arrays, list[Any]]:
+        start, size = block
+        row_ids = start + jnp.arange(size, dtype=jnp.int32)
+        gradient, touches = gradient_of(start, size, arrays)
+        part = Part(row_ids, gradient, touches > 0)
+        return step.run_on_block(arrays, part, start, covered, all_reduce)
+
+    totals: list[Array] = []
+    if step.stack.optimizer.takes_totals:
+        totals = find_totals(
+            lambda block, all_reduce: run_block(arrays, block, all_reduce),
+            blocks.first,
+            blocks.fold_later,
+            across_shards(step.stack),
+        )
+    arrays, totals = read_before_write((arrays, totals))
+    arrays, new_values = run_block(arrays, blocks.first, known_totals(totals))
+    arrays = blocks.fold_later(
+        lambda arrays, block: run_block(arrays, block, known_totals(totals))[0], arrays
+    )
+    return arrays, new_values
