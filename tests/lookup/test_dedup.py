@@ -13,10 +13,11 @@ from tests.lookup.stages import PADDING, plan_of
 from tpu_embedding.lookup import _rounds
 from tpu_embedding.lookup._rounds import (
     broadcast_to_ids,
-    sort_ids,
+    count_below,
+    dedup,
+    id_at_rank,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
-from tpu_embedding.plan.capacity import round_size
 
 NUM_IDS = 10
 SHARDS, ROWS = 3, 5
@@ -45,18 +46,23 @@ def stack_of(keeps_duplicates=False):
     return dataclasses.replace(stack, num_shards=SHARDS, optimizer=optimizer)
 
 
-SIZE = round_size(NUM_IDS, SHARDS, ROWS, capacity=2)
+QUERIES = jnp.array([0, 1, 4, 5, 9, 10, 13, 14, 15, PADDING], jnp.int32)
 
 
 def run(keys, stack):
-    unique = sort_ids(
+    unique = dedup(
         (keys,),
-        SIZE,
         stack.num_shards,
         stack.rows_per_shard,
         keeps_duplicates=stack.keeps_duplicates,
     )
-    return unique, broadcast_to_ids(jnp.array([7, 3, 5], jnp.int32), unique)
+    by_shard = jnp.array([7, 3, 5], jnp.int32)
+    return (
+        unique,
+        count_below((QUERIES,), unique),
+        broadcast_to_ids(by_shard, unique),
+        id_at_rank(jnp.arange(12, dtype=jnp.int32), unique)[0],
+    )
 
 
 jitted_run = jax.jit(run, static_argnums=1)
@@ -73,10 +79,10 @@ def test_equals_numpy(case, keeps_duplicates, is_long, monkeypatch):
     keys = np.array(CASES[case], np.int32)
     compiled = searched_run if is_long else jitted_run
     result = compiled(keys, stack_of(keeps_duplicates))
-    unique, by_id = result
+    unique, below, by_id, at_rank = result
 
     in_order = np.sort(keys)
-    np.testing.assert_array_equal(unique.keys, in_order)
+    np.testing.assert_array_equal(unique.sorted_keys, in_order)
     assert sorted(np.asarray(unique.order)) == list(range(NUM_IDS))
     np.testing.assert_array_equal(keys[unique.order], in_order)
     if keeps_duplicates:
@@ -92,36 +98,40 @@ def test_equals_numpy(case, keeps_duplicates, is_long, monkeypatch):
     first_ranks = [int((distinct < first).sum()) for first in first_keys]
     np.testing.assert_array_equal(unique.first_ranks, first_ranks)
 
+    expected = [int((distinct < query).sum()) for query in np.asarray(QUERIES)]
+    np.testing.assert_array_equal(below, expected)
     is_used = in_order != PADDING
     values = np.array([7, 3, 5])[in_order[is_used] // ROWS]
     np.testing.assert_array_equal(by_id[is_used], values)
-    padding = [PADDING] * (NUM_IDS + SIZE.bucket_size - len(distinct))
-    np.testing.assert_array_equal(unique.distinct[0], [*distinct, *padding])
+    expected = [*distinct, *[PADDING] * 12][:12]
+    np.testing.assert_array_equal(at_rank, expected)
 
 
 def test_ids_of_several_words_are_ordered_as_tuples():
     random = np.random.default_rng(0)
     keys = random.choice([0, 4, 5, 14, PADDING], 40).astype(np.int32)
-    values = np.uint32([0, 1, 2**31, 2**32 - 1])
-    words = [random.choice(values, 40) for _ in "ab"]
-    companions = random.integers(0, 9, 40).astype(np.uint32)
+    words = [random.choice(np.uint32([0, 1, 2**31, 2**32 - 1]), 40) for _ in "ab"]
+    queries = [(0, 0, 0), (4, 1, 2**31), (5, 0, 0), (14, 2**32 - 1, 1), (15, 0, 0)]
+    query_words = [
+        np.array(x, d)
+        for x, d in zip(
+            zip(*queries, strict=True), [np.int32, *[np.uint32] * 2], strict=True
+        )
+    ]
 
     @jax.jit
-    def run(*words):
-        return sort_ids(words, SIZE, SHARDS, ROWS, num_id_words=3)
+    def run(ids, queries):
+        unique = dedup(ids, SHARDS, ROWS, keeps_duplicates=False)
+        ranks = jnp.arange(40, dtype=jnp.int32)
+        return unique, count_below(queries, unique), id_at_rank(ranks, unique)
 
-    unique = run(keys, *words, companions)
+    unique, below, at_rank = run((keys, *words), tuple(query_words))
     ids = list(zip(*(x.tolist() for x in (keys, *words)), strict=True))
-    in_order = [ids[i] for i in unique.order]
+    in_order = list(zip(*(x.tolist() for x in unique.words), strict=True))
     assert in_order == sorted(ids)
-    assert unique.keys.tolist() == [key for key, *_ in in_order]
+    assert [ids[i] for i in unique.order] == in_order
     distinct = sorted(set(ids))
     assert unique.ranks.tolist() == [distinct.index(x) for x in in_order]
-    found = list(zip(*(x.tolist() for x in unique.distinct), strict=True))
-    # The smallest companion of equal ids travels.
-    smallest = [
-        min(c for x, c in zip(ids, companions.tolist(), strict=True) if x == y)
-        for y in distinct
-    ]
-    expected = [(*x, c) for x, c in zip(distinct, smallest, strict=True)]
-    assert found[: len(distinct)] == expected
+    assert below.tolist() == [sum(x < q for x in distinct) for q in queries]
+    found = list(zip(*(x.tolist() for x in at_rank), strict=True))
+    assert found[: len(distinct)] == distinct

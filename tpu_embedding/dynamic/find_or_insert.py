@@ -210,17 +210,15 @@ def _sort_unique(
       The ids, their positions before sorting, and their ranks among the unique ids.
     """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
-    # Of equal ids, the smallest last word comes first: an id may be inserted if any of
-    # its occurrences inserts.
-    (buckets, first, second, only_finds), order, ranks = rank_unique(
-        *(buckets, ids.first, ids.second, ~ids.may_insert), num_id_words=3
-    )
+    (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
     is_first = jnp.diff(ranks, prepend=-1) != 0
+    flags = ids.may_insert[order].astype(jnp.int32)
+    may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
     unique = MixedIds(
         buckets=jnp.where(is_first, buckets, PADDING_ROW_ID),
         first=first,
         second=second,
-        may_insert=~only_finds,
+        may_insert=may_insert,
     )
     return unique, order, ranks
 

@@ -61,10 +61,10 @@ from tpu_embedding.lookup._forward import leaves_out_weights, split_by_feature
 from tpu_embedding.lookup._rounds import (
     Round,
     SentIds,
+    dedup,
     exchange,
     fold_later_rounds,
-    send_first_round,
-    sort_ids,
+    send_unique,
     unsort,
 )
 from tpu_embedding.plan.capacity import round_size
@@ -584,8 +584,8 @@ def _ask_owners(
         if stack.num_replicas > 1:
             # Each replica of the directory must see all replicas' ids.
             requests = jax.lax.all_gather(requests, stack.replica_axes, tiled=True)
-        bucket, first, second, only_finds = requests.T
-        ids = MixedIds(bucket.astype(jnp.int32), first, second, only_finds == 0)
+        bucket, first, second, may_insert = requests.T
+        ids = MixedIds(bucket.astype(jnp.int32), first, second, may_insert == 1)
         current_pass = Pass(notes=notes, fills=fills)
         carry, replies = _answer(carry, answer, ids, current_pass, stack)
         if stack.num_replicas > 1:
@@ -595,7 +595,7 @@ def _ask_owners(
         replies = exchange(replies, stack)
         positions = current.buffer_positions
         new_answers = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
-        is_asked = positions < sent.unique.size.buffer_size
+        is_asked = positions < sent.size.buffer_size
         answers = jnp.where(is_asked, new_answers, answers)
         # The noting pass ends with its last round.
         return carry, answers, notes & current.is_pending[0]
@@ -628,22 +628,24 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
 
 def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     tables = dynamic_tables(stack)
+    unique = dedup(
+        (ids.buckets, ids.first, ids.second),
+        stack.num_shards,
+        sum(table.buckets_per_shard for table in tables),
+        keeps_duplicates=False,
+    )
+    # An id may be inserted if any of its features inserts.
+    inserts = jnp.zeros(ids.buckets.shape, jnp.uint32)
+    inserts = inserts.at[unique.ranks].max(
+        ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
+    )
     # The first owner has the most buckets. In small tables, the last may have none.
     (num_ids,) = ids.buckets.shape
     mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     capacity = max(room, _MIN_CAPACITY)
-    # Of equal ids, the smallest last word travels: an id may be inserted if any of its
-    # features inserts.
-    only_finds = (~ids.may_insert).astype(jnp.uint32)
-    unique = sort_ids(
-        (ids.buckets, ids.first, ids.second, only_finds),
-        round_size(num_ids, stack.num_shards, num_ids, capacity=capacity),
-        stack.num_shards,
-        sum(table.buckets_per_shard for table in tables),
-        num_id_words=3,
-    )
-    return send_first_round(unique, stack)
+    size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)
+    return send_unique(unique, (inserts[unique.ranks],), size, stack)
 
 
 def _answer(

@@ -220,7 +220,7 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
     if first is None:
         # The backend can't run this update, so the drivers do.
         first = _receive(sent.first, sent, reader, stack)
-    if sent.unique.size.holds_all:
+    if sent.size.holds_all:
         return GradientRounds(first)
     end_row = sent.first.end_row[0]
     first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_row))
@@ -247,7 +247,7 @@ def _receive(
 ) -> RowGradients:
     """Sums a round's cotangents by row: at the source, and again at the owner."""
     order, positions = sent.unique.order, current.buffer_positions
-    by_row = spread(read_cotangents, order, positions, sent.unique.size.buffer_size)
+    by_row = spread(read_cotangents, order, positions, sent.size.buffer_size)
     received = RowGradients(row_ids=current.requests, values=exchange(by_row, stack))
     received = gather_from_replicas(received, stack)
     row_ids = received.row_ids
@@ -263,9 +263,7 @@ def _receive(
             )
     if stack.num_devices == 1:
         return received
-    max_rows = min(
-        stack.num_replicas * sent.unique.size.unique_rows, stack.rows_per_shard
-    )
+    max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)
 
 

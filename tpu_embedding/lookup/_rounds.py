@@ -2,7 +2,7 @@
 
 An id is one word or several words. A single word is the key of a row. Several words are
 the key of a bucket and the words of a 64-bit id. Keys are int32 and include the owner:
-`owner * keys_per_shard + local key`. `sort_ids` merges equal ids into one request and
+`owner * keys_per_shard + local key`. `dedup` merges equal ids into one request and
 groups requests by owner.
 
 A round carries at most `capacity` ids from each shard to each owner. An owner's ids are
@@ -13,7 +13,7 @@ optimizer can finish a round before the next begins.
 A round's range ends before the first id that doesn't fit for some source. The shards
 find it with an all-reduce (minimum) of one number per owner and word of the id.
 
-`send_first_round` sends the first round, which callers run as straight-line code. Later
+`send_unique` sends the first round, which callers run as straight-line code. Later
 rounds exist only under skew. `fold_later_rounds` is the only loop over rounds: the
 forward pass folds "fetch, combine" over it, an update "spread, send, merge, apply the
 rule", and a vocabulary "find or insert". All shards agree on when to stop.
@@ -26,13 +26,12 @@ unless XLA is set to be deterministic.)
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.optimizers.row_optimizer import InSequence
@@ -55,26 +54,23 @@ Words = tuple[Integer[Array, " _"], ...]
 
 
 def rank_unique(
-    *words: Integer[Array, " n"], num_id_words: int | None = None
+    *words: Integer[Array, " n"],
 ) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
     """Sorts ids, and ranks each among the distinct ids.
-
-    The first `num_id_words` words identify an id, by default all. The others only order
-    equal ids.
 
     Returns:
       The words, ascending; the position of each id before sorting; and its rank, the
       number of smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    *words_in_order, order = jax.lax.sort(
+    *ids, order = jax.lax.sort(
         (*words, positions), num_keys=len(words), is_stable=False
     )
     is_new = jnp.zeros(positions.shape[0] - 1, bool)
-    for word in words_in_order[:num_id_words]:
+    for word in ids:
         is_new |= word[1:] != word[:-1]
     is_new = jnp.concatenate([jnp.ones(1, bool), is_new])
-    return tuple(words_in_order), order, running_sum(is_new) - 1
+    return tuple(ids), order, running_sum(is_new) - 1
 
 
 def unsort(
@@ -102,82 +98,73 @@ class SortedIds:
     """The ids of a shard, sorted by key. Per shard.
 
     Attributes:
-      keys: int32 `[ids]`, ascending; padding last.
+      words: `[ids]` each, ascending; padding last. The first word is the key.
       order: int32 `[ids]`, position of each sorted id before sorting.
       ranks: int32 `[ids]`, number of smaller distinct ids. If duplicates are kept, each
         occurrence counts as distinct.
-      distinct: `[ids + bucket_size]` per word, the distinct ids, ascending; then
-        `PADDING_ROW_ID`. The first word is the key.
       first_positions: int32 `[num_shards + 1]`, sorted position of the first id of each
         destination; the last entry is the position of the first padding.
       first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
-        destination; the last entry is the number of distinct ids.
-      num_id_words: words that identify an id. Others travel with it.
+        destination; the last entry is the number of unique ids.
       keys_per_shard: keys that each shard owns.
-      size: buffer sizes of each round.
     """
 
-    keys: Int[Array, " ids"]
+    words: Words
     order: Int[Array, " ids"]
     ranks: Int[Array, " ids"]
-    distinct: Words
     first_positions: Int[Array, " shards_and_one"]
     first_ranks: Int[Array, " shards_and_one"]
-    num_id_words: int = dataclasses.field(metadata={"static": True})
     keys_per_shard: int = dataclasses.field(metadata={"static": True})
-    size: RoundSize = dataclasses.field(metadata={"static": True})
+
+    @property
+    def sorted_keys(self) -> Int[Array, " ids"]:
+        """Keys of the sorted ids."""
+        return self.words[0]
 
 
 @jax.named_scope("dedup")
-def sort_ids(
-    words: Words,
-    size: RoundSize,
-    num_shards: int,
-    keys_per_shard: int,
-    *,
-    num_id_words: int = 1,
-    keeps_duplicates: bool = False,
+def dedup(
+    words: Words, num_shards: int, keys_per_shard: int, *, keeps_duplicates: bool
 ) -> SortedIds:
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
     Args:
       words: words of the ids. The key of padding is larger than all keys of shards.
-      size: buffer sizes of each round.
       num_shards: destinations.
       keys_per_shard: keys that each shard owns.
-      num_id_words: words that identify an id. The others travel with it; of equal ids,
-        the smallest does.
       keeps_duplicates: whether each occurrence of an id travels separately.
     """
-    (num_ids,) = words[0].shape
     if keeps_duplicates:
-        ranks = jnp.arange(num_ids, dtype=jnp.int32)
-        *in_order, order = jax.lax.sort(
-            (*words, ranks), num_keys=len(words), is_stable=True
+        positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+        *ids, order = jax.lax.sort(
+            (*words, positions), num_keys=len(words), is_stable=True
         )
+        ids, ranks = tuple(ids), positions
     else:
-        in_order, order, ranks = rank_unique(*words, num_id_words=num_id_words)
-    room = num_ids + size.bucket_size
-    is_first = jnp.diff(ranks, prepend=-1) != 0
-    at = jnp.where(is_first, ranks, room)
-    distinct = tuple(
-        jnp.full(room, PADDING_ROW_ID, word.dtype)
-        .at[at]
-        .set(word, mode="drop", wrap_negative_indices=False)
-        for word in in_order
-    )
-    keys = in_order[0]
+        ids, order, ranks = rank_unique(*words)
     first_keys = jnp.arange(num_shards + 1, dtype=jnp.int32) * keys_per_shard
+    first_positions = _search(ids[:1], (first_keys,))
     return SortedIds(
-        keys=keys,
+        words=ids,
         order=order,
         ranks=ranks,
-        distinct=distinct,
-        first_positions=_search((keys,), (first_keys,)),
-        first_ranks=_search(distinct[:1], (first_keys,)),
-        num_id_words=num_id_words,
+        first_positions=first_positions,
+        first_ranks=_ranks_before(first_positions, ranks),
         keys_per_shard=keys_per_shard,
-        size=size,
+    )
+
+
+def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
+    """Counts the unique ids of the shard that are below each query."""
+    return _ranks_before(_search(unique.words, words), unique.ranks)
+
+
+def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
+    """Returns the unique id of each rank, or words of `PADDING_ROW_ID` past the end."""
+    positions = _search((unique.ranks,), (ranks,))
+    return tuple(
+        word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
+        for word in unique.words
     )
 
 
@@ -217,6 +204,14 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
 
     bounds = jnp.zeros(num_queries, jnp.int32), jnp.full(num_queries, num_ids)
     return jax.lax.fori_loop(0, num_ids.bit_length(), halve, bounds)[0]
+
+
+def _ranks_before(
+    positions: Int[Array, " queries"], ranks: Int[Array, " ids"]
+) -> Int[Array, " queries"]:
+    """Counts the unique ids before each sorted position."""
+    before = gather_in_bounds(ranks, jnp.maximum(positions - 1, 0))
+    return jnp.where(positions == 0, 0, before + 1)
 
 
 def fetch_rows(
@@ -311,10 +306,20 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """The ids of a batch, with the first round sent to the owners. Per shard."""
+    """The ids of a batch, with the first round sent to the owners. Per shard.
+
+    Attributes:
+      unique: the unique ids of the shard.
+      first: the first round.
+      companions: uint32 `[ids]` each, words that travel with the sorted ids. Equal ids
+        have equal words.
+      size: buffer sizes of each round.
+    """
 
     unique: SortedIds
     first: Round
+    companions: tuple[UInt32[Array, " ids"], ...]
+    size: RoundSize = dataclasses.field(metadata={"static": True})
 
     def positions(self, current: Round) -> Int[Array, " ids"]:
         """Returns the position of each id's row in the buffer of a round."""
@@ -324,25 +329,33 @@ class SentIds:
 def send_ids(
     keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan
 ) -> SentIds:
-    """Sends the distinct ids of the first round to the owners of their rows. Per shard.
+    """Sends the unique ids of the first round to the owners of their rows. Per shard.
 
     `keys` has the keys of all features; see `_forward.py`. No shard has more than
-    `max_unique_ids` distinct ids.
+    `max_unique_ids` unique ids.
     """
-    unique = sort_ids(
+    unique = dedup(
         (keys,),
-        stack.round_size(max_unique_ids),
         stack.num_shards,
         stack.rows_per_shard,
         keeps_duplicates=stack.keeps_duplicates,
     )
-    return send_first_round(unique, stack)
+    return send_unique(unique, (), stack.round_size(max_unique_ids), stack)
 
 
-def send_first_round(unique: SortedIds, stack: StackPlan) -> SentIds:
-    """Sends the distinct ids of the first round to their owners. Per shard."""
-    first = _next_round(unique, unique.first_ranks[:-1], stack)
-    return SentIds(unique=unique, first=first)
+def send_unique(
+    unique: SortedIds,
+    companions: tuple[UInt32[Array, " ids"], ...],
+    size: RoundSize,
+    stack: StackPlan,
+) -> SentIds:
+    """Sends the first round of unique ids to their owners. Per shard.
+
+    See `SentIds` for the arguments.
+    """
+    first_ranks = unique.first_ranks[:-1]
+    first = _next_round(unique, companions, first_ranks, size, stack)
+    return SentIds(unique=unique, first=first, companions=companions, size=size)
 
 
 def fold_later_rounds(
@@ -365,7 +378,7 @@ def fold_later_rounds(
     Returns:
       The final carry, and the number of rounds, including the first.
     """
-    if ids.unique.size.holds_all:
+    if ids.size.holds_all:
         return carry, jnp.int32(1)
 
     def is_running(state):
@@ -374,7 +387,7 @@ def fold_later_rounds(
 
     def run(state):
         carry, next_ranks, passes_left, rounds = state
-        current = _next_round(ids.unique, next_ranks, stack)
+        current = _next_round(ids.unique, ids.companions, next_ranks, ids.size, stack)
         carry = body(carry, current)
         (is_pending,) = current.is_pending
         next_ranks = current.next_ranks
@@ -391,51 +404,44 @@ def fold_later_rounds(
 
 @jax.named_scope("route")
 def _next_round(
-    unique: SortedIds, first_ranks: Int[Array, " shards"], stack: StackPlan
+    unique: SortedIds,
+    companions: tuple[UInt32[Array, " ids"], ...],
+    first_ranks: Int[Array, " shards"],
+    size: RoundSize,
+    stack: StackPlan,
 ) -> Round:
-    """Sends the requests of a round: a slice of each owner's distinct ids. Per shard.
+    """Sends the requests of a round. Per shard.
 
     `first_ranks` has the first pending rank of each destination.
     """
-    size, keys_per_shard = unique.size, unique.keys_per_shard
     if size.holds_all:
         # No batch of this shape needs a second round, so there is nothing to agree on.
         next_ranks = unique.first_ranks[1:]
-        end_row, is_pending = jnp.int32(keys_per_shard), jnp.zeros((), bool)
+        end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
-        next_ranks, end_keys = _agree_on_range(unique, first_ranks, stack)
+        next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack)
         end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
-        is_pending = jnp.any(end_keys != keys_per_shard)
-
-    def slices(word: Integer[Array, " n"]) -> Integer[Array, "shards bucket"]:
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, word)
-        return jax.vmap(lambda rank: cut(rank, size.bucket_size))(first_ranks)
-
-    first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * keys_per_shard
-    in_bucket = jnp.arange(size.bucket_size, dtype=jnp.int32)
-    is_request = first_ranks[:, None] + in_bucket[None] < next_ranks[:, None]
-    key, *others = (slices(word) for word in unique.distinct)
-    requests = key - first_keys[:, None]
-    if others:
-        words = (requests.astype(jnp.uint32), *others)
-        requests = jnp.stack(words, axis=2).reshape(size.buffer_size, -1)
-    else:
-        requests = requests.reshape(size.buffer_size)
-    is_request = is_request.reshape(-1, *[1] * (requests.ndim - 1))
-    requests = jnp.where(is_request, requests, PADDING_ROW_ID)
+        is_pending = jnp.any(end_keys != unique.keys_per_shard)
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
     is_in_round = (
-        (unique.keys != PADDING_ROW_ID)
+        (unique.sorted_keys != PADDING_ROW_ID)
         & (rank_in_round >= 0)
         & (unique.ranks < broadcast_to_ids(next_ranks, unique))
     )
-    destination = jax.lax.div(unique.keys, jnp.int32(keys_per_shard))
+    destination = jax.lax.div(unique.sorted_keys, jnp.int32(unique.keys_per_shard))
+    request = unique.sorted_keys - unique.keys_per_shard * destination
+    if words := (*unique.words[1:], *companions):
+        request = jnp.stack((request.astype(jnp.uint32), *words), axis=1)
+    buffer_positions = jnp.where(
+        is_in_round, size.bucket_size * destination + rank_in_round, size.buffer_size
+    )
+    shape = (size.buffer_size, *request.shape[1:])
+    requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
+    requests = requests.at[buffer_positions].set(
+        request, mode="drop", wrap_negative_indices=False
+    )
     return Round(
-        buffer_positions=jnp.where(
-            is_in_round,
-            size.bucket_size * destination + rank_in_round,
-            size.buffer_size,
-        ),
+        buffer_positions=buffer_positions,
         requests=exchange(requests, stack),
         next_ranks=next_ranks,
         end_row=end_row[None],
@@ -444,7 +450,10 @@ def _next_round(
 
 
 def _agree_on_range(
-    unique: SortedIds, first_ranks: Int[Array, " shards"], stack: StackPlan
+    unique: SortedIds,
+    first_ranks: Int[Array, " shards"],
+    size: RoundSize,
+    stack: StackPlan,
 ) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
     """Finds the range of each destination's ids that fits in a round for all sources.
 
@@ -452,9 +461,8 @@ def _agree_on_range(
       The first rank and local key after the range, for each destination.
     """
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
-    cut = first_ranks + unique.size.capacity
-    id_words = unique.distinct[: unique.num_id_words]
-    key, *others = (gather_in_bounds(word, cut) for word in id_words)
+    cut = first_ranks + size.capacity
+    key, *others = id_at_rank(cut, unique)
     # The range ends at the first id that doesn't fit, or after the shard's last key.
     fits = cut >= unique.first_ranks[1:]
     end = (
@@ -474,7 +482,7 @@ def _agree_on_range(
         is_equal = word == smallest[-1]
         is_candidate = is_equal if is_candidate is None else is_candidate & is_equal
     end_keys, *others = smallest
-    return _search(id_words, (first_keys + end_keys, *others)), end_keys
+    return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
 def gather_from_replicas(
