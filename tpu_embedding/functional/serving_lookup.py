@@ -20,7 +20,7 @@ from tpu_embedding.inputs.shard_inputs import (
     to_feature_input,
 )
 from tpu_embedding.lookup._forward import (
-    gather_and_pool,
+    pool_feature,
     rows_and_poolings,
     scale_samples,
 )
@@ -128,6 +128,6 @@ def _serve_feature(
         is_row = row_ids != PADDING_ROW_ID
         return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
 
-    pooled = [gather_and_pool(pooling, read_rows, row_ids)]
+    pooled = [pool_feature(pooling, row_ids, read_rows)]
     (activations,) = scale_samples(pooled, [pooling])
     return activations.reshape(shape.output_shape)

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tpu_embedding.config import Combiner
 from tpu_embedding.lookup._rounds import (
@@ -50,7 +50,7 @@ from tpu_embedding.xla import read_before_write, zeros_unless
 _MAX_UNROLLED_VALENCE: Final = 128
 """Maximum valence up to which the program unrolls the sum over a sample's ids."""
 
-ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+ReadRows = Callable[[Shaped[Array, "n ..."]], Float[Array, "n dim"]]
 """Reads the rows at some positions. Ids without a row give zeros."""
 
 
@@ -407,23 +407,15 @@ def pool(
 
     `positions` has the argument of `rows_at` for each id.
     """
-    sizes = [pooling.num_ids for pooling in poolings]
     if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
         # One array for all features: compile time grows with the number of arrays.
         return [rows_at(positions)]
-    if gathers != "whole":
-        rows_at = jax.jit(rows_at)  # Traced once for features of equal size.
-        positions_by_feature = split_by_feature(positions, sizes)
-        return [
-            gather_and_pool(pooling, rows_at, feature_positions)
-            for pooling, feature_positions in zip(
-                poolings, positions_by_feature, strict=True
-            )
-        ]
-    gathered = split_by_feature(rows_at(positions), sizes)
-    return [
-        _pool(pooling, rows) for pooling, rows in zip(poolings, gathered, strict=True)
-    ]
+    if gathers == "whole":
+        at, rows_at = rows_at(positions), lambda rows: rows
+    else:
+        at, rows_at = positions, jax.jit(rows_at)  # Traced once per size of feature.
+    at = split_by_feature(at, [pooling.num_ids for pooling in poolings])
+    return [pool_feature(*x, rows_at) for x in zip(poolings, at, strict=True)]
 
 
 def samples_of(
@@ -445,37 +437,29 @@ def scale_samples(
     ]
 
 
-def gather_and_pool(
-    pooling: PoolingSpec, rows_at: ReadRows, positions: Int[Array, " ids"]
+def pool_feature(
+    pooling: PoolingSpec, at: Shaped[Array, "ids ..."], rows_at: ReadRows
 ) -> Float[Array, "samples dim"]:
-    """Sums a feature's rows as they are gathered, without writing them to memory."""
-    is_ragged, valence = pooling.sample_ids is not None, pooling.valence
-    if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
-        return _pool(pooling, rows_at(positions))
-    # The first ids of all samples, then the second ones, and so on.
-    terms = [rows_at(nth_positions) for nth_positions in jnp.split(positions, valence)]
-    if pooling.gains is not None:
-        gains = jnp.split(pooling.gains, valence)
-        terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]
-    return functools.reduce(jnp.add, terms)
-
-
-def _pool(
-    pooling: PoolingSpec, rows: Float[Array, "ids dim"]
-) -> Float[Array, "samples dim"]:
-    """Sums the gain-weighted rows of each sample."""
-    if pooling.gains is not None:
-        rows = rows * pooling.gains[:, None]
+    """Sums a feature's gain-weighted rows, which are `rows_at(at)`."""
+    gains, valence = pooling.gains, pooling.valence
+    if pooling.sample_ids is None and 1 < valence <= _MAX_UNROLLED_VALENCE:
+        # The first ids of all samples, then the second ones, and so on. Adding slices
+        # reads rows in place; a reduction would copy them first.
+        terms = [rows_at(nth) for nth in jnp.split(at, valence)]
+        if gains is not None:
+            pairs = zip(terms, jnp.split(gains, valence), strict=True)
+            terms = [rows * nth_gains[:, None] for rows, nth_gains in pairs]
+        return functools.reduce(jnp.add, terms)
+    rows = rows_at(at)
+    if gains is not None:
+        rows = rows * gains[:, None]
     if pooling.sample_ids is not None:
         return jax.ops.segment_sum(
             rows, pooling.sample_ids, pooling.num_samples, indices_are_sorted=True
         )
-    if pooling.valence == 1:
+    if valence == 1:
         return rows
-    if pooling.valence > _MAX_UNROLLED_VALENCE:
-        return rows.reshape(pooling.valence, -1, rows.shape[1]).sum(axis=0)
-    # Adding slices reads the rows in place; a reduction would copy them first.
-    return functools.reduce(jnp.add, jnp.split(rows, pooling.valence))
+    return rows.reshape(valence, -1, rows.shape[1]).sum(axis=0)
 
 
 @jax.tree_util.register_dataclass
@@ -592,8 +576,16 @@ def read_stack(
         read_own_rows if owns_all_rows else read_rounds,
         stack,
     )
-    activations, routing = _read_before_update(activations, routing)
-    sent, counts = routing.sent, {}
+    # An update writes to the rows in the routing, so it passes through the same barrier
+    # as the activations. Otherwise the update could write before the rows are read, if
+    # the derivative of the loss doesn't use the activations.
+    activations, keys, sent, backend_ids = read_before_write(
+        (activations, routing.keys, routing.sent, routing.backend_ids)
+    )
+    routing = dataclasses.replace(
+        routing, keys=keys, sent=sent, backend_ids=backend_ids
+    )
+    counts = {}
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
@@ -609,34 +601,3 @@ def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
     if routing.sent is not None:
         return routing.sent
     return send_ids(routing.keys, routing.max_unique_ids, stack)
-
-
-def _read_before_update(
-    activations: list[Float[Array, "_ dim"]], routing: StackRouting
-) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
-    """Orders the table's reads before an update's writes.
-
-    An update writes to the rows in the routing, so the routing passes through the same
-    barrier as the activations. Without it, nothing would impose this order if the
-    derivative of the loss doesn't use the activations.
-    """
-    sent = routing.sent
-    if sent is None:
-        activations, keys, backend_ids = read_before_write(
-            (activations, routing.keys, routing.backend_ids)
-        )
-    else:
-        activations, keys, backend_ids, order, first = read_before_write(
-            (
-                activations,
-                routing.keys,
-                routing.backend_ids,
-                sent.unique.order,
-                sent.first,
-            )
-        )
-        unique = dataclasses.replace(sent.unique, order=order)
-        sent = dataclasses.replace(sent, unique=unique, first=first)
-    return activations, dataclasses.replace(
-        routing, keys=keys, backend_ids=backend_ids, sent=sent
-    )

@@ -31,12 +31,7 @@ from tpu_embedding.rows.packed_rows import (
     unpack_rows,
     unpack_stored,
 )
-from tpu_embedding.xla import copied_in_vectors, run_if
-
-_MAX_LOST_ROUNDINGS: Final = 8
-"""Maximum rounding steps of a new value that `replace_rows` may lose. A moving average
-loses one step."""
-
+from tpu_embedding.xla import copied_in_vectors
 
 _RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
 
@@ -140,80 +135,9 @@ def _add_to_stored(
     return dataclasses.replace(packed, lines=lines)
 
 
-@_at_places
-def replace_rows(
-    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
-) -> PackedRows:
-    """Replaces the values of rows by adding the difference, in place.
-
-    A TPU offloads additions from its TensorCore, and packed rows can only be added to.
-    `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
-    magnitude, such as a slot after an outlier. In that case, the remainder is also
-    added. Values that no difference can change, such as NaN, are cleared first.
-
-    Args:
-      packed: the rows of this shard.
-      row_ids: see `add_to_rows`.
-      old: the current values, `[ids, *row_shape]`.
-      new: the new values, of the same shape.
-    """
-    if not jnp.issubdtype(new.dtype, jnp.floating):
-        return add_to_rows(packed, row_ids, new - old)
-    packed, old = _clear_stuck_values(packed, row_ids, old, new)
-    difference = row_differences(old, new)
-    packed = add_to_rows(packed, row_ids, difference)
-    remainder = row_differences(old + difference, new)
-    lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
-    is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
-    is_lost = _if_used(is_lost, row_ids, packed.layout)
-    return run_if(
-        jnp.any(is_lost), lambda rows: add_to_rows(rows, row_ids, remainder), packed
-    )
-
-
 def row_differences(old: Array, new: Array) -> Array:
     """Returns `new - old`, or 0 for equal infinities, whose difference is NaN."""
     return jnp.where(new == old, jnp.zeros((), new.dtype), new - old)
-
-
-def _if_used(
-    values: Bool[Array, "ids *row"], row_ids: Int[Array, " ids"], layout: RowLayout
-) -> Bool[Array, "ids *row"]:
-    """Returns the values, with False for ids past the last row."""
-    is_used = row_ids < layout.num_rows
-    return values & is_used.reshape(-1, *[1] * (values.ndim - 1))
-
-
-def _clear_stuck_values(
-    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
-) -> tuple[PackedRows, Array]:
-    """Zeroes values that adding a difference cannot replace, in place.
-
-    These are NaN, infinities, and values whose difference overflows. No line may be set
-    twice in one scatter, so the first rows of all lines are cleared together, then the
-    second rows, and so on. If nothing is stuck, no line is read.
-
-    See `replace_rows` for the arguments.
-
-    Returns:
-      The rows, and their current values.
-    """
-    layout = packed.layout
-    is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)
-    old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
-    stuck = _if_used(is_stuck, row_ids, layout)
-
-    def clear(i: Array, packed: PackedRows) -> PackedRows:
-        is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == i)
-        line_ids = _line_ids(row_ids, is_due, layout)
-        in_bounds = jnp.minimum(line_ids, layout.num_lines - 1)
-        lines = gather_in_bounds(packed.lines, in_bounds)
-        is_stuck = lines_to_add(row_ids, stuck.astype(lines.dtype), layout)
-        lines = jnp.where(is_stuck > 0, jnp.zeros((), lines.dtype), lines)
-        return _set_lines(packed, line_ids, lines)
-
-    num_turns = jnp.where(jnp.any(stuck), layout.rows_per_line, 0)
-    return jax.lax.fori_loop(0, num_turns, clear, packed), old
 
 
 def _gather_stored(
@@ -261,31 +185,72 @@ def _lines_of_rows(
 
 @_at_places
 def set_rows(
-    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+    packed: PackedRows,
+    row_ids: Int[Array, " ids"],
+    values: Array,
+    old: Array | None = None,
 ) -> PackedRows:
     """Sets rows to given values, in place if the caller donated them.
 
-    Rows that share a line are set with two additions: first the negated old value,
-    which leaves exactly 0, then the new value. NaN and infinities are cleared first.
+    Lines of a TPU are set with two additions: first the negated old value, which leaves
+    exactly 0, then the new value. Additions are offloaded from the TensorCore, and rows
+    that share a line can only be added to.
 
     Args:
       packed: the rows of this shard.
       row_ids: rows to set, each at most once. Ids past the last row are dropped.
       values: `[ids, *row_shape]`. Narrow rows are rounded to nearest.
+      old: the current values, if they are known.
     """
     layout = packed.layout
     if layout.narrow_dtype is not None:
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
-    if layout.rows_per_line > 1:
+    if layout.tile_lanes is None:
+        lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
+        line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
+        return _set_lines(packed, line_ids, lines)
+    if old is None:
         old = gather_rows(packed, row_ids)
-        if jnp.issubdtype(old.dtype, jnp.floating):
-            zeros = jnp.zeros_like(old)
-            packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
-        return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
-    lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
-    line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
-    return _set_lines(packed, line_ids, lines)
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+        return add_to_rows(packed, row_ids, values - old)
+    packed, old = _clear_non_finite(packed, row_ids, old)
+    return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
+
+
+def _clear_non_finite(
+    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array
+) -> tuple[PackedRows, Array]:
+    """Zeroes the NaN and infinities of some rows, which no addition can replace.
+
+    No line may be set twice in one scatter, so the first rows of all lines are cleared
+    together, then the second rows, and so on. If all values are finite, no line is
+    read.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: see `set_rows`.
+      old: the current values, `[ids, *row_shape]`.
+
+    Returns:
+      The rows, and their current values, both in place.
+    """
+    layout = packed.layout
+    is_stuck, is_row = ~jnp.isfinite(old), row_ids < layout.num_rows
+    old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
+    is_stuck &= is_row.reshape(-1, *[1] * (old.ndim - 1))
+
+    def clear(i: Array, packed: PackedRows) -> PackedRows:
+        is_due = is_row & (row_ids % layout.rows_per_line == i)
+        line_ids = _line_ids(row_ids, is_due, layout)
+        in_bounds = jnp.minimum(line_ids, layout.num_lines - 1)
+        lines = gather_in_bounds(packed.lines, in_bounds)
+        clears = lines_to_add(row_ids, is_stuck.astype(lines.dtype), layout)
+        lines = jnp.where(clears > 0, jnp.zeros((), lines.dtype), lines)
+        return _set_lines(packed, line_ids, lines)
+
+    num_turns = jnp.where(jnp.any(is_stuck), layout.rows_per_line, 0)
+    return jax.lax.fori_loop(0, num_turns, clear, packed), old
 
 
 def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:

@@ -39,7 +39,6 @@ from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
     read_block,
-    replace_rows,
     replace_stored_rows,
     row_differences,
     set_rows,
@@ -357,7 +356,7 @@ def replaced_slots(
             difference = row_differences(before, after)
             result.append(add_to_rows(slot, places, difference))
         else:
-            result.append(replace_rows(slot, places, before, after))
+            result.append(set_rows(slot, places, after, before))
     return result
 
 
