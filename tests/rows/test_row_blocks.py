@@ -41,10 +41,9 @@ def test_every_row_is_in_one_block(num_rows, first, others, monkeypatch):
         start, size = block
         return counts.at[start + jnp.arange(size)].add(1)
 
-    counts = found.fold(count, jnp.zeros(num_rows, jnp.int32))
+    counts = found.as_parts().fold(count, jnp.zeros(num_rows, jnp.int32))
     np.testing.assert_array_equal(counts, np.ones(num_rows))
-    starts = [i * found.size for i in range(*found.others)]
-    assert starts == others
+    assert list(found.starts) == others
 
 
 @pytest.mark.parametrize(

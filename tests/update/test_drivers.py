@@ -28,8 +28,9 @@ from tests.update.update_cases import (
     sharded,
 )
 from tpu_embedding.optimizers.row_optimizer import EveryRow, Touched
+from tpu_embedding.rows.access import Parts
 from tpu_embedding.rows.packed_rows import unpack_rows
-from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.update.drivers import update_stack
 from tpu_embedding.update.parts import lift_to_rows
@@ -240,7 +241,7 @@ STACKS = {
 @jax.jit
 def apply_in_sequence(table, state, row_ids, gradients):
     gradients = RowGradients(row_ids=row_ids, values=gradients)
-    gradient = GradientRounds(gradients)
+    gradient = Parts(gradients)
     return update_stack(table, state, gradient, STACKS[table.layout.dim])
 
 

@@ -17,8 +17,9 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers.row_optimizer import Touched, declare
 from tpu_embedding.optimizers.table_rows import table_rows
+from tpu_embedding.rows.access import Parts
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
-from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 NASTY = np.float32([-0.0, np.inf, -np.inf, np.nan, 1e38, 2e-38])
@@ -243,7 +244,7 @@ def rounds_of(rounds):
     def fold_later(body, carry):
         return functools.reduce(body, later, carry)
 
-    return GradientRounds(first, fold_later if later else None)
+    return Parts(first, fold_later if later else None)
 
 
 def plan_of(sizes, dim, optimizer, *, num_devices=1, hardware="cpu", dtype=jnp.float32):

@@ -243,7 +243,7 @@ def _restarted_slot(
         is_new = rows.is_used & rows.per_row(is_set)
         return merge_block(slot, start, values.reshape(size, -1), is_new)
 
-    return blocks_of([old.layout]).fold(restart_block, old)
+    return blocks_of([old.layout]).as_parts().fold(restart_block, old)
 
 
 def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
@@ -362,7 +362,7 @@ def _finalize_shard(
     )
     no_squares = jnp.zeros(len(stack.tables))
     carry = (table, averaged.averages, no_squares)
-    table, averages, squares = blocks.fold(finalize_block, carry)
+    table, averages, squares = blocks.as_parts().fold(finalize_block, carry)
     finalized = averaged._replace(averages=averages)
     if isinstance(finalized, AdafactorState):
         squares = compensated_sum(across_shards(stack)(squares, "sum"))

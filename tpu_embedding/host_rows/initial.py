@@ -288,8 +288,8 @@ def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
     """Yields the first local row and size of each block, in `init_state`'s order."""
     blocks = access.blocks_of([stack.layout])
     yield blocks.first
-    for i in range(*blocks.others):
-        yield i * blocks.size, blocks.size
+    for start in blocks.starts:
+        yield start, blocks.size
 
 
 def _stack_rows(start: int, size: int, stack: StackPlan) -> tuple[int, int]:

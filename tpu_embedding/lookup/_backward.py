@@ -53,20 +53,14 @@ from tpu_embedding.lookup._rounds import (
 from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
 from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.plan import TrainedStackPlan
-from tpu_embedding.rows.access import gather_lines
+from tpu_embedding.rows.access import Parts, gather_lines
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     RowLayout,
     gather_in_bounds,
     round_up,
 )
-from tpu_embedding.rows.row_gradients import (
-    GradientRounds,
-    RoundBody,
-    RowGradients,
-    Sealed,
-    seal,
-)
+from tpu_embedding.rows.row_gradients import RowGradients, Sealed, seal
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.xla import forward_fill
 
@@ -205,7 +199,7 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
     return dataclasses.replace(total.open(), is_partial=is_partial).seal()
 
 
-def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds:
+def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> Parts:
     """Brings a gradient to the owners of its rows, round by round. Per shard.
 
     The first round is straight-line code. The ids of later rounds cross the network
@@ -221,11 +215,11 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
         # The backend can't run this update, so the drivers do.
         first = _receive(sent.first, sent, reader, stack)
     if sent.size.holds_all:
-        return GradientRounds(first)
+        return Parts(first)
     end_row = sent.first.end_row[0]
     first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_row))
 
-    def fold_later(body: RoundBody, carry: Any) -> Any:
+    def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
         def run(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
             carry, first_row = state
             received = _receive(current, sent, reader, stack)
@@ -236,7 +230,7 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
         (carry, _), _ = fold_later_rounds(run, (carry, end_row), sent, stack)
         return carry
 
-    return GradientRounds(first, fold_later)
+    return Parts(first, fold_later)
 
 
 def _receive(
@@ -490,17 +484,17 @@ class BlockSum(NamedTuple):
 
 def gradient_blocks(
     blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
-) -> GradientRounds:
+) -> Parts:
     """Sums the gradients block by block. Per shard."""
     num_blocks, ids_per_block = blocks.row_ids.shape
     nothing = jnp.zeros((layout.dim,), jnp.float32)
     start = BlockSum(jnp.int32(0), nothing, jnp.int32(0))
     first, after_first = _sum_block(start, blocks, read_cotangents, layout)
     if num_blocks == 1:
-        return GradientRounds(first)
+        return Parts(first)
     num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
 
-    def fold_later(body: RoundBody, carry: Any) -> Any:
+    def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
         def has_ids(state: tuple[BlockSum, Any]) -> Bool[Array, ""]:
             return state[0].index * ids_per_block < num_used
 
@@ -511,7 +505,7 @@ def gradient_blocks(
 
         return jax.lax.while_loop(has_ids, run, (after_first, carry))[1]
 
-    return GradientRounds(first, fold_later)
+    return Parts(first, fold_later)
 
 
 def _sum_block(

@@ -261,47 +261,80 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
     return dataclasses.replace(packed, lines=lines)
 
 
-Carry = TypeVar("Carry")
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Parts of a pass: rounds of a gradient, or blocks of rows.
+
+    The first part is straight-line code. All later parts run in a loop. This exists
+    only while a step is traced, and is not a pytree.
+
+    Attributes:
+      first: the first part.
+      fold_later: `fold_later(body, carry)` calls `carry = body(carry, part)` for each
+        later part. None if there can't be any.
+    """
+
+    first: Any
+    fold_later: Callable[[Callable[[Any, Any], Any], Any], Any] | None = None
+
+    def fold(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """Calls `carry = body(carry, part)` for every part."""
+        carry = body(carry, self.first)
+        return carry if self.fold_later is None else self.fold_later(body, carry)
+
+    def map(self, function: Callable[[Any], Any]) -> "Parts":
+        """Returns `function(part)` for every part."""
+        fold_later = self.fold_later
+        if fold_later is None:
+            return Parts(function(self.first))
+        return Parts(
+            function(self.first),
+            lambda body, carry: fold_later(
+                lambda carry, part: body(carry, function(part)), carry
+            ),
+        )
+
 
 _ROWS_PER_BLOCK: Final = 8192
 """Approximate number of rows per block of a pass: 4 MiB of 128 float32 lanes."""
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows: a single block, and the rest in a loop.
+    """The blocks that cover all rows of a shard, as (first row, number of rows).
 
     Attributes:
-      size: rows of a block in the loop.
-      first: first row and number of rows of the block outside of the loop.
-      others: range of block numbers in the loop. Block `i` starts at row `i * size`.
+      first: a block of its own size, if the rows don't make whole blocks.
+      starts: first rows of all other blocks.
+      size: their number of rows.
     """
 
-    size: int
     first: tuple[int, int]
-    others: tuple[int, int]
+    starts: range
+    size: int
 
-    def fold(self, body: Callable[[Carry, Any], Carry], carry: Carry) -> Carry:
-        """Calls `carry = body(carry, (start, num_rows))` for each block."""
-        return self.fold_later(body, body(carry, self.first))
+    def as_parts(self) -> Parts:
+        """Returns the blocks as parts of a pass."""
+        if not self.starts:
+            return Parts(self.first)
 
-    def fold_later(self, body: Callable[[Carry, Any], Carry], carry: Carry) -> Carry:
-        """Calls `carry = body(carry, (start, num_rows))` for the blocks in the loop."""
-        begin, end = self.others
-        if begin == end:  # The body is not traced.
-            return carry
-        return jax.lax.fori_loop(
-            begin, end, lambda i, carry: body(carry, (i * self.size, self.size)), carry
-        )
+        def fold_later(body: Callable[[Any, Any], Any], carry: Any) -> Any:
+            def run(i: Array, carry: Any) -> Any:
+                return body(carry, (i * self.size, self.size))
+
+            begin = self.starts.start // self.size
+            return jax.lax.fori_loop(begin, begin + len(self.starts), run, carry)
+
+        return Parts(self.first, fold_later)
 
 
 def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
     """Returns blocks that start at a line boundary in all layouts."""
     alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
-    size = round_up(_ROWS_PER_BLOCK, alignment)
-    num_full, rest = divmod(layouts[0].num_rows, size)
+    size, num_rows = round_up(_ROWS_PER_BLOCK, alignment), layouts[0].num_rows
+    whole, rest = num_rows // size * size, num_rows % size
     if rest:
-        return Blocks(size, (num_full * size, rest), (0, num_full))
-    return Blocks(size, (0, size), (1, num_full))
+        return Blocks((whole, rest), range(0, whole, size), size)
+    return Blocks((0, size), range(size, num_rows, size), size)
 
 
 def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:

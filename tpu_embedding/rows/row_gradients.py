@@ -1,8 +1,9 @@
 """The gradient of a stacked table, as `lookup/` passes it to `update/`.
 
 A gradient arrives at the owners of its rows in rounds. There is always a first round.
-Later rounds exist only under skew. `GradientRounds` is the interface: the backward pass
-fills it, an update applies it round by round, and neither runs the other's code.
+Later rounds exist only under skew. Different rounds have different rows, so an update
+may apply them one by one. The interface is `Parts` of `RowGradients`: the backward pass
+fills it, an update folds over it, and neither runs the other's code.
 
 Row ids must not be added or scaled. A generic `jax.tree.map` over a sparse gradient
 would do so silently, and change the wrong rows. `seal` therefore hides integers in an
@@ -11,7 +12,7 @@ arithmetic on them. Compiled programs don't change.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.rows.access import Parts
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 
@@ -175,45 +177,8 @@ class RowGradients:
         )
 
 
-RoundBody = Callable[[Any, RowGradients], Any]
-"""Maps a carry and a round to the new carry."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientRounds:
-    """The whole gradient of a stacked table at the owners of its rows. Per shard.
-
-    Different rounds have different rows, so an update may apply rounds one by one. A
-    `GradientRounds` exists only while a step is traced, and is not a pytree.
-
-    Attributes:
-      first: gradients of the first round, which has all rows unless there is skew.
-      fold_later: given a body and a carry, folds over all later rounds. None if no
-        batch of this shape has any.
-    """
-
-    first: RowGradients
-    fold_later: Callable[[RoundBody, Any], Any] | None = None
-
-    def fold(self, body: RoundBody, carry: Any) -> Any:
-        """Calls `carry = body(carry, round)` for every round."""
-        carry = body(carry, self.first)
-        return carry if self.fold_later is None else self.fold_later(body, carry)
-
-    def only_if(self, condition: Bool[Array, ""]) -> "GradientRounds":
-        """Returns this gradient, or no rows if a condition doesn't hold."""
-        first, later = self.first.only_if(condition), self.fold_later
-        if later is None:
-            return GradientRounds(first)
-
-        def fold_later(body: RoundBody, carry: Any) -> Any:
-            return later(lambda carry, x: body(carry, x.only_if(condition)), carry)
-
-        return GradientRounds(first, fold_later)
-
-
-def empty_gradient(dim: int) -> GradientRounds:
+def empty_gradient(dim: int) -> Parts:
     """Returns the gradient of a step that touched no rows of a stack. Per shard."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     values = jnp.zeros((1, dim), jnp.float32)
-    return GradientRounds(RowGradients(row_ids=row_ids, values=values))
+    return Parts(RowGradients(row_ids=row_ids, values=values))

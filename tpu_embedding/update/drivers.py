@@ -38,7 +38,7 @@ from tpu_embedding.rows.access import (
     read_block,
 )
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
+from tpu_embedding.rows.row_gradients import Parts, RowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 from tpu_embedding.update.parts import Arrays, Part, StackStep
 from tpu_embedding.update.state import is_slot
@@ -48,7 +48,7 @@ from tpu_embedding.xla import read_before_write, run_if
 _CHUNK: Final = 1024
 """Gradients that a block reads at a time."""
 
-Driver = Callable[[StackStep, Arrays, GradientRounds], tuple[Arrays, list[Any]]]
+Driver = Callable[[StackStep, Arrays, Parts], tuple[Arrays, list[Any]]]
 """Runs a step on the arrays. Returns the new arrays and the new shared values."""
 
 GradientOfBlock = Callable[[Any, int, Arrays], tuple[Array, Array]]
@@ -60,7 +60,7 @@ above 0 for rows that were looked up. Called with the start, the size and the ar
 def update_stack(
     table: PackedRows,
     state: Any,
-    gradient: GradientRounds,
+    gradient: Parts,
     stack: TrainedStackPlan,
     table_sizes: Array | None = None,
 ) -> tuple[PackedRows, Any]:
@@ -76,8 +76,9 @@ def update_stack(
       table_sizes: see `StackStep`.
     """
     step = StackStep(stack, state, table_sizes)
-    if step.is_finite is not None and step.kept is None:
-        gradient = gradient.only_if(step.is_finite)
+    is_finite = step.is_finite
+    if is_finite is not None and step.kept is None:
+        gradient = gradient.map(lambda round: round.only_if(is_finite))
     driver = _DRIVERS[type(stack.optimizer.driver)]
     arrays, new_values = driver(step, step.arrays(table), gradient)
     return arrays.table, step.state_after(arrays, new_values)
@@ -98,35 +99,27 @@ def state_without_rows(
 
 
 def _update_touched(
-    step: StackStep, arrays: Arrays, gradient: GradientRounds
+    step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule once on each row that the step looked up.
+    """Runs the rule once on each row that the step looked up."""
 
-    If there are several rounds, a rule with totals first runs to find the totals, and
-    then runs again to use them.
-    """
-    all_reduce, totals = across_shards(step.stack), None
-    if step.stack.optimizer.takes_totals and gradient.fold_later is not None:
-        totals = find_totals(
-            lambda round, reduce: step.run_on_rows(arrays, _part_of(round), reduce),
-            gradient.first,
-            gradient.fold_later,
-            all_reduce,
+    def run(
+        arrays: Arrays, gradients: RowGradients, all_reduce: AllReduce
+    ) -> tuple[Arrays, list[Any]]:
+        updates = gradients.as_row_updates()
+        part = Part(
+            updates.row_ids,
+            updates.values,
+            is_touched=updates.row_ids != PADDING_ROW_ID,
+            occurrences=gradients.occurrences,
         )
-        totals, arrays = read_before_write((totals, arrays))
+        return step.run_on_rows(arrays, part, all_reduce)
 
-    def run_round(arrays: Arrays, gradients: RowGradients) -> tuple[Arrays, list[Any]]:
-        reduce = all_reduce if totals is None else known_totals(totals)
-        return step.run_on_rows(arrays, _part_of(gradients), reduce)
-
-    arrays, new_values = run_round(arrays, gradient.first)
-    if gradient.fold_later is not None:
-        arrays = gradient.fold_later(lambda *round: run_round(*round)[0], arrays)
-    return arrays, new_values
+    return _run_parts(step, arrays, gradient, run)
 
 
 def _update_in_sequence(
-    step: StackStep, arrays: Arrays, gradient: GradientRounds
+    step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
     """Runs the rule once per occurrence of a row, in sample order.
 
@@ -156,7 +149,7 @@ def _update_in_sequence(
 
 
 def _update_every_row(
-    step: StackStep, arrays: Arrays, gradient: GradientRounds
+    step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
     """Runs the rule on every row, round by round, without a kept gradient.
 
@@ -177,7 +170,7 @@ def _update_every_row(
 
 
 def _update_kept_gradient(
-    step: StackStep, arrays: Arrays, gradient: GradientRounds
+    step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
     """Adds to the kept gradient, and runs the rule on every row if an update is due."""
 
@@ -220,16 +213,33 @@ _DRIVERS: Final[Mapping[type, Driver]] = {
 }
 
 
-def _part_of(gradients: RowGradients) -> Part:
-    """Returns the rows of a round as a part."""
-    updates = gradients.as_row_updates()
-    is_touched = updates.row_ids != PADDING_ROW_ID
-    return Part(
-        updates.row_ids,
-        updates.values,
-        is_touched,
-        occurrences=gradients.occurrences,
-    )
+def _run_parts(
+    step: StackStep,
+    arrays: Arrays,
+    parts: Parts,
+    run: Callable[[Arrays, Any, AllReduce], tuple[Arrays, list[Any]]],
+) -> tuple[Arrays, list[Any]]:
+    """Runs the rule on all parts, one after another.
+
+    If there are several parts, a rule with totals first runs to find the totals, and
+    then runs again to use them.
+    """
+    all_reduce = across_shards(step.stack)
+    totals: list[Array] | None = None
+    if step.stack.optimizer.takes_totals and parts.fold_later is not None:
+        totals = find_totals(
+            lambda part, all_reduce: run(arrays, part, all_reduce), parts, all_reduce
+        )
+        totals, arrays = read_before_write((totals, arrays))
+
+    def run_part(arrays: Arrays, part: Any) -> tuple[Arrays, list[Any]]:
+        return run(arrays, part, known_totals(totals) if totals else all_reduce)
+
+    arrays, new_values = run_part(arrays, parts.first)
+    if parts.fold_later is not None:
+        # All parts compute the same new values from the old state.
+        arrays = parts.fold_later(lambda *carry: run_part(*carry)[0], arrays)
+    return arrays, new_values
 
 
 def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
@@ -297,17 +307,4 @@ def _sweep(
         part = Part(row_ids, gradient, touches > 0)
         return step.run_on_block(arrays, part, start, covered, all_reduce)
 
-    totals: list[Array] = []
-    if step.stack.optimizer.takes_totals:
-        totals = find_totals(
-            lambda block, all_reduce: run_block(arrays, block, all_reduce),
-            blocks.first,
-            blocks.fold_later,
-            across_shards(step.stack),
-        )
-    arrays, totals = read_before_write((arrays, totals))
-    arrays, new_values = run_block(arrays, blocks.first, known_totals(totals))
-    arrays = blocks.fold_later(
-        lambda arrays, block: run_block(arrays, block, known_totals(totals))[0], arrays
-    )
-    return arrays, new_values
+    return _run_parts(step, arrays, blocks.as_parts(), run_block)

@@ -81,7 +81,6 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
     """
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
-        blocks = blocks_of([table.layout])
         totals = find_totals(
             lambda block, all_reduce: init_block(
                 computed_apart(lines_of_block(table, *block)),
@@ -89,8 +88,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
                 all_reduce,
                 stack,
             ),
-            blocks.first,
-            blocks.fold_later,
+            blocks_of([table.layout]).as_parts(),
             across_shards(stack),
         )
     return state_around(init_block(table, 0, known_totals(totals), stack), stack)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, Reduction, TableRows
 from tpu_embedding.plan.plan import StackPlan
+from tpu_embedding.rows.access import Parts
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
 ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
@@ -27,10 +28,6 @@ ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 RunPart = Callable[[Any, AllReduce], Any]
 """Runs the rule on one part. The second argument answers requests for totals."""
-
-FoldParts = Callable[[Callable[..., Any], Any], Any]
-"""Given `fold` and `carry`, calls `carry = fold(carry, part, ...)` for all parts but
-the first."""
 
 
 class _Request(NamedTuple):
@@ -56,29 +53,26 @@ def across_shards(stack: StackPlan) -> AllReduce:
     return all_reduce
 
 
-def find_totals(
-    run: RunPart, first_part: Any, fold_rest: FoldParts, all_reduce: AllReduce
-) -> list[Array]:
+def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array]:
     """Returns all totals that a rule requests, in order. Per shard.
 
     Args:
       run: runs the rule on one part.
-      first_part: a round of a gradient or a block of rows.
-      fold_rest: folds over all later parts.
+      parts: rounds of a gradient or blocks of rows.
       all_reduce: reduces a total over the shards.
     """
     known: list[Array] = []
-    while len(requests := requests_of(run, first_part, known)) > len(known):
+    while len(requests := requests_of(run, parts.first, known)) > len(known):
         number = len(known)
-        first, reduction = requests[number]
+        total, reduction = requests[number]
+        if parts.fold_later is not None:
 
-        def add(
-            total: Array, part: Any, *_: Any, number=number, reduction=reduction
-        ) -> Array:
-            values = requests_of(run, part, known)[number].values
-            return ACROSS_PARTS[reduction](total, values)
+            def add(total: Array, part: Any, number=number, how=reduction) -> Array:
+                values = requests_of(run, part, known)[number].values
+                return ACROSS_PARTS[how](total, values)
 
-        known.append(all_reduce(fold_rest(add, first), reduction))
+            total = parts.fold_later(add, total)
+        known.append(all_reduce(total, reduction))
     return known
 
 
