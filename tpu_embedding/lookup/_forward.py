@@ -576,12 +576,18 @@ def read_stack(
         read_own_rows if owns_all_rows else read_rounds,
         stack,
     )
-    # An update writes to the rows in the routing, so it passes through the same barrier
+    # An update writes to the rows in the routing, so these pass through the same barrier
     # as the activations. Otherwise the update could write before the rows are read, if
     # the derivative of the loss doesn't use the activations.
-    activations, keys, sent, backend_ids = read_before_write(
-        (activations, routing.keys, routing.sent, routing.backend_ids)
-    )
+    sent = routing.sent
+    reads = (activations, routing.keys, routing.backend_ids)
+    if sent is None:
+        activations, keys, backend_ids = read_before_write(reads)
+    else:
+        reads = (*reads, sent.unique.order, sent.first)
+        activations, keys, backend_ids, order, first = read_before_write(reads)
+        unique = dataclasses.replace(sent.unique, order=order)
+        sent = dataclasses.replace(sent, unique=unique, first=first)
     routing = dataclasses.replace(
         routing, keys=keys, sent=sent, backend_ids=backend_ids
     )
