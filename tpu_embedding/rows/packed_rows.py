@@ -126,12 +126,12 @@ class RowLayout:
     banks: int = 1
     bank_name: str = "banks"
 
-    @property
+    @functools.cached_property
     def dim(self) -> int:
         """Elements of a row."""
         return self.row_shape[0] if self.row_shape else 1
 
-    @property
+    @functools.cached_property
     def lanes_per_row(self) -> int:
         """Lanes that a row takes, alone or shared with other rows."""
         if self.narrow_dtype is not None:
@@ -140,7 +140,7 @@ class RowLayout:
             return bank_lanes(self.dim)
         return self.dim
 
-    @property
+    @functools.cached_property
     def rows_per_lane(self) -> int:
         """Logical rows that share each lane."""
         return 1 if self.narrow_dtype is None else rows_per_lane(self.narrow_dtype)
@@ -155,24 +155,24 @@ class RowLayout:
         """Dtype of the lanes of a table: float32, or int32 for words."""
         return jnp.float32 if self.narrow_dtype is None else jnp.int32
 
-    @property
+    @functools.cached_property
     def is_flat(self) -> bool:
         """True if each row takes a single lane. Lines are then one lane wide."""
         return self.lanes_per_row == 1
 
-    @property
+    @functools.cached_property
     def groups_per_line(self) -> int:
         """Lane groups of a line. Each holds a row, or rows that share its lanes."""
         if self.tile_lanes is None or self.is_flat:
             return 1
         return max(1, self.tile_lanes // self.lanes_per_row)
 
-    @property
+    @functools.cached_property
     def rows_per_line(self) -> int:
         """Logical rows that share a line: `rows_per_lane` in each lane group."""
         return self.groups_per_line * self.rows_per_lane
 
-    @property
+    @functools.cached_property
     def lines_per_row(self) -> int:
         """Consecutive lines that a row takes, 1 unless rows are dealt to banks.
 
@@ -183,14 +183,14 @@ class RowLayout:
             return 1
         return max(1, self.lanes_per_row // self.tile_lanes)
 
-    @property
+    @functools.cached_property
     def lanes_per_line(self) -> int:
         """Width of a line, in lanes."""
         if self.tile_lanes is None or self.is_flat:
             return self.lanes_per_row
         return round_up(self.lanes_per_row, self.tile_lanes) // self.lines_per_row
 
-    @property
+    @functools.cached_property
     def num_lines(self) -> int:
         """Lines per shard."""
         return -(-self.num_rows // self.rows_per_line) * self.lines_per_row
@@ -203,14 +203,14 @@ class RowLayout:
         """Returns the first row of a line, or the row that the line is part of."""
         return line // self.lines_per_row * self.rows_per_line
 
-    @property
+    @functools.cached_property
     def lines_shape(self) -> tuple[int, ...]:
         """Shape of the lines, per shard: `(num_lines,)` if they are flat."""
         if self.is_flat:
             return (self.num_lines,)
         return self.num_lines, self.lanes_per_line
 
-    @property
+    @functools.cached_property
     def rows_per_bank(self) -> int:
         """Rows in the range of each bank. The last ones may be unused."""
         return self.num_rows // self.banks
