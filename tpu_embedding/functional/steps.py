@@ -539,7 +539,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     for stack in plan.trained_stacks:
         if stack.name not in slots:
             table = tables[stack.name]
-            slots[stack.name] = stack.storage.init_state(table, stack, plan)
+            slots[stack.name] = stack.storage.init_state(table, stack)
     return slots
 
 

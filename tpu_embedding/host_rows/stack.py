@@ -21,11 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpu_embedding.host_rows.cached_rows import (
-    CachedRows,
-    MappedRows,
-    layout_of_cache,
-)
+from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import (
     columns_of,
@@ -98,7 +94,7 @@ class HostStack:
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self.plan = stack, plan
-        self.slots_per_shard = stack.storage.device_layout(stack.layout).num_rows
+        self.slots_per_shard = stack.layout.num_rows
         self.owner = 0
         self.feed: Feed | None = None
         self.num_ids = self.num_fetched = 0
@@ -183,7 +179,7 @@ class HostStack:
         return jnp.full(shape, value, jnp.int32, device=sharding)
 
     def _empty_lines(self, layout: Any, dtype: Any) -> jax.Array:
-        first, *rest = layout_of_cache(layout, self.slots_per_shard).lines_shape
+        first, *rest = layout.lines_shape
         shape = (self.stack.num_shards * first, *rest)
         return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
 
@@ -556,20 +552,18 @@ class HostStack:
         stack, num_rows = self.stack, len(self._held)
         contents = StackContents((TableRange("cache", 0, num_rows),), stack.num_shards)
 
-        def of_cache(layout: Any) -> Any:
-            layout = layout_of_cache(layout, self.slots_per_shard)
-            return dataclasses.replace(layout, contents=contents)
-
         table: TablePlan = dataclasses.replace(
             stack.tables[0], name="cache", row_offset=0, num_rows=num_rows
         )
         cache = dataclasses.replace(
             stack,
             tables=(table,),
-            layout=of_cache(stack.layout),
+            rows_per_shard=self.slots_per_shard,
+            layout=dataclasses.replace(stack.layout, contents=contents),
             storage=RowStorage(),
         )
-        return cache, PackedRows(lines=rows.lines, layout=of_cache(rows.layout))
+        layout = dataclasses.replace(rows.layout, contents=contents)
+        return cache, PackedRows(lines=rows.lines, layout=layout)
 
 
 @jax.jit

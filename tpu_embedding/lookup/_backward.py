@@ -211,7 +211,8 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> GradientRounds
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
         # One CPU device owns all rows. Its rounds are blocks of ids, which aren't sent.
-        return gradient_blocks(opened.blocks, reader, stack.layout)
+        layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
+        return gradient_blocks(opened.blocks, reader, layout)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
         # The backend can't run this update, so the drivers do.

@@ -9,7 +9,6 @@ different shards.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -68,7 +67,7 @@ class NamedTable:
         every device has all rows.
       num_shards: devices along the `shard_axes`.
       placement_reason: the setting that chose the axes.
-      storage: where the placement stores its rows.
+      placement: the table's own placement, or else the shared one.
       num_rows: rows in its stack, including spare rows.
     """
 
@@ -78,7 +77,7 @@ class NamedTable:
     shard_axes: tuple[str, ...] = ()
     num_shards: int = 1
     placement_reason: str = ""
-    storage: RowStorage = RowStorage()
+    placement: Placement = Sharded()
     num_rows: int = 0
 
 
@@ -260,7 +259,7 @@ def _place(
         shard_axes=axes,
         num_shards=num_shards,
         placement_reason=reason,
-        storage=chosen.storage(table.config.max_rows),
+        placement=chosen,
         num_rows=vocabulary.rows_over(num_shards),
     )
 
@@ -290,8 +289,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             table.shard_axes,
             type(config.vocabulary),
             config.vocabulary.stacking_key,
-            type(table.storage),
-            table.storage.stacking_key,
+            table.placement.stacking_key,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
@@ -365,11 +363,7 @@ def _plan_stack(
     )
     num_rows = offsets[-1] + tables[-1].num_rows
     backend = options.choose(first, num_rows, mesh, hardware)
-    storages = [table.storage for table in tables]
-    storage = functools.reduce(lambda joined, x: joined.joined(x), storages)
-    for table in tables:
-        if problem := table.storage.problem(table, backend):
-            raise ValueError(f"{problem} (table {table.name!r}).")
+    layout = _layout(table_plans, first.num_shards, hardware, backend)
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,
@@ -377,7 +371,8 @@ def _plan_stack(
         sample_axes=tuple(mesh.axis_names),
         num_shards=first.num_shards,
         num_replicas=mesh.size // first.num_shards,
-        layout=_layout(table_plans, first.num_shards, hardware, backend),
+        rows_per_shard=layout.num_rows,
+        layout=layout,
         quantization=first.config.quantization_config,
         capacity=capacity,
         gathers=choose_gathers(hardware, first.num_shards),
@@ -390,12 +385,14 @@ def _plan_stack(
         ),
         backend=backend,
         hardware=hardware,
-        storage=storage,
+        storage=RowStorage(),
         slots=_slot_rows(first),
     )
     if first.optimizer is None:
-        return StackPlan(**facts, optimizer=None)
-    return TrainedStackPlan(**facts, optimizer=first.optimizer)
+        stack = StackPlan(**facts, optimizer=None)
+    else:
+        stack = TrainedStackPlan(**facts, optimizer=first.optimizer)
+    return first.placement.store(stack, [table.placement for table in tables])
 
 
 def _layout(

@@ -156,7 +156,7 @@ def update_touched(
     if takes_totals and gradient.fold_later is not None:
         totals = find_totals(
             lambda gradients, all_reduce: step.update_rows(
-                gradients.as_row_updates(),
+                gradients.as_row_updates(table.locate(gradients.row_ids)[1]),
                 table,
                 slots,
                 _known_rows(gradients, all_reduce, writer),
@@ -170,13 +170,14 @@ def update_touched(
     def update_round(
         arrays: Arrays, gradients: RowGradients
     ) -> tuple[Arrays, list[Any]]:
-        table = writer.before_rule(arrays.table, gradients.row_ids)
+        table, places = arrays.table.locate(gradients.row_ids)
+        table = writer.before_rule(table, places)
         reduce = all_reduce if totals is None else known_totals(totals)
         known = _known_rows(gradients, reduce, writer) if takes_totals else None
         updates, slots, new_values = step.update_rows(
-            gradients.as_row_updates(), table, arrays.slots, known
+            gradients.as_row_updates(places), table, arrays.slots, known
         )
-        table = writer.add(table, gradients.row_ids, updates)
+        table = writer.add(table, gradients.row_ids, places, updates)
         return Arrays(table, slots), new_values
 
     arrays, new_values = update_round(Arrays(table, slots), gradient.first)
@@ -212,11 +213,12 @@ def update_in_sequence(
             # The first pass updates each row's first occurrence, and so on.
             number, arrays = passes
             row_ids = jnp.where(earlier == number, updates.row_ids, PADDING_ROW_ID)
-            table = writer.before_rule(arrays.table, row_ids)
+            table, places = arrays.table.locate(row_ids)
+            table = writer.before_rule(table, places)
             row_updates, slots, _ = step.update_rows(
-                RowUpdates(row_ids=row_ids, values=updates.values), table, arrays.slots
+                RowUpdates(row_ids=places, values=updates.values), table, arrays.slots
             )
-            table = writer.add(table, row_ids, row_updates, occurrence=number)
+            table = writer.add(table, row_ids, places, row_updates, number)
             return number + 1, Arrays(table, slots)
 
         start = (jnp.int32(0), arrays)

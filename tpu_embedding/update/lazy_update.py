@@ -196,7 +196,7 @@ class RuleStep:
         """Runs the rule on a table's rows, and updates their slot variables in place.
 
         Args:
-          gradient: the rows' gradients.
+          gradient: the rows' gradients, by place in the arrays.
           table: this shard's rows, not modified.
           slots: slot variables before the update.
           known: facts about the rows, for a rule that needs totals.
@@ -204,12 +204,11 @@ class RuleStep:
         Returns:
           The rows' updates, the new slot variables, and the new shared values.
         """
-        row_ids = gradient.row_ids
-        places = table.places(row_ids)
+        places = gradient.row_ids
         old = [gather_rows(slot, places) for slot in slots]
         if self.form == "blocks":
             old, slots = read_before_write((old, slots))
-        rows = gather_rows(table, row_ids)
+        rows = gather_rows(table, places)
         updates, new, new_values = self.run(gradient.values, rows, old, known)
         moved = [
             move_rows(slot, places, before, after, probed.is_moved_by_adding)

@@ -83,7 +83,7 @@ class TableWriter:
 
         return dataclasses.replace(known, stored=values_after_adding)
 
-    def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
+    def before_rule(self, table: PackedRows, places: Int[Array, " ids"]) -> PackedRows:
         """Sets rows to zero, in place, if the rule sets them without reading them.
 
         Such a rule returns the difference from the old row. If the old row were NaN,
@@ -92,17 +92,18 @@ class TableWriter:
 
         Args:
           table: the rows.
-          row_ids: rows that the rule will update, each at most once.
+          places: places of the rows that the rule will update, each at most once.
         """
         if not self.stack.optimizer.sets_rows:
             return table
-        zeros = jnp.zeros((*row_ids.shape, table.layout.dim), jnp.float32)
-        return set_rows(table, row_ids, zeros)
+        zeros = jnp.zeros((*places.shape, table.layout.dim), jnp.float32)
+        return set_rows(table, places, zeros)
 
     def add(
         self,
         table: PackedRows,
         row_ids: Int[Array, " ids"],
+        places: Int[Array, " ids"],
         updates: Float[Array, "ids dim"],
         occurrence: Int[Array, ""] | int = 0,
     ) -> PackedRows:
@@ -110,15 +111,16 @@ class TableWriter:
 
         Args:
           table: the rows.
-          row_ids: each at most once; ids past the end are dropped.
+          row_ids: each at most once.
+          places: the rows' places; places past the end are dropped.
           updates: values to add.
           occurrence: number of earlier calls in this step for the same rows.
         """
         if self.step is None:
-            return add_to_rows(table, row_ids, updates)
-        old = gather_rows(table, row_ids)
+            return add_to_rows(table, places, updates)
+        old = gather_rows(table, places)
         stored = self.stored_rows(row_ids, old, updates, occurrence)
-        return replace_stored_rows(table, row_ids, stored)
+        return replace_stored_rows(table, places, stored)
 
     def stored_rows(
         self,
