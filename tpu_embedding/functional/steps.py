@@ -74,6 +74,7 @@ from tpu_embedding.update.lazy_update import (
     with_values_if,
 )
 from tpu_embedding.update.table_writer import RoundedState, open_state
+from tpu_embedding.vocabularies import needs_rows, rows_of_ids, unknown_rows
 from tpu_embedding.xla import run_if
 
 
@@ -153,9 +154,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """
     plan = plan.for_batch(features)
     leaves = [
-        ids
-        if feature.inputs.needs_rows(ids)
-        else feature.inputs.row_numbers(ids, feature)
+        ids if needs_rows(ids, feature) else rows_of_ids(ids, feature)
         for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
     structs = [
@@ -206,7 +205,7 @@ def lookup(
         for ids, feature in zip(
             batch_plan.flatten(features), batch_plan.features, strict=True
         )
-        if feature.inputs.needs_rows(ids)
+        if needs_rows(ids, feature)
     ]
     if not raw_features:
         return read_rows(tables, route(features, plan), plan)
@@ -263,7 +262,7 @@ def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
     """
     plan = plan.for_batch(features)
     return [
-        feature.inputs.row_numbers(ids, feature)
+        rows_of_ids(ids, feature)
         for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
 
@@ -457,7 +456,7 @@ def compute_gradients(
     if routing.raw_feature is not None:
         features = {feature.name: feature for feature in routing.plan.features}
         raw = features[routing.raw_feature]
-        raise raw.inputs.unknown_rows(raw)
+        raise unknown_rows(raw)
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
@@ -629,9 +628,12 @@ def apply_gradients(
             def step(state: Any, stack: TrainedStackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
+            run = in_auto_axes(step, plan, specs)
+            if stack.optimizer.takes_totals:  # They need the axes of a shard.
+                run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
+            new_slots[stack.name] = run(state)
             continue
-        used_rows = stack.vocabulary.stacks.used_rows(tables, stack)
+        arrays = {name: tables[name] for name in stack.array_names}
         rows_spec = stack.rows_spec
         new_tables[stack.name], new_slots[stack.name] = on_shards(
             functools.partial(_update_shard, stack=stack),
@@ -641,7 +643,7 @@ def apply_gradients(
                 *(PartitionSpec(), PartitionSpec()),
             ),
             out_specs=(rows_spec, specs),
-        )(tables[stack.name], state, gradient, used_rows, gradient_norm, only_if)
+        )(tables[stack.name], state, gradient, arrays, gradient_norm, only_if)
     return new_tables, new_slots
 
 
@@ -649,7 +651,7 @@ def _update_shard(
     table: PackedRows,
     state: Any,
     gradient: Sealed | None,
-    used_rows: Any,
+    arrays: Mapping[str, Any],
     gradient_norm: Any,
     only_if: Any,
     stack: TrainedStackPlan,
@@ -658,13 +660,12 @@ def _update_shard(
     replaces_update = gradient is not None and stack.backend.replaces_update
     if only_if is not None and not replaces_update:
 
-        def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
-            return _update_shard(
-                *arrays, gradient, used_rows, gradient_norm, None, stack
-            )
+        def update_all(rows: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
+            return _update_shard(*rows, gradient, arrays, gradient_norm, None, stack)
 
         return run_if(only_if, update_all, (table, state))
-    writer, state = open_state(state, stack, used_rows)
+    table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
+    writer, state = open_state(state, stack, table_sizes)
     update = jax.named_scope("update")(DRIVERS[type(stack.optimizer.driver)])
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
 

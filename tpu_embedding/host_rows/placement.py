@@ -104,8 +104,8 @@ class HostRows(Placement):
                 directory=self._directory,
                 window=self.window,
                 bytes_per_device=4 * stack.rows_per_shard,
-                notes=(_note(stack, cache_rows, self._directory),),
             ),
+            notes=(*stack.notes, _note(stack, cache_rows, self._directory)),
         )
 
 

@@ -146,7 +146,7 @@ def stack_gradient(
         routing = dataclasses.replace(routing, sent=sent)
     is_partial = None
     if stack.backend.must_run_all:
-        is_partial = ~stack.backend.holds_all(routing.backend_ids)
+        is_partial = ~routing.backend_ids.fits
     gradient = StackGradient(
         routing=routing,
         cotangents=list(cotangents),

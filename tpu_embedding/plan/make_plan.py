@@ -28,7 +28,6 @@ from tpu_embedding.optimizers.row_optimizer import (
     TableOptimizer,
 )
 from tpu_embedding.plan.backend import (
-    Backend,
     BackendName,
     BackendOptions,
     backend_options,
@@ -251,8 +250,8 @@ def _place(
     axes = chosen.shard_axes(mesh.axis_names, f"{reason} of table {table.name!r}")
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     vocabulary, optimizer = table.config.vocabulary, table.optimizer
-    problem = optimizer is not None and vocabulary.optimizer_problem(optimizer)
-    if problem:
+    problem = vocabulary.every_row_problem
+    if problem and optimizer is not None and optimizer.moves_every_row:
         raise ValueError(f"TableConfig.optimizer of table {table.name!r} {problem}")
     return dataclasses.replace(
         table,
@@ -362,8 +361,14 @@ def _plan_stack(
         for table, offset in zip(tables, offsets, strict=True)
     )
     num_rows = offsets[-1] + tables[-1].num_rows
-    backend = options.choose(first, num_rows, mesh, hardware)
-    layout = _layout(table_plans, first.num_shards, hardware, backend)
+    layout = _layout(table_plans, first.num_shards, hardware)
+    backend, layout = options.choose(first, layout, mesh, hardware)
+    if layout.num_rows * first.num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {first.name!r} is "
+            f"{num_rows}, which exceeds the limit of 2**31 rows in {first.num_shards} "
+            "shards; split the table in two."
+        )
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,
@@ -387,41 +392,31 @@ def _plan_stack(
         hardware=hardware,
         storage=RowStorage(),
         slots=_slot_rows(first),
+        notes=backend.notes,
     )
     if first.optimizer is None:
         stack = StackPlan(**facts, optimizer=None)
     else:
         stack = TrainedStackPlan(**facts, optimizer=first.optimizer)
+    stack = stack.vocabulary.stacks.plan_stack(stack)
     return first.placement.store(stack, [table.placement for table in tables])
 
 
 def _layout(
-    tables: tuple[TablePlan, ...],
-    num_shards: int,
-    hardware: HardwareInfo,
-    backend: Backend,
+    tables: tuple[TablePlan, ...], num_shards: int, hardware: HardwareInfo
 ) -> RowLayout:
-    """Returns the layout of a shard of tables that share one array."""
+    """Returns the layout for gathers and scatters of tables that share one array."""
     config, last = tables[0].config, tables[-1]
     num_rows = last.row_offset + last.num_rows
     ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
     name = config.dtype_name
-    layout = backend.arrange(
-        RowLayout(
-            num_rows=-(-num_rows // num_shards),
-            row_shape=(config.dim,),
-            tile_lanes=hardware.line_lanes,
-            contents=StackContents(ranges, num_shards),
-            narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
-        )
+    return RowLayout(
+        num_rows=-(-num_rows // num_shards),
+        row_shape=(config.dim,),
+        tile_lanes=hardware.line_lanes,
+        contents=StackContents(ranges, num_shards),
+        narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
     )
-    if layout.num_rows * num_shards >= PADDING_ROW_ID:
-        raise ValueError(
-            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
-            f"{num_rows}, which exceeds the limit of 2**31 rows in {num_shards} "
-            "shards; split the table in two."
-        )
-    return layout
 
 
 def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:

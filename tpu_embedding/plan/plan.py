@@ -91,6 +91,9 @@ class StackPlan:
       storage: where the rows are stored.
       optimizer: None, except in a `TrainedStackPlan`.
       slots: row shape and dtype of each slot variable.
+      array_names: names of the vocabulary's arrays in the dict of tables.
+      vocabulary_bytes: memory of these arrays on each device.
+      notes: lines of `print(plan)` about the stack.
     """
 
     name: str
@@ -110,6 +113,9 @@ class StackPlan:
     storage: RowStorage
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
+    array_names: tuple[str, ...] = ()
+    vocabulary_bytes: int = 0
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -332,7 +338,7 @@ class EmbeddingPlan(FeatureNest):
         """Memory of the tables on each device, including padding and vocabularies."""
         return sum(
             stack.array_bytes[0]
-            + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
+            + stack.vocabulary_bytes
             + stack.storage.bytes_per_device
             for stack in self.stacks
         )
@@ -498,9 +504,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
             f"{format_bytes(stack.hardware.max_array_bytes)} that "
             f"{stack.hardware.name} is said to support; use more devices"
         )
-    yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
-    yield from stack.vocabulary.stacks.notes(stack, stack.hardware)
-    yield from (f"{stack.name}: {note}" for note in stack.storage.notes)
+    yield from (f"{stack.name}: {note}" for note in stack.notes)
 
 
 def _placement_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:

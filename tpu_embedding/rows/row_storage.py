@@ -25,13 +25,11 @@ class RowStorage:
 
     Attributes:
       bytes_per_device: memory that each device needs in addition to its rows.
-      notes: lines of `print(plan)` about the rows.
     """
 
     holds_all_rows: ClassVar[bool] = True
 
     bytes_per_device: int = dataclasses.field(default=0, repr=False)
-    notes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array

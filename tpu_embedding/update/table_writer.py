@@ -144,20 +144,20 @@ class TableWriter:
 def open_state(
     state: Any,
     stack: TrainedStackPlan,
-    used_rows: Any = None,
+    table_sizes: Float[Array, " tables"] | None = None,
 ) -> tuple[TableWriter, Any]:
     """Returns a step's writer, and the state of the stack's rule. Per shard.
 
     Args:
       state: the stack's optimizer state.
       stack: the stack's plan.
-      used_rows: this shard's part of `used_rows` in the stack's vocabulary.
+      table_sizes: see `TableWriter`.
     """
     is_rounded = isinstance(state, RoundedState)
     writer = TableWriter(
         stack=stack,
         step=state.step if is_rounded else None,
-        table_sizes=stack.vocabulary.stacks.table_sizes(used_rows, stack),
+        table_sizes=table_sizes,
     )
     return writer, state.inner if is_rounded else state
 
