@@ -69,10 +69,6 @@ class CachedRows(PackedRows):
         """Raises ValueError if the host has newer rows than these."""
         self.host.check_current(self)
 
-    def zeros(self, sharding):
-        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
-        return self.host.empty_slot(self.column)
-
     @classmethod
     def tree_unflatten(cls, static, leaves):
         """Returns the rows with these arrays."""
@@ -99,11 +95,6 @@ class MappedRows(CachedRows):
 
     slot_of_row: Any
     num_lost: Any
-
-    def zeros(self, sharding):
-        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
-        self.host.empty()
-        return self.host.empty_rows()
 
     def locate(self, row_ids):
         """Finds the slots of rows: `PADDING_ROW_ID` for rows that aren't cached.

@@ -480,8 +480,15 @@ class HostStack:
     ) -> CachedRows:
         """Replaces the windows' rows on the host, then in the cache.
 
-        If this fails, all rows must be replaced, for example by `te.restore`.
+        If this fails, all rows must be replaced, for example by `te.restore`. If the
+        arrays of `rows` are only shapes, the cache starts empty.
         """
+        if isinstance(rows.lines, jax.ShapeDtypeStruct):
+            if isinstance(rows, MappedRows):
+                self.empty()
+                rows = self.empty_rows()
+            else:
+                rows = self.empty_slot(rows.column)
         self.claim(None)  # Readers may have read old rows.
         pieces = [piece for window in windows for piece in window.pieces]
         num_rows = sum(table.num_rows for table in self.stack.tables)

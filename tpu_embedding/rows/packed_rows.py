@@ -306,16 +306,14 @@ class PackedRows:
         raise NotImplementedError
 
     def write_windows(self, windows, exchange, read):
-        """Replaces the rows of windows, like `row_stream.write_blocks`."""
+        """Replaces the rows of windows, like `row_stream.write_blocks`.
+
+        If the arrays of these rows are only shapes, all other rows become zeros.
+        """
         raise NotImplementedError
 
     def check_current(self):
         """Raises ValueError if the host has newer rows than these."""
-
-    def zeros(self, sharding):
-        """Returns rows of zeros on devices, given only the shape of the lines."""
-        lines = jnp.zeros(self.lines.shape, self.lines.dtype, device=sharding)
-        return dataclasses.replace(self, lines=lines)
 
     def tree_flatten_with_keys(self):
         """Returns the lines under the layout's `leaf_name`, and the layout."""
