@@ -9,8 +9,8 @@ validate every field at construction and report all problems of an object in one
 import abc
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, Final, Literal, cast, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +35,11 @@ from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.resolve import optimizer_problems
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
-from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.vocabularies import FixedVocabulary, Vocabulary
+
+if TYPE_CHECKING:
+    from tpu_embedding.plan.plan import StackPlan
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 
@@ -105,9 +107,20 @@ class Placement(abc.ABC):
           ValueError: if the placement names an axis that the mesh lacks.
         """
 
-    def storage(self, num_rows: int) -> RowStorage:
-        """Returns where a table of this size is stored; by default, on devices."""
-        return RowStorage()
+    stacking_key: Any = None
+    """Hashable. Tables share a stack only if their placements have equal keys."""
+
+    def store(
+        self, stack: "StackPlan", placements: "Sequence[Placement]"
+    ) -> "StackPlan":
+        """Returns the plan of a stack, given the placements of its tables.
+
+        It may store the rows elsewhere than on the devices, the default.
+
+        Raises:
+          ValueError: if the placement doesn't support the stack.
+        """
+        return stack
 
 
 def _are_axes(value: Any) -> bool:

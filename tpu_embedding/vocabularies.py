@@ -25,9 +25,7 @@ from tpu_embedding.types import PADDING_ROW_ID, RowIds
 
 if TYPE_CHECKING:
     from tpu_embedding.config import FeatureConfig
-    from tpu_embedding.hardware import HardwareInfo
     from tpu_embedding.initializers import Initializer
-    from tpu_embedding.optimizers.row_optimizer import RowOptimizer
     from tpu_embedding.plan.features import FeaturePlan
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
@@ -36,11 +34,14 @@ class VocabularyInputs:
     """Turns a feature's ids into row numbers; by default, ids are row numbers.
 
     `read`, `check` and `for_step` run on the host in `prepare_features`, in this order.
-    The rest runs in lookups, including compiled ones.
+    The rest runs in lookups, including compiled ones. If ids are not row numbers, a
+    lookup needs `RowIds`.
     """
 
     text_to_ids: str = "te.inputs.hash_ids or te.inputs.Vocabulary"
     """Names of functions that turn strings into ids, for errors."""
+    need_of_rows: str = "must hold RowIds, got ids."
+    """End of the error for a feature whose rows are not known yet."""
 
     def read(self, ids: Any, feature: "FeaturePlan") -> Any:
         """Returns the user's ids in a form that NumPy can read.
@@ -96,28 +97,6 @@ class VocabularyInputs:
         """Returns a prepared feature in the form that a compiled step takes."""
         return ids
 
-    def needs_rows(self, ids: Any) -> bool:
-        """Returns True for a feature that needs `find_rows` before its lookup."""
-        return False
-
-    def row_numbers(self, ids: Any, feature: "FeaturePlan") -> Any:
-        """Returns int32 row numbers for a lookup, in the feature's form.
-
-        Raises:
-          TypeError: if the row numbers are not known, or the feature holds another
-            vocabulary's rows.
-        """
-        if isinstance(ids, RowIds):
-            raise TypeError(
-                f"Feature {feature.name!r} holds RowIds, but the ids of its table are "
-                "row numbers; pass its ids."
-            )
-        return ids
-
-    def unknown_rows(self, feature: "FeaturePlan") -> TypeError:
-        """Returns the error for a feature whose rows are not known yet."""
-        return TypeError(f"Feature {feature.name!r} must hold RowIds, got ids.")
-
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: "EmbeddingPlan"
     ) -> Any:
@@ -139,15 +118,47 @@ class VocabularyInputs:
         return ids
 
 
+def needs_rows(ids: Any, feature: "FeaturePlan") -> bool:
+    """Returns True for a feature that needs `find_rows` before its lookup."""
+    return not feature.table.vocabulary.ids_are_rows and not isinstance(ids, RowIds)
+
+
+def rows_of_ids(ids: Any, feature: "FeaturePlan") -> Any:
+    """Returns int32 row numbers for a lookup, in the feature's form.
+
+    Raises:
+      TypeError: if the row numbers are not known, or the feature holds another
+        vocabulary's rows.
+    """
+    if needs_rows(ids, feature):
+        raise unknown_rows(feature)
+    if not isinstance(ids, RowIds):
+        return ids
+    if feature.table.vocabulary.ids_are_rows:
+        raise TypeError(
+            f"Feature {feature.name!r} holds RowIds, but the ids of its table are "
+            "row numbers; pass its ids."
+        )
+    return ids.ids
+
+
+def unknown_rows(feature: "FeaturePlan") -> TypeError:
+    """Returns the error for a feature whose rows are not known yet."""
+    return TypeError(f"Feature {feature.name!r} {feature.inputs.need_of_rows}")
+
+
 class VocabularyStacks:
     """Arrays that a stack has in addition to its rows; none by default.
 
     They are in the dict of tables under their own names, and sharded like the rows.
     """
 
-    def array_names(self, stack: "StackPlan") -> tuple[str, ...]:
-        """Returns the names of the arrays."""
-        return ()
+    zero_counts: Any = None
+    """A layer's counts of each table before the first step, or None for no counts."""
+
+    def plan_stack(self, stack: "StackPlan") -> "StackPlan":
+        """Returns the plan of a stack with the facts about its arrays."""
+        return stack
 
     def init_arrays(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
@@ -159,28 +170,12 @@ class VocabularyStacks:
         """Returns the arrays that change at the end of a training step, by name."""
         return {}
 
-    def bytes_per_device(self, stack: "StackPlan", hardware: "HardwareInfo") -> int:
-        """Returns the memory of the arrays on each device."""
-        return 0
-
-    def notes(self, stack: "StackPlan", hardware: "HardwareInfo") -> Iterator[str]:
-        """Yields lines of `print(plan)` about the arrays."""
-        return iter(())
-
-    def zero_counts(self, stack: "StackPlan") -> dict[str, Any]:
-        """Returns a layer's counts per table before the first step."""
-        return {}
-
-    def used_rows(self, tables: Mapping[str, Any], stack: "StackPlan") -> Any:
-        """Returns the array whose shards are passed to `table_sizes`, or None."""
-        return None
-
     def table_sizes(
-        self, used_rows: Any, stack: "StackPlan"
+        self, arrays: Mapping[str, Any], stack: "StackPlan"
     ) -> Float[Array, " tables"] | None:
         """Returns how many rows of each table count in the table's totals. Per shard.
 
-        None means that all rows count.
+        None means that all rows count. `arrays` has the stack's arrays by name.
         """
         return None
 
@@ -198,19 +193,18 @@ class VocabularyStacks:
 class Vocabulary:
     """The mapping from a table's ids to rows, and the facts that follow from it."""
 
+    max_rows: int
+    """Largest number of ids that may have a row at once."""
     ids_are_rows: bool = True
     """True if the ids themselves are row numbers."""
     instead_of_row_numbers: str = ""
     """What to do where ids must be row numbers but aren't; the end of errors."""
+    every_row_problem: str = ""
+    """Why optimizers can't move every row and what to do instead; empty if they can."""
     stacking_key: Any = None
     """Hashable. Tables share a stack only if their vocabularies have equal keys."""
     inputs: VocabularyInputs = VocabularyInputs()
     stacks: VocabularyStacks = VocabularyStacks()
-
-    @property
-    def max_rows(self) -> int:
-        """Largest number of ids that may have a row at once."""
-        raise NotImplementedError
 
     def rows_over(self, num_shards: int) -> int:
         """Returns the number of the table's rows on all shards, with spare rows."""
@@ -230,10 +224,6 @@ class Vocabulary:
     ) -> Iterator[Problem]:
         """Yields problems with fields of a feature of the table."""
         return iter(())
-
-    def optimizer_problem(self, optimizer: "RowOptimizer") -> str | None:
-        """Returns why the optimizer doesn't fit and what to do instead, or None."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,10 +27,7 @@ def test_rows_of_a_bucket_lie_on_one_device(num_devices):
         assert member.default_row == num_devices * (rows - 1)
         first_row += rows
         first_bucket += member.buckets_per_shard
-    assert (
-        stack.vocabulary.stacks.bytes_per_device(stack, plan.hardware)
-        == 1024 * first_bucket
-    )
+    assert stack.vocabulary_bytes == 1024 * first_bucket
 
 
 @pytest.mark.parametrize("admit", [None, te.dynamic.AdmitAfter(2)])

@@ -85,14 +85,6 @@ class YearInputs(VocabularyInputs):
     def check(self, ids, holds_padding, feature, where):
         return super().check(ids - 1900, holds_padding, feature, where)
 
-    def needs_rows(self, ids):
-        return not isinstance(ids, functional.RowIds)
-
-    def row_numbers(self, ids, feature):
-        if isinstance(ids, functional.RowIds):
-            return ids.ids
-        raise self.unknown_rows(feature)
-
     def find_rows(self, tables, features, plan):
         return jax.tree.map(lambda ids: functional.RowIds(jnp.asarray(ids)), features)
 
@@ -102,6 +94,7 @@ class Years(Vocabulary):
     """A vocabulary of years."""
 
     number: int
+    ids_are_rows = False
     inputs = YearInputs()
 
     @property
@@ -115,9 +108,10 @@ def test_another_vocabulary_implements_the_seam(num_devices):
     plan = te.make_plan({"year": te.FeatureConfig(table=table)}, mesh_of(num_devices))
     tables = functional.init_tables(plan, jax.random.key(0))
     assert [*tables] == ["stack_0"]
+    rows = np.arange(120 * 4, dtype=np.float32).reshape(120, 4)
+    tables = functional.with_table_values(tables, {"t": rows}, plan)
     batch = te.inputs.prepare_features({"year": np.array([1900, 2019])}, plan)
     found = functional.lookup(tables, batch, plan)
-    rows = functional.unstack_tables(tables, plan)["t"]
     np.testing.assert_array_equal(found.activations["year"], rows[[0, 119]])
     with rejects(TypeError):
         functional.compute_gradients(found.routing, found.activations, plan)

@@ -91,3 +91,30 @@ def test_no_step_takes_a_value_from_the_host():
                 inserted.tables, inserted.slots, gradients, plan
             )
             model(features)
+
+
+@pytest.mark.parametrize(
+    "rows", [16, te.Dynamic(capacity=64)], ids=["fixed", "dynamic"]
+)
+@pytest.mark.parametrize("rule", ["adagrad", "adafactor"])
+def test_a_table_that_the_batch_does_not_use_only_counts_the_step(rule, rows):
+    """Rules with totals, too: its totals are over no rows."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=rows, dim=dim, name=name)
+        )
+        for name, dim in (("used", 4), ("unused", 8))
+    }
+    plan = te.make_plan(features, mesh_of(2), optimizer=rule)
+    tables, slots = state_of(plan)
+    batch = te.inputs.prepare_features({"used": np.arange(BATCH)}, plan)
+    batch = te.functional.find_ids(tables, batch, plan).features
+    result = te.functional.lookup(tables, batch, plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, plan
+    )
+    new = te.functional.apply_gradients(tables, slots, gradients, plan)
+    name = next(s.name for s in plan.stacks if s.tables[0].name == "unused")
+    old_rows, new_rows = (arrays[name].lines for arrays in (tables, new[0]))
+    np.testing.assert_array_equal(old_rows, new_rows)
+    assert jax.tree.structure(new[1][name]) == jax.tree.structure(slots[name])

@@ -34,10 +34,6 @@ class Counting(Backend):
     lookups: str = "counting"
     updates: str = "counting"
 
-    def arrange(self, layout):
-        num_rows = 3 * -(-layout.num_rows // 3)
-        return dataclasses.replace(layout, num_rows=num_rows, banks=3)
-
     def prepare_ids(self, keys, poolings, stack, *, are_joined=False):
         calls["prepare_ids"] += 1
         return jnp.sum(keys)[None]
@@ -57,8 +53,10 @@ class Counting(Backend):
 
 
 class CountingOptions(BackendOptions):
-    def choose(self, table, num_rows, mesh, hardware):
-        return Counting(reason=f"{num_rows} rows")
+    def choose(self, table, layout, mesh, hardware):
+        num_rows = 3 * -(-layout.num_rows // 3)
+        layout = dataclasses.replace(layout, num_rows=num_rows, banks=3)
+        return Counting(reason=f"{num_rows} rows"), layout
 
 
 def train(backend, num_devices):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -437,8 +438,10 @@ class _LayerRestore:
     ) -> PackedRows:
         """Returns restored rows of a stack or slot variable. Shapes start as zeros."""
         plan, shape = self.layer.plan, packed.lines
-        if isinstance(shape, jax.ShapeDtypeStruct):
-            packed = packed.zeros(plan.rows_sharding(stack))
+        if isinstance(shape, jax.ShapeDtypeStruct) and packed.holds_all_rows:
+            sharding = plan.rows_sharding(stack)
+            lines = jnp.zeros(shape.shape, shape.dtype, device=sharding)
+            packed = dataclasses.replace(packed, lines=lines)
         arrays = self.of_stack(stack, slot)
 
         def read(table: str, start: int, num_rows: int) -> np.ndarray:

@@ -191,7 +191,7 @@ def write_table_rows(
     ranges = {
         table: (0, size) for table, size in num_rows.items() if table not in placed
     }
-    if ranges:
+    if ranges or isinstance(packed.lines, jax.ShapeDtypeStruct):
         packed = write_blocks(packed, stack, plan, read, ranges)
     for table in [name for name in num_rows if name in placed]:
         rows, sources = read(table, 0, num_rows[table]), placed[table].sources

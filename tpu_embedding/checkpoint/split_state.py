@@ -291,11 +291,7 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     if not isinstance(value, dict) or not value:
         return False
     for plan in plans:
-        directories = {
-            name
-            for stack in plan.stacks
-            for name in stack.vocabulary.stacks.array_names(stack)
-        }
+        directories = {name for stack in plan.stacks for name in stack.array_names}
         if (
             set(value) - {GUARD_NAME}
             == {stack.name for stack in plan.stacks} | directories

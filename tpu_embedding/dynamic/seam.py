@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.dynamic.directory import (
+    LINE_LANES,
     directory_name,
     dynamic_tables,
     empty_directory,
@@ -29,7 +30,6 @@ from tpu_embedding.dynamic.ids_64 import (
 )
 from tpu_embedding.dynamic.row_ids import DynamicStats, find_ids
 from tpu_embedding.dynamic.vocabulary import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
-from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -54,6 +54,12 @@ class DynamicInputs(VocabularyInputs):
     """Reads 64-bit ids and finds their rows."""
 
     text_to_ids = "te.inputs.fingerprint_ids"
+    need_of_rows = (
+        "of a te.Dynamic table must hold RowIds inside a loss, got ids. Begin the step "
+        "with ids = optimizer.insert_ids(model, ids), state, ids = "
+        "state.insert_ids(ids) in Linen, or te.functional.insert_ids. To insert no "
+        "ids, use te.functional.find_ids."
+    )
 
     def read(self, ids: Any, feature: FeaturePlan) -> Any:
         """Returns `Ids64` as uint64, and other ids unchanged.
@@ -104,25 +110,6 @@ class DynamicInputs(VocabularyInputs):
         """Returns a prepared feature with its uint64 array converted to `Ids64`."""
         return with_ids(ids, Ids64.of_array(ids_of(ids)))
 
-    def needs_rows(self, ids: Any) -> bool:
-        """Returns True for ids, False for `RowIds`."""
-        return not isinstance(ids, RowIds)
-
-    def row_numbers(self, ids: Any, feature: FeaturePlan) -> Any:
-        """Returns the rows of `RowIds`."""
-        if isinstance(ids, RowIds):
-            return ids.ids
-        raise self.unknown_rows(feature)
-
-    def unknown_rows(self, feature: FeaturePlan) -> TypeError:
-        """Returns the error for a feature that holds ids inside a loss."""
-        return TypeError(
-            f"Feature {feature.name!r} of a te.Dynamic table must hold RowIds inside "
-            "a loss, got ids. Begin the step with ids = optimizer.insert_ids(model, "
-            "ids), state, ids = state.insert_ids(ids) in Linen, or "
-            "te.functional.insert_ids. To insert no ids, use te.functional.find_ids."
-        )
-
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: EmbeddingPlan
     ) -> Any:
@@ -171,9 +158,30 @@ def _arrays_in(ids: Any) -> Iterator[Any]:
 class DynamicStacks(VocabularyStacks):
     """Keeps a directory of ids for each stack."""
 
-    def array_names(self, stack: StackPlan) -> tuple[str, ...]:
-        """Returns the name of the directory."""
-        return (directory_name(stack.name),)
+    @property
+    def zero_counts(self) -> DynamicStats:
+        """The counts of a table before the first `insert_ids`."""
+        fields = dataclasses.fields(DynamicStats)
+        return DynamicStats(**{field.name: jnp.int32(0) for field in fields})
+
+    def plan_stack(self, stack: StackPlan) -> StackPlan:
+        """Returns a plan with a directory, whose buckets take whole tiles."""
+        members = dynamic_tables(stack)
+        num_buckets = sum(member.buckets_per_shard for member in members)
+        num_buckets = round_up(num_buckets, stack.hardware.sublanes)
+        num_arrays = 3 if _has_sketch(stack) else 2
+        num_bytes = num_arrays * num_buckets * 4 * LINE_LANES
+        num_places = sum(member.dynamic.num_places for member in members)
+        note = (
+            f"{num_places:,} places for ids, whose directory takes "
+            f"{format_bytes(num_bytes)} per device"
+        )
+        return dataclasses.replace(
+            stack,
+            array_names=(directory_name(stack.name),),
+            vocabulary_bytes=num_bytes,
+            notes=(*stack.notes, note),
+        )
 
     def init_arrays(
         self, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
@@ -197,39 +205,11 @@ class DynamicStacks(VocabularyStacks):
         clock = jnp.minimum(directory.clock, last) + np.uint32(1)
         return {name: dataclasses.replace(directory, clock=clock)}
 
-    def bytes_per_device(self, stack: StackPlan, hardware: HardwareInfo) -> int:
-        """Returns the directory's memory, with buckets rounded up to whole tiles."""
-        num_buckets = sum(table.buckets_per_shard for table in dynamic_tables(stack))
-        bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
-        num_arrays = 3 if _has_sketch(stack) else 2
-        return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
-
-    def notes(self, stack: StackPlan, hardware: HardwareInfo) -> Iterator[str]:
-        """Yields the number of places for ids, and the directory's memory."""
-        num_places = sum(table.dynamic.num_places for table in dynamic_tables(stack))
-        yield (
-            f"{stack.name}: {num_places:,} places for ids, whose directory takes "
-            f"{format_bytes(self.bytes_per_device(stack, hardware))} per device"
-        )
-
-    def zero_counts(self, stack: StackPlan) -> dict[str, DynamicStats]:
-        """Returns the counts of each table before the first `insert_ids`."""
-        names = [field.name for field in dataclasses.fields(DynamicStats)]
-        return {
-            table.name: DynamicStats(**{name: jnp.int32(0) for name in names})
-            for table in stack.tables
-        }
-
-    def used_rows(
-        self, tables: Mapping[str, Any], stack: StackPlan
-    ) -> Int[Array, " tables"]:
-        """Returns the number of rows that have an id, by shard and table."""
-        return tables[directory_name(stack.name)].used_rows
-
     def table_sizes(
-        self, used_rows: Int[Array, " tables"], stack: StackPlan
+        self, arrays: Mapping[str, Any], stack: StackPlan
     ) -> Float[Array, " tables"]:
         """Returns the number of rows in use over all shards, including default rows."""
+        used_rows = arrays[directory_name(stack.name)].used_rows
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
         has_default = [table.default_row is not None for table in dynamic_tables(stack)]

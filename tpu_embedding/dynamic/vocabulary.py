@@ -24,7 +24,6 @@ from tpu_embedding.vocabularies import Vocabulary, VocabularyInputs, VocabularyS
 
 if TYPE_CHECKING:
     from tpu_embedding.config import FeatureConfig
-    from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 SLOTS_PER_BUCKET: Final = 64
 """Places in a bucket. The words of its ids fill one line of 128 lanes."""
@@ -204,6 +203,10 @@ class Dynamic(Vocabulary):
         "optimizer.insert_ids and te.value_and_grad. te.functional.dynamic_rows "
         "returns the ids and their rows."
     )
+    every_row_problem = (
+        "moves every row in each step, which a te.Dynamic vocabulary does not "
+        "support, because rows without an id would also move. Remove every_row."
+    )
 
     @property
     def stacking_key(self) -> Any:
@@ -270,12 +273,3 @@ class Dynamic(Vocabulary):
                 "must be 'error' or 'drop' for a te.Dynamic vocabulary, got "
                 f"'clip'{owner}; its ids have no nearest row",
             )
-
-    def optimizer_problem(self, optimizer: "RowOptimizer") -> str | None:
-        """Returns why an optimizer that moves every row cannot be used."""
-        if not optimizer.moves_every_row:
-            return None
-        return (
-            "moves every row in each step, which a te.Dynamic vocabulary does not "
-            "support, because rows without an id would also move. Remove every_row."
-        )

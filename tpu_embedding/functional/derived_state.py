@@ -175,7 +175,7 @@ def restarted_slots(
         if stack.name in slots and any(_derived_kinds(stack)) and any(is_set):
             state, source = slots[stack.name], tables[stack.name]
             if not stack.storage.holds_all_rows:
-                source = stack.storage.measured_state(source, state)
+                source = stack.storage.init_state(source, stack, state)
             result[stack.name] = _restarted_state(
                 state, source, is_set, stack, plan, kinds
             )

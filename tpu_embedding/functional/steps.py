@@ -70,6 +70,7 @@ from tpu_embedding.update.state import (
     values_of,
     with_values_if,
 )
+from tpu_embedding.vocabularies import needs_rows, rows_of_ids, unknown_rows
 from tpu_embedding.xla import run_if
 
 
@@ -149,9 +150,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """
     plan = plan.for_batch(features)
     leaves = [
-        ids
-        if feature.inputs.needs_rows(ids)
-        else feature.inputs.row_numbers(ids, feature)
+        ids if needs_rows(ids, feature) else rows_of_ids(ids, feature)
         for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
     structs = [
@@ -202,7 +201,7 @@ def lookup(
         for ids, feature in zip(
             batch_plan.flatten(features), batch_plan.features, strict=True
         )
-        if feature.inputs.needs_rows(ids)
+        if needs_rows(ids, feature)
     ]
     if not raw_features:
         return read_rows(tables, route(features, plan), plan)
@@ -259,7 +258,7 @@ def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
     """
     plan = plan.for_batch(features)
     return [
-        feature.inputs.row_numbers(ids, feature)
+        rows_of_ids(ids, feature)
         for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
 
@@ -453,7 +452,7 @@ def compute_gradients(
     if routing.raw_feature is not None:
         features = {feature.name: feature for feature in routing.plan.features}
         raw = features[routing.raw_feature]
-        raise raw.inputs.unknown_rows(raw)
+        raise unknown_rows(raw)
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
@@ -535,7 +534,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     for stack in plan.trained_stacks:
         if stack.name not in slots:
             table = tables[stack.name]
-            slots[stack.name] = stack.storage.init_state(table, stack, plan)
+            slots[stack.name] = stack.storage.init_state(table, stack)
     return slots
 
 
@@ -625,9 +624,12 @@ def apply_gradients(
             def step(state: Any, stack: TrainedStackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            new_slots[stack.name] = in_auto_axes(step, plan, specs)(state)
+            run = in_auto_axes(step, plan, specs)
+            if stack.optimizer.takes_totals:  # They need the axes of a shard.
+                run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
+            new_slots[stack.name] = run(state)
             continue
-        used_rows = stack.vocabulary.stacks.used_rows(tables, stack)
+        arrays = {name: tables[name] for name in stack.array_names}
         rows_spec = stack.rows_spec
         new_tables[stack.name], new_slots[stack.name] = on_shards(
             functools.partial(_update_shard, stack=stack),
@@ -637,7 +639,7 @@ def apply_gradients(
                 *(PartitionSpec(), PartitionSpec()),
             ),
             out_specs=(rows_spec, specs),
-        )(tables[stack.name], state, gradient, used_rows, gradient_norm, only_if)
+        )(tables[stack.name], state, gradient, arrays, gradient_norm, only_if)
     return new_tables, new_slots
 
 
@@ -645,13 +647,13 @@ def _update_shard(
     table: PackedRows,
     state: Any,
     gradient: Sealed | None,
-    used_rows: Any,
+    arrays: Mapping[str, Any],
     gradient_norm: Any,
     only_if: Any,
     stack: TrainedStackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
-    sizes = stack.vocabulary.stacks.table_sizes(used_rows, stack)
+    sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
     def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
         rounds = empty_gradient(stack.dim)
@@ -665,7 +667,7 @@ def _update_shard(
             return stack.backend.update(table, state, gradient, update, stack, only_if)
         if only_if is None:
             return update(table, state)
-        return run_if(only_if, lambda arrays: update(*arrays), (table, state))
+        return run_if(only_if, lambda rows: update(*rows), (table, state))
 
 
 @functools.partial(jax.jit, static_argnames="plan")

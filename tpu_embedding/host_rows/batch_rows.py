@@ -28,6 +28,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.transfers import moves_arrays
 from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds, ids_of
+from tpu_embedding.vocabularies import rows_of_ids
 
 _SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
 
@@ -68,7 +69,7 @@ def rows_of_batch(
     for leaf, feature in zip(plan.flatten(features), plan.features, strict=True):
         name = plan.stacks[feature.stack_index].name
         if name in rows:
-            ids = feature.inputs.row_numbers(leaf, feature)
+            ids = rows_of_ids(leaf, feature)
             shape = feature_shape(ids, feature, plan)
             rows[name].append(_rows_of_feature(ids, shape, feature))
     return rows

@@ -1,9 +1,9 @@
 """Rows on the host, and the slots in which each device caches some of them.
 
 Caching a row doesn't change its row id, the device that owns it or its position in any
-sort. Only `rows/access.py` turns row ids into slots. All other code sees the same row
-ids as with all rows on the devices, so sums, rules and random bits are the same bit for
-bit.
+sort. A lookup and an update turn row ids into slots once per round, by `locate`. All
+other code sees the same row ids as with all rows on the devices, so sums, rules and
+random bits are the same bit for bit.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import serialization
 
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, gather_in_bounds
+from tpu_embedding.rows.packed_rows import PackedRows, gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class CachedRows(PackedRows):
     """The cached rows of a slot variable, addressed by cache slot.
 
     Attributes:
-      lines: the cached rows of each shard, packed as `layout_of_cache(layout, ...)`.
-      layout: packing of all rows of a shard.
+      lines: the cached rows of each shard.
+      layout: packing of a shard's cached rows.
       host: all rows of the stack, on the host. The field is static, so a step
         recompiles for another model's rows.
       column: index of this slot variable in the host's records; the table has index 0.
@@ -44,15 +44,6 @@ class CachedRows(PackedRows):
     column: int
     version: Any
     owner: int = 0
-
-    def held_rows(self):
-        """Returns the cached rows, by slot."""
-        layout = layout_of_cache(self.layout, self.host.slots_per_shard)
-        return PackedRows(lines=self.lines, layout=layout)
-
-    def with_held_rows(self, held, row_ids):
-        """Returns a copy with new cached rows."""
-        return dataclasses.replace(self, lines=held.lines)
 
     def read_windows(self, windows, exchange):
         """Flushes the cache, then yields the windows' blocks from the host."""
@@ -77,10 +68,6 @@ class CachedRows(PackedRows):
     def check_current(self):
         """Raises ValueError if the host has newer rows than these."""
         self.host.check_current(self)
-
-    def zeros(self, sharding):
-        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
-        return self.host.empty_slot(self.column)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
@@ -109,35 +96,17 @@ class MappedRows(CachedRows):
     slot_of_row: Any
     num_lost: Any
 
-    def zeros(self, sharding):
-        """Returns an empty cache like this one. The arrays of `self` may be shapes."""
-        self.host.empty()
-        return self.host.empty_rows()
+    def locate(self, row_ids):
+        """Finds the slots of rows: `PADDING_ROW_ID` for rows that aren't cached.
 
-    def places(self, row_ids):
-        """Returns the rows' slots; `PADDING_ROW_ID` for rows that aren't cached."""
-        slots = self._slots(row_ids)
-        return jnp.where(slots >= 0, slots, PADDING_ROW_ID)
-
-    def with_held_rows(self, held, row_ids):
-        """Returns a copy with new cached rows; adds uncached rows to `num_lost`."""
-        num_lost = self.num_lost + self.num_missing(row_ids)
-        return dataclasses.replace(self, lines=held.lines, num_lost=num_lost)
-
-    def where_held(self, rows, row_ids):
-        """Returns rows, with NaN for each uncached row, so that its use is noticed."""
-        is_missing = (self._slots(row_ids) < 0).reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
-
-    def num_missing(self, row_ids):
-        """Returns how many rows aren't cached, not counting padding."""
-        return jnp.sum(self._slots(row_ids) < 0, dtype=jnp.int32)
-
-    def _slots(self, row_ids):
-        """Returns the rows' slots: -1 if not cached, `PADDING_ROW_ID` for padding."""
+        The returned copy has counted these rows in `num_lost`.
+        """
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
-        return jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
+        slots = jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
+        num_lost = self.num_lost + jnp.sum(slots < 0, dtype=jnp.int32)
+        places = jnp.where(slots >= 0, slots, PADDING_ROW_ID)
+        return dataclasses.replace(self, num_lost=num_lost), places
 
 
 def _reject_flax(*args: Any) -> Any:
@@ -149,8 +118,3 @@ def _reject_flax(*args: Any) -> Any:
 
 for kind in (CachedRows, MappedRows):
     serialization.register_serialization_state(kind, _reject_flax, _reject_flax)
-
-
-def layout_of_cache(layout: RowLayout, slots_per_shard: int) -> RowLayout:
-    """Returns the packing of a shard's cached rows, from the packing of all rows."""
-    return dataclasses.replace(layout, num_rows=slots_per_shard, contents=None)

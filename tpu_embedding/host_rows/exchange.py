@@ -62,19 +62,17 @@ def _swap_rows(
 
     def swap(arrays, moves, records):
         at, fetched, left = moves.reshape(3, -1)
-        held = [array.held_rows() for array in arrays]
-        old = [gather_rows(rows, at) for rows in held]
-        old, held = read_before_write((old, held))
+        old = [gather_rows(rows, at) for rows in arrays]
+        old, arrays = read_before_write((old, arrays))
         new, first = [], 0
-        for array, rows in zip(arrays, held, strict=True):
+        for rows in arrays:
             num_words = words_per_row(rows.layout)
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
-            lines = set_rows(rows, at, values).lines
-            version = array.version + 1
-            new.append(dataclasses.replace(array, lines=lines, version=version))
+            changed = set_rows(rows, at, values)
+            new.append(dataclasses.replace(changed, version=rows.version + 1))
             first += num_words
-        words = [_words_of_rows(x, y.layout) for x, y in zip(old, held, strict=True)]
+        words = [_words_of_rows(x, y.layout) for x, y in zip(old, arrays, strict=True)]
         table: MappedRows = arrays[0]
         slot_of_row = table.slot_of_row
         for row_ids, slot in ((left, jnp.full_like(at, -1)), (fetched, at)):

@@ -286,7 +286,8 @@ def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Ar
 
 def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
     """Yields the first local row and size of each block, in `init_state`'s order."""
-    blocks = access.blocks_of([stack.layout])
+    layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
+    blocks = access.blocks_of([layout])
     yield blocks.first
     for start in blocks.starts:
         yield start, blocks.size

@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 import jax
 
@@ -17,18 +17,13 @@ from tpu_embedding.argument_checks import (
     right_names,
 )
 from tpu_embedding.config import Placement
-from tpu_embedding.host_rows.cached_rows import layout_of_cache
 from tpu_embedding.host_rows.initial import columns_of
 from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import format_bytes
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_storage import RowStorage
-
-if TYPE_CHECKING:
-    from tpu_embedding.plan.backend import Backend
-    from tpu_embedding.plan.make_plan import NamedTable
-    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 
 _RULES: Final = {
     "cache_rows": int_rule(1, fix="pass the number of rows that all devices cache"),
@@ -84,17 +79,42 @@ class HostRows(Placement):
         """Returns all mesh axes, because each row belongs to one device."""
         return mesh_axes
 
-    def storage(self, num_rows: int) -> RowStorage:
-        """Returns the storage of a table."""
-        directory = None if self.directory is None else os.fspath(self.directory)
-        return HostStorage(
-            cache_rows=self.cache_rows, directory=directory, window=self.window
+    @property
+    def stacking_key(self) -> Any:
+        """Tables of a stack share the directory and the window."""
+        return HostRows, self._directory, self.window
+
+    @property
+    def _directory(self) -> str | None:
+        return None if self.directory is None else os.fspath(self.directory)
+
+    def store(self, stack: StackPlan, placements: Sequence[Placement]) -> StackPlan:
+        """Returns a plan whose devices hold only the cached rows."""
+        if problem := _problem(stack):
+            raise ValueError(f"{problem} (table {stack.tables[0].name!r}).")
+        on_host = [x for x in placements if isinstance(x, HostRows)]
+        cache_rows = sum(placement.cache_rows for placement in on_host)
+        slots_per_shard = -(-cache_rows // stack.num_shards)
+        slots_per_shard = min(slots_per_shard, stack.rows_per_shard)
+        return dataclasses.replace(
+            stack,
+            layout=dataclasses.replace(stack.layout, num_rows=slots_per_shard),
+            storage=HostStorage(
+                cache_rows=cache_rows,
+                directory=self._directory,
+                window=self.window,
+                bytes_per_device=4 * stack.rows_per_shard,
+            ),
+            notes=(*stack.notes, _note(stack, cache_rows, self._directory)),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostStorage(RowStorage):
-    """Storage with all rows of a stack on the host; see `HostRows`."""
+    """Storage with all rows of a stack on the host; see `HostRows`.
+
+    Each device has a map from rows to cache slots in addition to its cached rows.
+    """
 
     holds_all_rows: ClassVar[bool] = False
 
@@ -102,90 +122,65 @@ class HostStorage(RowStorage):
     directory: str | None
     window: int
 
-    @property
-    def stacking_key(self) -> Any:
-        """Tables of a stack share the directory and the window."""
-        return self.directory, self.window
-
-    def joined(self, other: RowStorage) -> RowStorage:
-        """Returns the storage of a stack that joins the tables of two storages."""
-        assert isinstance(other, HostStorage)
-        return dataclasses.replace(self, cache_rows=self.cache_rows + other.cache_rows)
-
-    def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns why the table's rows can't be on the host, or None if they can."""
-        vocabulary, optimizer = table.config.vocabulary, table.optimizer
-        if jax.process_count() > 1:
-            return (
-                "te.HostRows needs a job of one process, got "
-                f"{jax.process_count()} processes; use te.Sharded()"
-            )
-        if not vocabulary.ids_are_rows:
-            return (
-                "te.HostRows needs a table whose ids are row numbers; set "
-                "TableConfig.vocabulary_size to an int, and hash ids with "
-                "te.inputs.hash_ids"
-            )
-        if backend.replaces_lookup or backend.replaces_update:
-            return (
-                "te.HostRows works only with backend='xla'; remove the backend argument"
-            )
-        if table.config.dtype_name == "int8":
-            return (
-                "te.HostRows does not support int8 rows; set TableConfig.dtype to "
-                "float32 or bfloat16"
-            )
-        if optimizer is None:
-            return None
-        if optimizer.moves_every_row or optimizer.gradient_steps > 1:
-            return (
-                "te.HostRows needs an optimizer that updates only the batch's rows; "
-                "remove te.optimizers.every_row"
-            )
-        slots = probe_rule(optimizer, table.config.dim).slots
-        if any(slot.starts_from_rows for slot in slots):
-            return (
-                "te.HostRows cannot keep moving averages of all rows; remove the "
-                "optimizer's use_ema, or te.optimizers.with_ema"
-            )
-        if any(slot.row.dtype.itemsize != 4 for slot in slots):
-            return "te.HostRows needs an optimizer with 32-bit slot variables"
-        return None
-
-    def device_layout(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of a shard's cache."""
-        assert layout.contents is not None
-        slots_per_shard = -(-self.cache_rows // layout.contents.num_shards)
-        return layout_of_cache(layout, min(slots_per_shard, layout.num_rows))
-
-    def bytes_per_device(self, stack: "StackPlan") -> int:
-        """Returns the size of the map from rows to slots."""
-        return 4 * stack.rows_per_shard
-
-    def notes(self, stack: "StackPlan") -> Iterator[str]:
-        """Yields a line about the sizes of the host's rows and of the cache."""
-        cache_rows = min(self.cache_rows, stack.num_rows)
-        share = cache_rows / stack.num_rows
-        where = self.directory or "host memory"
-        num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
-        yield (
-            f"{stack.num_rows:,} rows in {where}, {format_bytes(num_bytes)}; "
-            f"{cache_rows:,} of them ({share:.1%}) cached on the devices; the map of "
-            f"rows takes {format_bytes(self.bytes_per_device(stack))} per device"
-        )
-
     def init_rows(
-        self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
+        self, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
     ) -> PackedRows:
         """Initializes the rows on the host, and returns an empty cache of them."""
         return HostStack(stack, plan).init_rows(key)
 
-    def init_state(
-        self, table: PackedRows, stack: "TrainedStackPlan", plan: "EmbeddingPlan"
-    ) -> Any:
-        """Returns a new optimizer state for the cached rows."""
-        return table.host.init_state(table)  # type: ignore[attr-defined]
+    def init_state(self, table: Any, stack: TrainedStackPlan, kept: Any = None) -> Any:
+        """Returns an optimizer state for the cached rows, new or with kept slots."""
+        if kept is None:
+            return table.host.init_state(table)
+        return table.host.measured_state(table, kept)
 
-    def measured_state(self, table: PackedRows, state: Any) -> Any:
-        """Returns the state with totals over the current rows."""
-        return table.host.measured_state(table, state)  # type: ignore[attr-defined]
+
+def _problem(stack: StackPlan) -> str | None:
+    """Returns why a stack's rows can't be on the host, or None if they can."""
+    config, optimizer = stack.tables[0].config, stack.optimizer
+    if jax.process_count() > 1:
+        return (
+            "te.HostRows needs a job of one process, got "
+            f"{jax.process_count()} processes; use te.Sharded()"
+        )
+    if not config.vocabulary.ids_are_rows:
+        return (
+            "te.HostRows needs a table whose ids are row numbers; set "
+            "TableConfig.vocabulary_size to an int, and hash ids with "
+            "te.inputs.hash_ids"
+        )
+    if stack.backend.replaces_lookup or stack.backend.replaces_update:
+        return "te.HostRows works only with backend='xla'; remove the backend argument"
+    if config.dtype_name == "int8":
+        return (
+            "te.HostRows does not support int8 rows; set TableConfig.dtype to "
+            "float32 or bfloat16"
+        )
+    if optimizer is None:
+        return None
+    if optimizer.moves_every_row or optimizer.gradient_steps > 1:
+        return (
+            "te.HostRows needs an optimizer that updates only the batch's rows; "
+            "remove te.optimizers.every_row"
+        )
+    slots = probe_rule(optimizer, config.dim).slots
+    if any(slot.starts_from_rows for slot in slots):
+        return (
+            "te.HostRows cannot keep moving averages of all rows; remove the "
+            "optimizer's use_ema, or te.optimizers.with_ema"
+        )
+    if any(slot.row.dtype.itemsize != 4 for slot in slots):
+        return "te.HostRows needs an optimizer with 32-bit slot variables"
+    return None
+
+
+def _note(stack: StackPlan, cache_rows: int, directory: str | None) -> str:
+    """Returns a line about the sizes of the host's rows and of the cache."""
+    cache_rows = min(cache_rows, stack.num_rows)
+    num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
+    return (
+        f"{stack.num_rows:,} rows in {directory or 'host memory'}, "
+        f"{format_bytes(num_bytes)}; {cache_rows:,} of them "
+        f"({cache_rows / stack.num_rows:.1%}) cached on the devices; the map of rows "
+        f"takes {format_bytes(4 * stack.rows_per_shard)} per device"
+    )

@@ -21,11 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpu_embedding.host_rows.cached_rows import (
-    CachedRows,
-    MappedRows,
-    layout_of_cache,
-)
+from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import (
     columns_of,
@@ -97,7 +93,7 @@ class HostStack:
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self.plan = stack, plan
-        self.slots_per_shard = stack.storage.device_layout(stack.layout).num_rows
+        self.slots_per_shard = stack.layout.num_rows
         self.owner = 0
         self.feed: Feed | None = None
         self.num_ids = self.num_fetched = 0
@@ -182,7 +178,7 @@ class HostStack:
         return jnp.full(shape, value, jnp.int32, device=sharding)
 
     def _empty_lines(self, layout: Any, dtype: Any) -> jax.Array:
-        first, *rest = layout_of_cache(layout, self.slots_per_shard).lines_shape
+        first, *rest = layout.lines_shape
         shape = (self.stack.num_shards * first, *rest)
         return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
 
@@ -483,8 +479,15 @@ class HostStack:
     ) -> CachedRows:
         """Replaces the windows' rows on the host, then in the cache.
 
-        If this fails, all rows must be replaced, for example by `te.restore`.
+        If this fails, all rows must be replaced, for example by `te.restore`. If the
+        arrays of `rows` are only shapes, the cache starts empty.
         """
+        if isinstance(rows.lines, jax.ShapeDtypeStruct):
+            if isinstance(rows, MappedRows):
+                self.empty()
+                rows = self.empty_rows()
+            else:
+                rows = self.empty_slot(rows.column)
         self.claim(None)  # Readers may have read old rows.
         pieces = [piece for window in windows for piece in window.pieces]
         num_rows = sum(table.num_rows for table in self.stack.tables)
@@ -555,20 +558,18 @@ class HostStack:
         stack, num_rows = self.stack, len(self._held)
         contents = StackContents((TableRange("cache", 0, num_rows),), stack.num_shards)
 
-        def of_cache(layout: Any) -> Any:
-            layout = layout_of_cache(layout, self.slots_per_shard)
-            return dataclasses.replace(layout, contents=contents)
-
         table: TablePlan = dataclasses.replace(
             stack.tables[0], name="cache", row_offset=0, num_rows=num_rows
         )
         cache = dataclasses.replace(
             stack,
             tables=(table,),
-            layout=of_cache(stack.layout),
+            rows_per_shard=self.slots_per_shard,
+            layout=dataclasses.replace(stack.layout, contents=contents),
             storage=RowStorage(),
         )
-        return cache, PackedRows(lines=rows.lines, layout=of_cache(rows.layout))
+        layout = dataclasses.replace(rows.layout, contents=contents)
+        return cache, PackedRows(lines=rows.lines, layout=layout)
 
 
 @jax.jit

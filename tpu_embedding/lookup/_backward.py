@@ -144,7 +144,7 @@ def stack_gradient(
         routing = dataclasses.replace(routing, sent=sent)
     is_partial = None
     if stack.backend.must_run_all:
-        is_partial = ~stack.backend.holds_all(routing.backend_ids)
+        is_partial = ~routing.backend_ids.fits
     gradient = StackGradient(
         routing=routing,
         cotangents=list(cotangents),
@@ -209,7 +209,8 @@ def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> Parts:
     reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
         # One CPU device owns all rows. Its rounds are blocks of ids, which aren't sent.
-        return gradient_blocks(opened.blocks, reader, stack.layout)
+        layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
+        return gradient_blocks(opened.blocks, reader, layout)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
         # The backend can't run this update, so the drivers do.

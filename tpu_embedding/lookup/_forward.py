@@ -42,7 +42,7 @@ from tpu_embedding.plan.backend import Activations
 from tpu_embedding.plan.capacity import Gathers
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import StackPlan
-from tpu_embedding.rows.access import gather_lines, gather_rows
+from tpu_embedding.rows.access import gather_lines, num_missing, read_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
@@ -541,14 +541,13 @@ def read_stack(
 
     def read_own_rows(table: PackedRows) -> Activations:
         def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
-            rows = table.where_held(gather_rows(table, row_ids), row_ids)
-            rows = rows.astype(jnp.float32)
+            rows = read_rows(table, row_ids).astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
-            is_row = row_ids < table.layout.num_rows
+            is_row = row_ids < stack.rows_per_shard
             return zeros_unless(is_row, rows)
 
         sums = pool(rows_at, routing.keys, poolings, stack.gathers)
-        missing = table.num_missing(routing.keys)
+        missing = num_missing(table, routing.keys)
         return samples_of(sums, poolings), jnp.int32(1), missing
 
     def read_rounds(table: PackedRows) -> Activations:
@@ -558,7 +557,7 @@ def read_stack(
             rows = fetch_rows(table, current.requests, stack)
             positions = sent.positions(current)
             sums = pool_buffer(rows, positions, poolings, stack.gathers)
-            return sums, table.num_missing(current.requests)
+            return sums, num_missing(table, current.requests)
 
         def add_round(total: Any, current: Round) -> Any:
             return jax.tree.map(jnp.add, total, read_round(current))
@@ -576,9 +575,9 @@ def read_stack(
         read_own_rows if owns_all_rows else read_rounds,
         stack,
     )
-    # An update writes to the rows in the routing, so these pass through the same barrier
-    # as the activations. Otherwise the update could write before the rows are read, if
-    # the derivative of the loss doesn't use the activations.
+    # An update writes to the rows in the routing, so one barrier orders these after the
+    # activations. Otherwise the update could write before the rows are read, if the
+    # derivative of the loss doesn't use the activations.
     sent = routing.sent
     reads = (activations, routing.keys, routing.backend_ids)
     if sent is None:

@@ -37,7 +37,7 @@ from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.access import gather_rows
+from tpu_embedding.rows.access import read_rows
 from tpu_embedding.rows.packed_rows import PackedRows, gather_in_bounds
 from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
@@ -228,7 +228,7 @@ def fetch_rows(
       Positions without a request are undefined.
     """
     with jax.named_scope("gather"):
-        rows = table.where_held(gather_rows(table, row_ids), row_ids)
+        rows = read_rows(table, row_ids)
         if stack.hardware.name == "cpu":
             # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)

@@ -322,9 +322,12 @@ class TPUEmbedding(ShortRepr):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # The stats are on the mesh from the start, as they are after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
-        counts = {}
-        for stack in plan.stacks:
-            counts |= stack.vocabulary.stacks.zero_counts(stack)
+        counts = {
+            table.name: stack.vocabulary.stacks.zero_counts
+            for stack in plan.stacks
+            for table in stack.tables
+            if stack.vocabulary.stacks.zero_counts is not None
+        }
         if counts:
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()

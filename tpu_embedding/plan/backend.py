@@ -45,18 +45,24 @@ UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
 class Backend:
     """A stack's lookup and update. This class uses gathers and scatters.
 
-    Backends are part of the plan, so they are hashable and printable. All methods
-    except `arrange` and `notes` are traced, and see one shard.
+    Backends are part of the plan, so they are hashable and printable. All methods are
+    traced, and see one shard.
 
     Attributes:
       lookups: name of the lookup's implementation, `"xla"` for the exchange.
       updates: name of the update's implementation, `"xla"` for the drivers.
+      must_run_all: whether programs have no fallback for steps that the backend can't
+        run. The result of `prepare_ids` then has `fits`, bool `[1]`, False if a step's
+        ids don't fit on any device.
       reason: why the plan chose these implementations.
+      notes: lines of `print(plan)` about the stack.
     """
 
     lookups: str = "xla"
     updates: str = "xla"
+    must_run_all: bool = False
     reason: str = dataclasses.field(default="", compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def replaces_lookup(self) -> bool:
@@ -67,19 +73,6 @@ class Backend:
     def replaces_update(self) -> bool:
         """True if the drivers only run in steps that the backend cannot run."""
         return self.updates != "xla"
-
-    @property
-    def must_run_all(self) -> bool:
-        """True if programs have no fallback for steps that the backend can't run."""
-        return False
-
-    def arrange(self, layout: RowLayout) -> RowLayout:
-        """Returns the layout of a shard, given the layout for gathers and scatters."""
-        return layout
-
-    def notes(self, hardware: HardwareInfo) -> tuple[str, ...]:
-        """Returns the lines that `print(plan)` adds for the stack."""
-        return ()
 
     def prepare_ids(
         self,
@@ -95,13 +88,6 @@ class Backend:
         `are_joined`, they come from several lookups, whose gradients are summed.
         """
         return None
-
-    def holds_all(self, ids: Any) -> Bool[Array, "_"]:
-        """Returns `[1]`, False if a step's ids don't fit on any device.
-
-        `ids` are from `prepare_ids`. The core asks only if programs have no fallback.
-        """
-        raise NotImplementedError
 
     def look_up(
         self,
@@ -142,11 +128,15 @@ class BackendOptions(abc.ABC):
 
     @abc.abstractmethod
     def choose(
-        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
-        """Returns the backend of a stack, with its reason.
+        self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
+    ) -> tuple[Backend, RowLayout]:
+        """Returns the backend of a stack, with its reason, and the layout of a shard.
 
-        `table` is any table of the stack, which has `num_rows` rows.
+        Args:
+          table: any table of the stack.
+          layout: layout of a shard for gathers and scatters.
+          mesh: devices of the tables.
+          hardware: hardware of the devices.
         """
 
 
@@ -155,10 +145,10 @@ class Xla(BackendOptions):
     """XLA's gathers and scatters for all stacks."""
 
     def choose(
-        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
-        """Returns the backend of any stack."""
-        return Backend(reason="backend='xla'")
+        self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
+    ) -> tuple[Backend, RowLayout]:
+        """Returns the backend of any stack, and the layout unchanged."""
+        return Backend(reason="backend='xla'"), layout
 
 
 BackendName = Literal["xla", "sparse_core"]

@@ -9,7 +9,6 @@ different shards.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -29,7 +28,6 @@ from tpu_embedding.optimizers.row_optimizer import (
     TableOptimizer,
 )
 from tpu_embedding.plan.backend import (
-    Backend,
     BackendName,
     BackendOptions,
     backend_options,
@@ -68,7 +66,7 @@ class NamedTable:
         every device has all rows.
       num_shards: devices along the `shard_axes`.
       placement_reason: the setting that chose the axes.
-      storage: where the placement stores its rows.
+      placement: the table's own placement, or else the shared one.
       num_rows: rows in its stack, including spare rows.
     """
 
@@ -78,7 +76,7 @@ class NamedTable:
     shard_axes: tuple[str, ...] = ()
     num_shards: int = 1
     placement_reason: str = ""
-    storage: RowStorage = RowStorage()
+    placement: Placement = Sharded()
     num_rows: int = 0
 
 
@@ -252,15 +250,15 @@ def _place(
     axes = chosen.shard_axes(mesh.axis_names, f"{reason} of table {table.name!r}")
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     vocabulary, optimizer = table.config.vocabulary, table.optimizer
-    problem = optimizer is not None and vocabulary.optimizer_problem(optimizer)
-    if problem:
+    problem = vocabulary.every_row_problem
+    if problem and optimizer is not None and optimizer.moves_every_row:
         raise ValueError(f"TableConfig.optimizer of table {table.name!r} {problem}")
     return dataclasses.replace(
         table,
         shard_axes=axes,
         num_shards=num_shards,
         placement_reason=reason,
-        storage=chosen.storage(table.config.max_rows),
+        placement=chosen,
         num_rows=vocabulary.rows_over(num_shards),
     )
 
@@ -290,8 +288,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             table.shard_axes,
             type(config.vocabulary),
             config.vocabulary.stacking_key,
-            type(table.storage),
-            table.storage.stacking_key,
+            table.placement.stacking_key,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
@@ -364,12 +361,14 @@ def _plan_stack(
         for table, offset in zip(tables, offsets, strict=True)
     )
     num_rows = offsets[-1] + tables[-1].num_rows
-    backend = options.choose(first, num_rows, mesh, hardware)
-    storages = [table.storage for table in tables]
-    storage = functools.reduce(lambda joined, x: joined.joined(x), storages)
-    for table in tables:
-        if problem := table.storage.problem(table, backend):
-            raise ValueError(f"{problem} (table {table.name!r}).")
+    layout = _layout(table_plans, first.num_shards, hardware)
+    backend, layout = options.choose(first, layout, mesh, hardware)
+    if layout.num_rows * first.num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {first.name!r} is "
+            f"{num_rows}, which exceeds the limit of 2**31 rows in {first.num_shards} "
+            "shards; split the table in two."
+        )
     facts: dict[str, Any] = dict(
         name=name,
         tables=table_plans,
@@ -377,7 +376,8 @@ def _plan_stack(
         sample_axes=tuple(mesh.axis_names),
         num_shards=first.num_shards,
         num_replicas=mesh.size // first.num_shards,
-        layout=_layout(table_plans, first.num_shards, hardware, backend),
+        rows_per_shard=layout.num_rows,
+        layout=layout,
         quantization=first.config.quantization_config,
         capacity=capacity,
         gathers=choose_gathers(hardware, first.num_shards),
@@ -390,41 +390,33 @@ def _plan_stack(
         ),
         backend=backend,
         hardware=hardware,
-        storage=storage,
+        storage=RowStorage(),
         slots=_slot_rows(first),
+        notes=backend.notes,
     )
     if first.optimizer is None:
-        return StackPlan(**facts, optimizer=None)
-    return TrainedStackPlan(**facts, optimizer=first.optimizer)
+        stack = StackPlan(**facts, optimizer=None)
+    else:
+        stack = TrainedStackPlan(**facts, optimizer=first.optimizer)
+    stack = stack.vocabulary.stacks.plan_stack(stack)
+    return first.placement.store(stack, [table.placement for table in tables])
 
 
 def _layout(
-    tables: tuple[TablePlan, ...],
-    num_shards: int,
-    hardware: HardwareInfo,
-    backend: Backend,
+    tables: tuple[TablePlan, ...], num_shards: int, hardware: HardwareInfo
 ) -> RowLayout:
-    """Returns the layout of a shard of tables that share one array."""
+    """Returns the layout for gathers and scatters of tables that share one array."""
     config, last = tables[0].config, tables[-1]
     num_rows = last.row_offset + last.num_rows
     ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
     name = config.dtype_name
-    layout = backend.arrange(
-        RowLayout(
-            num_rows=-(-num_rows // num_shards),
-            row_shape=(config.dim,),
-            tile_lanes=hardware.line_lanes,
-            contents=StackContents(ranges, num_shards),
-            narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
-        )
+    return RowLayout(
+        num_rows=-(-num_rows // num_shards),
+        row_shape=(config.dim,),
+        tile_lanes=hardware.line_lanes,
+        contents=StackContents(ranges, num_shards),
+        narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
     )
-    if layout.num_rows * num_shards >= PADDING_ROW_ID:
-        raise ValueError(
-            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
-            f"{num_rows}, which exceeds the limit of 2**31 rows in {num_shards} "
-            "shards; split the table in two."
-        )
-    return layout
 
 
 def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:

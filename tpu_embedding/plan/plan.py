@@ -80,7 +80,8 @@ class StackPlan:
       shard_axes: mesh axes that split rows. Empty if every device has all rows.
       num_shards: devices along the `shard_axes`.
       num_replicas: devices along the `replica_axes`, each with a copy of the shard.
-      layout: packing of one shard's rows.
+      rows_per_shard: rows that each shard owns. The last ones may be unused.
+      layout: packing of the rows of a shard that its device holds.
       quantization: quantization of looked-up rows, if any.
       capacity: the user's maximum of ids per destination and round, or None.
       gathers: form of the gathers that bring rows to samples.
@@ -90,6 +91,9 @@ class StackPlan:
       storage: where the rows are stored.
       optimizer: None, except in a `TrainedStackPlan`.
       slots: row shape and dtype of each slot variable.
+      array_names: names of the vocabulary's arrays in the dict of tables.
+      vocabulary_bytes: memory of these arrays on each device.
+      notes: lines of `print(plan)` about the stack.
     """
 
     name: str
@@ -98,6 +102,7 @@ class StackPlan:
     shard_axes: tuple[str, ...]
     num_shards: int
     num_replicas: int
+    rows_per_shard: int
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
@@ -108,6 +113,9 @@ class StackPlan:
     storage: RowStorage
     optimizer: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
+    array_names: tuple[str, ...] = ()
+    vocabulary_bytes: int = 0
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -128,11 +136,6 @@ class StackPlan:
     def dim(self) -> int:
         """Columns of its tables."""
         return self.layout.dim
-
-    @property
-    def rows_per_shard(self) -> int:
-        """Logical rows that each shard holds. The last ones may be unused."""
-        return self.layout.num_rows
 
     @property
     def num_rows(self) -> int:
@@ -169,7 +172,7 @@ class StackPlan:
 
         The arrays of a vocabulary are not included.
         """
-        layout = self.storage.device_layout(self.layout)
+        layout = self.layout
         return (
             rows_bytes(layout, self.hardware, LANE_BYTES),
             *(
@@ -335,8 +338,8 @@ class EmbeddingPlan(FeatureNest):
         """Memory of the tables on each device, including padding and vocabularies."""
         return sum(
             stack.array_bytes[0]
-            + stack.vocabulary.stacks.bytes_per_device(stack, self.hardware)
-            + stack.storage.bytes_per_device(stack)
+            + stack.vocabulary_bytes
+            + stack.storage.bytes_per_device
             for stack in self.stacks
         )
 
@@ -501,9 +504,7 @@ def _notes(stack: StackPlan) -> Iterator[str]:
             f"{format_bytes(stack.hardware.max_array_bytes)} that "
             f"{stack.hardware.name} is said to support; use more devices"
         )
-    yield from (f"{stack.name}: {note}" for note in stack.backend.notes(stack.hardware))
-    yield from stack.vocabulary.stacks.notes(stack, stack.hardware)
-    yield from (f"{stack.name}: {note}" for note in stack.storage.notes(stack))
+    yield from (f"{stack.name}: {note}" for note in stack.notes)
 
 
 def _placement_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:

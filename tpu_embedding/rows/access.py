@@ -6,10 +6,9 @@ of gathers and scatters. Blocks of consecutive rows serve passes over a whole ta
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,29 +30,37 @@ from tpu_embedding.rows.packed_rows import (
     unpack_rows,
     unpack_stored,
 )
+from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import copied_in_vectors
 
-_RowFunction = TypeVar("_RowFunction", bound=Callable[..., Any])
 
+def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
+    """Reads rows that this device owns. Rows that it lacks are NaN.
 
-def _at_places(function: _RowFunction) -> _RowFunction:
-    """Makes a function of row ids work where the device holds only some rows.
-
-    Reads of missing rows return arbitrary values. Changes to them are dropped.
+    Ids past the last row read arbitrary values, as in `gather_rows`.
     """
-
-    @functools.wraps(function)
-    def run(packed: PackedRows, row_ids: Int[Array, " ids"], *values: Array) -> Any:
-        if packed.holds_all_rows:
-            return function(packed, row_ids, *values)
-        result = function(packed.held_rows(), packed.places(row_ids), *values)
-        is_changed = isinstance(result, PackedRows)
-        return packed.with_held_rows(result, row_ids) if is_changed else result
-
-    return cast(_RowFunction, run)
+    _, places = packed.locate(row_ids)
+    rows = gather_rows(packed, places)
+    if packed.holds_all_rows:
+        return rows
+    is_missing = _are_missing(row_ids, places).reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
 
 
-@_at_places
+def num_missing(
+    packed: PackedRows, row_ids: Int[Array, " ids"]
+) -> Int[Array, ""] | None:
+    """Counts rows that this device owns but lacks, or returns None if it has all."""
+    if packed.holds_all_rows:
+        return None
+    _, places = packed.locate(row_ids)
+    return jnp.sum(_are_missing(row_ids, places), dtype=jnp.int32)
+
+
+def _are_missing(row_ids: Array, places: Array) -> Bool[Array, " ids"]:
+    return (places == PADDING_ROW_ID) & (row_ids != PADDING_ROW_ID)
+
+
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """Reads rows.
 
@@ -79,7 +86,6 @@ def gather_lines(
     return copied_in_vectors(gather_in_bounds(lines, positions))
 
 
-@_at_places
 def add_to_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
@@ -99,7 +105,6 @@ def add_to_rows(
     return _add_to_stored(packed, row_ids, values)
 
 
-@_at_places
 def replace_stored_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
@@ -183,7 +188,6 @@ def _lines_of_rows(
     return (first_lines[:, None] + offsets[None]).reshape(-1)
 
 
-@_at_places
 def set_rows(
     packed: PackedRows,
     row_ids: Int[Array, " ids"],

@@ -281,7 +281,7 @@ class PackedRows:
     Attributes:
       lines: `layout.lines_shape` per shard. Globally, the shards' lines are one after
         the other.
-      layout: packing of the rows of one shard.
+      layout: packing of the rows of one shard that its device holds.
     """
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
@@ -291,44 +291,29 @@ class PackedRows:
     # A subclass may hold only some of the rows, and know where the rest is.
     holds_all_rows: ClassVar[bool] = True
 
-    def places(self, row_ids):
-        """Returns the places of rows in the lines, or `PADDING_ROW_ID` if missing.
+    def locate(self, row_ids):
+        """Finds rows that are about to change, once per round of an update.
 
-        The rows of a table and of its slot variables have equal places.
+        Returns:
+          These rows, after counting the changes that will be dropped, and the places of
+          the rows in the lines: `PADDING_ROW_ID` for rows that the lines lack. The rows
+          of a table and of its slot variables have equal places.
         """
-        return row_ids
-
-    def held_rows(self):
-        """Returns the rows that the lines hold, in the order of their places."""
-        return self
-
-    def with_held_rows(self, held, row_ids):
-        """Returns these rows, given `held_rows()` after a change to `row_ids`."""
-        return held
-
-    def where_held(self, rows, row_ids):
-        """Returns `rows` as they were read, with NaN for rows that the lines lack."""
-        return rows
-
-    def num_missing(self, row_ids):
-        """Counts missing rows, except padding. Returns None if none can be missing."""
-        return None
+        return self, row_ids
 
     def read_windows(self, windows, exchange):
         """Yields the blocks of windows, like `row_stream.read_blocks`."""
         raise NotImplementedError
 
     def write_windows(self, windows, exchange, read):
-        """Replaces the rows of windows, like `row_stream.write_blocks`."""
+        """Replaces the rows of windows, like `row_stream.write_blocks`.
+
+        If the arrays of these rows are only shapes, all other rows become zeros.
+        """
         raise NotImplementedError
 
     def check_current(self):
         """Raises ValueError if the host has newer rows than these."""
-
-    def zeros(self, sharding):
-        """Returns rows of zeros on devices, given only the shape of the lines."""
-        lines = jnp.zeros(self.lines.shape, self.lines.dtype, device=sharding)
-        return dataclasses.replace(self, lines=lines)
 
     def tree_flatten_with_keys(self):
         """Returns the lines under the layout's `leaf_name`, and the layout."""

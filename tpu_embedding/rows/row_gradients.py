@@ -142,11 +142,15 @@ class RowGradients:
     occurrences: RowUpdates | None = None
     covered: RowRange | None = None
 
-    def as_row_updates(self) -> RowUpdates:
-        """Returns the gradients with zeros in unused positions."""
+    def as_row_updates(self, places: Array | None = None) -> RowUpdates:
+        """Returns the gradients with zeros in unused positions.
+
+        They are for rows at these places, by default the row ids.
+        """
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
-        return RowUpdates(row_ids=self.row_ids, values=values)
+        row_ids = self.row_ids if places is None else places
+        return RowUpdates(row_ids=row_ids, values=values)
 
     def scaled(self, factor: Float[Array, ""]) -> "RowGradients":
         """Returns the gradients times a factor."""

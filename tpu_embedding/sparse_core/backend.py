@@ -124,25 +124,35 @@ class SparseCore(BackendOptions):
             raise invalid("SparseCore.max_ids", "be a multiple of 8", self.max_ids)
 
     def choose(
-        self, table: NamedTable, num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
-        """Returns a stack's backend, for `make_plan`; see `BackendOptions`."""
+        self, table: NamedTable, layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
+    ) -> tuple[Backend, RowLayout]:
+        """Returns a stack's backend and layout; see `BackendOptions`."""
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = (
             unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
             or self._cores_problem(hardware)
-            or _table_problem(table, num_rows, cores, mesh, hardware)
+            or _table_problem(table, layout, cores, mesh, hardware)
         )
         if problem:
-            return Backend(reason=problem)
+            return Backend(reason=problem), layout
         problem = _update_problem(table.optimizer, table.config.dim)
-        reason = "backend='sparse_core'" + (f"; update: {problem}" if problem else "")
-        return SparseCoreBackend(
+        must_run_all = not (self.exchange or problem)
+        backend = SparseCoreBackend(
             updates="xla" if problem else "sparse_core",
+            must_run_all=must_run_all,
             max_ids=self.max_ids,
             cores=cores,
-            has_exchange=self.exchange or bool(problem),
-            reason=reason,
+            reason="backend='sparse_core'"
+            + (f"; update: {problem}" if problem else ""),
+            notes=_notes(self.max_ids, must_run_all, hardware),
+        )
+        # Rows are dealt to SparseCores.
+        return backend, dataclasses.replace(
+            layout,
+            num_rows=_rows_of_shard(layout.num_rows, cores),
+            tile_lanes=LANES,
+            banks=cores,
+            bank_name="SparseCores",
         )
 
     def _cores_problem(self, hardware: HardwareInfo) -> str:
@@ -156,7 +166,11 @@ class SparseCore(BackendOptions):
 
 
 def _table_problem(
-    table: NamedTable, num_rows: int, cores: int, mesh: Mesh, hardware: HardwareInfo
+    table: NamedTable,
+    layout: RowLayout,
+    cores: int,
+    mesh: Mesh,
+    hardware: HardwareInfo,
 ) -> str:
     """Returns why SparseCores can't look up a table; empty if they can."""
     config = table.config
@@ -166,14 +180,33 @@ def _table_problem(
         return "the rows are not split over all devices"
     if config.quantization_config is not None:
         return "SparseCores do not quantize rows"
-    rows = rows_of_shard(-(-num_rows // mesh.size), cores)
-    num_bytes = LANE_BYTES * rows * bank_lanes(config.dim)
+    num_rows = _rows_of_shard(layout.num_rows, cores)
+    num_bytes = LANE_BYTES * num_rows * bank_lanes(config.dim)
     if hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
         return (
             f"the table takes {format_bytes(num_bytes)} per device, and an operation "
             f"can use at most {format_bytes(MAX_SPARSE_CORE_BYTES)}"
         )
     return ""
+
+
+def _notes(
+    max_ids: int | None, must_run_all: bool, hardware: HardwareInfo
+) -> tuple[str, ...]:
+    """Returns lines about the skew that the operations' limits tolerate."""
+    held = "6 standard deviations above the mean ids between two SparseCores"
+    if max_ids is not None:
+        held = f"{max_ids:,} ids from one SparseCore to another"
+    elif hardware.sends_rows_once:
+        held += ", plus one row that every sample looks up"
+    else:
+        held += ", and 4 times as many ids if rows repeat"
+    beyond = "fails" if must_run_all else "runs the exchange"
+    return (
+        f"a minibatch holds {held}",
+        f"a step has up to {MAX_MINIBATCHES} minibatches, if its buffers have room; "
+        f"a larger step {beyond}",
+    )
 
 
 def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
@@ -197,44 +230,11 @@ class SparseCoreBackend(Backend):
     Attributes:
       max_ids: the user's limit; see `te.SparseCore`.
       cores: SparseCores per device that own rows.
-      has_exchange: whether a step whose ids don't fit runs the exchange.
     """
 
     lookups: str = "sparse_core"
     max_ids: int | None = None
     cores: int
-    has_exchange: bool = True
-
-    @property
-    def must_run_all(self) -> bool:
-        """Whether programs lack the exchange."""
-        return not self.has_exchange
-
-    def arrange(self, layout: RowLayout) -> RowLayout:
-        """Returns a shard's layout, with its rows dealt to SparseCores."""
-        return dataclasses.replace(
-            layout,
-            num_rows=rows_of_shard(layout.num_rows, self.cores),
-            tile_lanes=LANES,
-            banks=self.cores,
-            bank_name="SparseCores",
-        )
-
-    def notes(self, hardware: HardwareInfo) -> tuple[str, ...]:
-        """Returns lines about the skew that the operations' limits tolerate."""
-        held = "6 standard deviations above the mean ids between two SparseCores"
-        if self.max_ids is not None:
-            held = f"{self.max_ids:,} ids from one SparseCore to another"
-        elif hardware.sends_rows_once:
-            held += ", plus one row that every sample looks up"
-        else:
-            held += ", and 4 times as many ids if rows repeat"
-        beyond = "runs the exchange" if self.has_exchange else "fails"
-        return (
-            f"a minibatch holds {held}",
-            f"a step has up to {MAX_MINIBATCHES} minibatches, if its buffers have "
-            f"room; a larger step {beyond}",
-        )
 
     def prepare_ids(
         self,
@@ -254,10 +254,6 @@ class SparseCoreBackend(Backend):
             are_joined=are_joined,
         )
 
-    def holds_all(self, ids: SparseCoreIds) -> Bool[Array, "_"]:
-        """Returns whether the operations' buffers hold all ids; see `Backend`."""
-        return ids.fits
-
     def look_up(
         self,
         table: PackedRows,
@@ -275,7 +271,7 @@ class SparseCoreBackend(Backend):
             return activations, jnp.int32(0), None
 
         (fits,) = ids.fits
-        if self.has_exchange:
+        if not self.must_run_all:
             return jax.lax.cond(fits, look_up_rows, otherwise, table)
         activations, *_ = look_up_rows(table)
         activations = [jnp.where(fits, x, jnp.nan) for x in activations]
@@ -326,7 +322,7 @@ class SparseCoreBackend(Backend):
         if is_finite is not None:
             may_run &= is_finite
         # No lookup has reported whether joined ids fit, so they keep the exchange.
-        if self.has_exchange or ids.are_joined:
+        if ids.are_joined or not self.must_run_all:
 
             def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
                 return jax.lax.cond(may_run, update_rows, otherwise, *arrays)
@@ -341,6 +337,6 @@ class SparseCoreBackend(Backend):
         return table, with_values_if(only_if, new, state)
 
 
-def rows_of_shard(num_rows: int, cores: int) -> int:
+def _rows_of_shard(num_rows: int, cores: int) -> int:
     """Returns a shard's number of rows after padding the rows of each SparseCore."""
     return cores * round_up(-(-num_rows // cores), _ROW_ALIGNMENT)

@@ -110,7 +110,7 @@ def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     specs = {
         name: stack.rows_spec
         for stack in stacks
-        for name in (stack.name, *stack.vocabulary.stacks.array_names(stack))
+        for name in (stack.name, *stack.array_names)
     }
     return in_auto_axes(init, plan, specs)(key)
 

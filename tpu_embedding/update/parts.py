@@ -146,12 +146,12 @@ class StackStep:
           The arrays, and the new shared values.
         """
         optimizer, (table, slots, kept) = self.stack.optimizer, arrays
-        places = table.places(part.row_ids)
+        table, places = table.locate(part.row_ids)
         old_slots = [gather_rows(slot, places) for slot in slots]
         if self.stack.updates == "blocks":
             # In a loop, XLA:CPU copies a slot that is read after another is written.
             old_slots, slots = read_before_write((old_slots, slots))
-        rows = gather_rows(table, part.row_ids)
+        rows = gather_rows(table, places)
         if optimizer.sets_rows:
             # The rule returns the difference from the old row. If that were NaN, so
             # would be the difference; if it were large, a small new value would be lost
@@ -164,12 +164,12 @@ class StackStep:
         )
         if self.stack.layout.narrow_dtype is not None:
             stored = self._stored_rows(part, rows, updates)
-            table = replace_stored_rows(table, part.row_ids, stored)
+            table = replace_stored_rows(table, places, stored)
         elif optimizer.sets_rows:
             stored = self._stored_rows(part, rows, updates)
-            table = set_rows(table, part.row_ids, stored)
+            table = set_rows(table, places, stored)
         else:
-            table = add_to_rows(table, part.row_ids, updates)
+            table = add_to_rows(table, places, updates)
         return Arrays(table, slots, kept), new_values
 
     def run_on_block(
@@ -398,10 +398,10 @@ def lift_to_rows(
         return init_rule(optimizer, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        table: PackedRows = params
-        places, slots = table.places(updates.row_ids), slots_of(state)
+        table, places = params.locate(updates.row_ids)
+        slots = slots_of(state)
         old_slots = [gather_rows(slot, places) for slot in slots]
-        rows = gather_rows(table, updates.row_ids)
+        rows = gather_rows(table, places)
         values, new_slots, new_values = run_rule(
             rule, with_slots(state, old_slots), updates.values, rows, known=None
         )

@@ -218,11 +218,10 @@ def inspect_program(
     assert memory is not None
     sizes = set()
     for stack in plan.stacks:
-        on_devices = stack.storage.device_layout(stack.layout)
-        layouts = (on_devices, *map(on_devices.slot_layout, stack.slots))
+        layouts = (stack.layout, *map(stack.layout.slot_layout, stack.slots))
         sizes |= {math.prod(layout.lines_shape) for layout in layouts}
         # Size of the map of cached rows, or 0.
-        sizes.add(stack.storage.bytes_per_device(stack) // LANE_BYTES)
+        sizes.add(stack.storage.bytes_per_device // LANE_BYTES)
     instructions = list(parse_module(text).unfused_instructions())
 
     def is_large(size: int) -> bool:

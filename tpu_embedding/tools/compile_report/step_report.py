@@ -225,7 +225,7 @@ def format_report(report: CompileReport) -> str:
     if accesses is None or report.cycles is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
-    maps = sum(stack.storage.bytes_per_device(stack) for stack in plan.stacks)
+    maps = sum(stack.storage.bytes_per_device for stack in plan.stacks)
     sizes = {
         "tables": tables - maps,
         "slot variables": slots,

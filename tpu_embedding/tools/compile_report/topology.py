@@ -133,8 +133,7 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
     """
     by_name = {stack.name: stack for stack in plan.stacks}
     for stack in plan.stacks:
-        names = stack.vocabulary.stacks.array_names(stack)
-        by_name |= dict.fromkeys(names, stack)
+        by_name |= dict.fromkeys(stack.array_names, stack)
 
     def place(path: Any, leaf: Any) -> Any:
         if not _are_rows(leaf):
