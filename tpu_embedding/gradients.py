@@ -28,7 +28,7 @@ from tpu_embedding.optimizers.checks import check_hyperparameters, positive_boun
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.plan import (
     EmbeddingPlan,
-    TrainedStackPlan,
+    StackPlan,
     count_of,
     summarize,
 )
@@ -430,7 +430,7 @@ def _row_updates(gradients: TableGradients, stack_name: str) -> RowUpdates:
     return _on_shards(read, sealed, gradients.plan, stack.rows_spec)
 
 
-def _trained_stack(plan: EmbeddingPlan, name: str) -> TrainedStackPlan:
+def _trained_stack(plan: EmbeddingPlan, name: str) -> StackPlan:
     return next(stack for stack in plan.trained_stacks if stack.name == name)
 
 

@@ -86,7 +86,7 @@ def test_optimizer_of_the_table_wins():
     assert [stack.optimizer for stack in plan.stacks] == [sgd, adam]
     plan = plan_of(table("a"), table("b", optimizer=ADAM))
     not_trained, trained = plan.stacks
-    assert not_trained.optimizer is None
+    assert not not_trained.is_trained
     assert trained.optimizer == adam
 
 

@@ -43,7 +43,7 @@ from tpu_embedding.dynamic.ids_on_host import (
 )
 from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
 from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import ReadTableRows, write_blocks
@@ -279,7 +279,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
 def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
     """Returns the slot variables of a stack, or an empty list if it is not trained."""
     slots = layer.slots or {}
-    if not isinstance(stack, TrainedStackPlan) or stack.name not in slots:
+    if not stack.is_trained or stack.name not in slots:
         return []
     return list(named_slots(slots[stack.name], stack))
 
@@ -290,7 +290,7 @@ def _records_of_stack(
     """Returns the description of each table of a stack, by its name in the layer."""
     slots = slots_of(layer, stack)
     optimizer = None
-    if layer.slots is not None and isinstance(stack, TrainedStackPlan):
+    if layer.slots is not None and stack.is_trained:
         structure = jax.tree.structure(layer.slots[stack.name])
         optimizer = _optimizer_record(stack.optimizer, structure)
     records = {}

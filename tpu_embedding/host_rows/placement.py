@@ -28,7 +28,7 @@ from tpu_embedding.rows.row_storage import RowStorage
 if TYPE_CHECKING:
     from tpu_embedding.plan.backend import Backend
     from tpu_embedding.plan.make_plan import NamedTable
-    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _RULES: Final = {
     "cache_rows": int_rule(1, fix="pass the number of rows that all devices cache"),
@@ -181,7 +181,7 @@ class HostStorage(RowStorage):
         return HostStack(stack, plan).init_rows(key)
 
     def init_state(
-        self, table: PackedRows, stack: "TrainedStackPlan", plan: "EmbeddingPlan"
+        self, table: PackedRows, stack: "StackPlan", plan: "EmbeddingPlan"
     ) -> Any:
         """Returns a new optimizer state for the cached rows."""
         return table.host.init_state(table)  # type: ignore[attr-defined]

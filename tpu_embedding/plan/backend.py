@@ -27,7 +27,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 if TYPE_CHECKING:
     from tpu_embedding.lookup._forward import PoolingSpec
     from tpu_embedding.plan.make_plan import NamedTable
-    from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import StackPlan
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
@@ -123,7 +123,7 @@ class Backend:
         state: Any,
         gradient: "Sealed",
         otherwise: UpdateRows,
-        stack: "TrainedStackPlan",
+        stack: "StackPlan",
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Returns the updated table and rule state, in place if they are donated.

@@ -41,7 +41,6 @@ from tpu_embedding.plan.plan import (
     EmbeddingPlan,
     StackPlan,
     TablePlan,
-    TrainedStackPlan,
 )
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
@@ -370,7 +369,7 @@ def _plan_stack(
     for table in tables:
         if problem := table.storage.problem(table, backend):
             raise ValueError(f"{problem} (table {table.name!r}).")
-    facts: dict[str, Any] = dict(
+    return StackPlan(
         name=name,
         tables=table_plans,
         shard_axes=first.shard_axes,
@@ -391,11 +390,9 @@ def _plan_stack(
         backend=backend,
         hardware=hardware,
         storage=storage,
+        trained_by=first.optimizer,
         slots=_slot_rows(first),
     )
-    if first.optimizer is None:
-        return StackPlan(**facts, optimizer=None)
-    return TrainedStackPlan(**facts, optimizer=first.optimizer)
 
 
 def _layout(

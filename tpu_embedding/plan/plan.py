@@ -88,7 +88,7 @@ class StackPlan:
       backend: implementation of lookup and update.
       hardware: hardware of the devices.
       storage: where the rows are stored.
-      optimizer: None, except in a `TrainedStackPlan`.
+      trained_by: the rule that updates all its tables, if any.
       slots: row shape and dtype of each slot variable.
     """
 
@@ -106,8 +106,28 @@ class StackPlan:
     backend: Backend
     hardware: HardwareInfo
     storage: RowStorage
-    optimizer: RowOptimizer | None
+    trained_by: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        """True if an optimizer updates its tables."""
+        return self.trained_by is not None
+
+    @property
+    def optimizer(self) -> RowOptimizer:
+        """The rule that updates all its tables, and how it is applied.
+
+        Raises:
+          ValueError: if no optimizer updates them; see `is_trained`.
+        """
+        if self.trained_by is None:
+            names = [table.name for table in self.tables]
+            raise ValueError(
+                f"{self.name} has no optimizer. Pass te.make_plan(optimizer=...) or "
+                f"TableConfig(optimizer=...) to train its tables {names}."
+            )
+        return self.trained_by
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -191,7 +211,7 @@ class StackPlan:
     @property
     def keeps_duplicates(self) -> bool:
         """True if each occurrence of an id travels separately."""
-        return self.optimizer is not None and self.optimizer.sees_occurrences
+        return self.is_trained and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round for at most this many ids per shard."""
@@ -208,17 +228,6 @@ class StackPlan:
             self.rows_per_shard,
             capacity=self.capacity,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedStackPlan(StackPlan):
-    """A stack whose tables an optimizer trains.
-
-    Attributes:
-      optimizer: the rule that updates all its tables, and how it is applied.
-    """
-
-    optimizer: RowOptimizer
 
 
 @jax.tree_util.register_static
@@ -346,9 +355,9 @@ class EmbeddingPlan(FeatureNest):
         return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
     @property
-    def trained_stacks(self) -> tuple[TrainedStackPlan, ...]:
+    def trained_stacks(self) -> tuple[StackPlan, ...]:
         """The stacks that have an optimizer."""
-        return tuple(s for s in self.stacks if isinstance(s, TrainedStackPlan))
+        return tuple(stack for stack in self.stacks if stack.is_trained)
 
     @property
     def used_stacks(self) -> tuple[StackPlan, ...]:

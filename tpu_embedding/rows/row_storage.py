@@ -16,7 +16,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 if TYPE_CHECKING:
     from tpu_embedding.plan.backend import Backend
     from tpu_embedding.plan.make_plan import NamedTable
-    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RowStorage:
         raise NotImplementedError
 
     def init_state(
-        self, table: PackedRows, stack: "TrainedStackPlan", plan: "EmbeddingPlan"
+        self, table: PackedRows, stack: "StackPlan", plan: "EmbeddingPlan"
     ) -> Any:
         """Returns a stack's optimizer state before the first step. Global."""
         raise NotImplementedError

@@ -39,7 +39,7 @@ from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.plan.make_plan import NamedTable
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.mesh_options import num_slices_of
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -288,7 +288,7 @@ class SparseCoreBackend(Backend):
         state: Any,
         gradient: Sealed,
         otherwise: UpdateRows,
-        stack: TrainedStackPlan,
+        stack: StackPlan,
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Updates rows with one operation if the ids fit; see `Backend`."""

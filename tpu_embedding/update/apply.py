@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.row_optimizer import (
     Touched,
 )
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import blocks_of, lines_of_block
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, RowGradients
@@ -61,7 +61,7 @@ UpdateStack = Callable[
 rows and a new state."""
 
 
-def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
+def init_state(table: PackedRows, stack: StackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
     Totals are summed block by block. Rows that are stored on the host are summed in the
@@ -85,7 +85,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
 
 
 def init_block(
-    rows: PackedRows, start: Any, all_reduce: AllReduce, stack: TrainedStackPlan
+    rows: PackedRows, start: Any, all_reduce: AllReduce, stack: StackPlan
 ) -> Any:
     """Returns the rule's state for a block of this shard's rows. Per shard.
 
@@ -104,13 +104,13 @@ def init_block(
 
 
 @functools.lru_cache(maxsize=4096)
-def abstract_state(stack: TrainedStackPlan) -> Any:
+def abstract_state(stack: StackPlan) -> Any:
     """Returns a state structured like `init_state`'s, without running the rule."""
     rule_state = abstract_rule_state(stack.optimizer, stack.layout)
     return jax.eval_shape(functools.partial(state_around, stack=stack), rule_state)
 
 
-def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
+def state_around(rule_state: Any, stack: StackPlan) -> Any:
     """Returns a stack's initial state, given its rule's state."""
     state = rule_state
     if isinstance(stack.optimizer.driver, KeptGradient):
@@ -120,7 +120,7 @@ def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
 
 
-def state_without_rows(state: Any, stack: TrainedStackPlan) -> Any:
+def state_without_rows(state: Any, stack: StackPlan) -> Any:
     """Returns a stack's state after a step that did not touch its rows.
 
     Values shared by all rows advance as in any other step, so step counts agree across

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -56,7 +56,7 @@ class TableWriter:
         for all rows.
     """
 
-    stack: TrainedStackPlan
+    stack: StackPlan
     step: Int[Array, ""] | None = None
     table_sizes: Float[Array, " tables"] | None = None
 
@@ -141,7 +141,7 @@ class TableWriter:
 
 def open_state(
     state: Any,
-    stack: TrainedStackPlan,
+    stack: StackPlan,
     used_rows: Any = None,
 ) -> tuple[TableWriter, Any]:
     """Returns a step's writer, and the state of the stack's rule. Per shard.
