@@ -57,7 +57,7 @@ class Counting(Backend):
 
 
 class CountingOptions(BackendOptions):
-    def choose(self, table, num_rows, mesh, hardware):
+    def choose(self, stack, mesh):
         return Counting(reason=f"{num_rows} rows")
 
 

@@ -9,10 +9,6 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
 from tpu_embedding.optimizers.resolve import resolve_optimizer
-from tpu_embedding.plan.make_plan import (
-    NamedTable,
-    stack_tables,
-)
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -146,23 +142,11 @@ def test_two_features_of_one_name(name, config):
         te.make_plan(config(lambda **o: te.FeatureConfig(table=t, **o)), mesh_of(1))
 
 
-def named(name, vocabulary_size, **options):
-    config = table(name, vocabulary_size, **options)
-    return NamedTable(
-        name=name,
-        config=config,
-        optimizer=resolve_optimizer(SGD, name, 4),
-        num_rows=vocabulary_size,
-    )
-
-
 def test_a_stack_never_has_more_rows_than_int32_counts():
-    tables = [named(f"t{i}", 2**29) for i in range(9)]
-    stacks = stack_tables(tables)
     # Four would have 2**31 rows.
-    assert [len(stack) for stack in stacks] == [3, 3, 3]
-    names = [t.name for stack in stacks for t in stack]
-    assert names == sorted(t.name for t in tables)
+    plan = plan_of(*(table(f"t{i}", 2**29) for i in range(9)))
+    assert [len(stack.tables) for stack in plan.stacks] == [3, 3, 3]
+    assert sum(groups(plan), []) == [f"t{i}" for i in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +155,4 @@ def test_a_stack_never_has_more_rows_than_int32_counts():
 def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
     unused = 8192  # at most, between the two tables
     rest = 2**31 - 1 - 2**20 - 1000 - unused + surplus
-    stacks = stack_tables([named("a", 1000), named("b", rest)])
-    assert len(stacks) == num_stacks
+    assert len(plan_of(table("a", 1000), table("b", rest)).stacks) == num_stacks

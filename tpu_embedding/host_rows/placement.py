@@ -26,8 +26,6 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.rows.row_storage import RowStorage
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.backend import Backend
-    from tpu_embedding.plan.make_plan import NamedTable
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _RULES: Final = {
@@ -112,37 +110,37 @@ class HostStorage(RowStorage):
         assert isinstance(other, HostStorage)
         return dataclasses.replace(self, cache_rows=self.cache_rows + other.cache_rows)
 
-    def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns why the table's rows can't be on the host, or None if they can."""
-        vocabulary, optimizer = table.config.vocabulary, table.optimizer
+    def problem(self, stack: "StackPlan") -> str | None:
+        """Returns why the stack's rows can't be on the host, or None if they can."""
         if jax.process_count() > 1:
             return (
                 "te.HostRows needs a job of one process, got "
                 f"{jax.process_count()} processes; use te.Sharded()"
             )
-        if not vocabulary.ids_are_rows:
+        if not stack.vocabulary.ids_are_rows:
             return (
                 "te.HostRows needs a table whose ids are row numbers; set "
                 "TableConfig.vocabulary_size to an int, and hash ids with "
                 "te.inputs.hash_ids"
             )
-        if backend.replaces_lookup or backend.replaces_update:
+        if stack.backend.replaces_lookup or stack.backend.replaces_update:
             return (
                 "te.HostRows works only with backend='xla'; remove the backend argument"
             )
-        if table.config.dtype_name == "int8":
+        if stack.tables[0].config.dtype_name == "int8":
             return (
                 "te.HostRows does not support int8 rows; set TableConfig.dtype to "
                 "float32 or bfloat16"
             )
-        if optimizer is None:
+        if not stack.is_trained:
             return None
+        optimizer = stack.optimizer
         if optimizer.moves_every_row or optimizer.gradient_steps > 1:
             return (
                 "te.HostRows needs an optimizer that updates only the batch's rows; "
                 "remove te.optimizers.every_row"
             )
-        slots = probe_rule(optimizer, table.config.dim).slots
+        slots = probe_rule(optimizer, stack.dim).slots
         if any(slot.starts_from_rows for slot in slots):
             return (
                 "te.HostRows cannot keep moving averages of all rows; remove the "

@@ -26,7 +26,6 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 if TYPE_CHECKING:
     from tpu_embedding.lookup._forward import PoolingSpec
-    from tpu_embedding.plan.make_plan import NamedTable
     from tpu_embedding.plan.plan import StackPlan
     from tpu_embedding.rows.row_gradients import Sealed
 
@@ -141,12 +140,10 @@ class BackendOptions(abc.ABC):
     """The value of `backend=`, which chooses the backend of each stack."""
 
     @abc.abstractmethod
-    def choose(
-        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
+    def choose(self, stack: "StackPlan", mesh: Mesh) -> Backend:
         """Returns the backend of a stack, with its reason.
 
-        `table` is any table of the stack, which has `num_rows` rows.
+        The plan of `stack` is complete except for its backend.
         """
 
 
@@ -154,9 +151,7 @@ class BackendOptions(abc.ABC):
 class Xla(BackendOptions):
     """XLA's gathers and scatters for all stacks."""
 
-    def choose(
-        self, table: "NamedTable", num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
+    def choose(self, stack: "StackPlan", mesh: Mesh) -> Backend:
         """Returns the backend of any stack."""
         return Backend(reason="backend='xla'")
 

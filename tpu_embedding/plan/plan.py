@@ -18,7 +18,7 @@ from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import GIBIBYTE, HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
 from tpu_embedding.plan.backend import Backend
 from tpu_embedding.plan.capacity import Gathers, RoundSize, Updates, round_size
 from tpu_embedding.plan.features import (
@@ -83,8 +83,6 @@ class StackPlan:
       layout: packing of one shard's rows.
       quantization: quantization of looked-up rows, if any.
       capacity: the user's maximum of ids per destination and round, or None.
-      gathers: form of the gathers that bring rows to samples.
-      updates: form in which gradients are summed and applied.
       backend: implementation of lookup and update.
       hardware: hardware of the devices.
       storage: where the rows are stored.
@@ -101,8 +99,6 @@ class StackPlan:
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
-    gathers: Gathers
-    updates: Updates
     backend: Backend
     hardware: HardwareInfo
     storage: RowStorage
@@ -207,6 +203,30 @@ class StackPlan:
         """
         reads_own_rows = self.num_shards == 1 and self.capacity is None
         return not (reads_own_rows or self.backend.replaces_lookup)
+
+    @property
+    def gathers(self) -> Gathers:
+        """Form of the gathers that bring rows to samples."""
+        if self.hardware.is_tpu:
+            return "whole"
+        reads_table = self.num_shards == 1
+        return "by_feature" if self.hardware.name == "cpu" and reads_table else "fused"
+
+    @property
+    def updates(self) -> Updates:
+        """Form in which gradients are summed and applied.
+
+        Each block is a round, so blocks are used only for rules with little cost per
+        round. Blocks also need a single CPU device, a backend that uses gathers and
+        scatters, and a `capacity` that the user didn't set.
+        """
+        is_one_cpu = self.hardware.name == "cpu" and self.num_devices == 1
+        is_free = self.capacity is None and not self.backend.replaces_lookup
+        if not (is_one_cpu and is_free and self.is_trained):
+            return "whole"
+        takes_blocks = self.optimizer.driver == Touched()
+        takes_blocks &= not self.optimizer.takes_totals
+        return "blocks" if takes_blocks else "whole"
 
     @property
     def keeps_duplicates(self) -> bool:

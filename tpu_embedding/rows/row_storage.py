@@ -14,8 +14,6 @@ import jax
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.backend import Backend
-    from tpu_embedding.plan.make_plan import NamedTable
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
@@ -37,8 +35,8 @@ class RowStorage:
         """Returns the storage of a stack whose tables have equal keys."""
         return self
 
-    def problem(self, table: "NamedTable", backend: "Backend") -> str | None:
-        """Returns why a table can't use this storage, with the fix. None if it can."""
+    def problem(self, stack: "StackPlan") -> str | None:
+        """Returns why a stack can't use this storage, with the fix. None if it can."""
         return None
 
     def device_layout(self, layout: RowLayout) -> RowLayout:

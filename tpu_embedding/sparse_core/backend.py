@@ -27,7 +27,6 @@ from tpu_embedding.argument_checks import (
 from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
 from tpu_embedding.lookup._forward import PoolingSpec
 from tpu_embedding.optimizers.probe import rates_are_finite
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend import (
     Activations,
     Backend,
@@ -36,7 +35,6 @@ from tpu_embedding.plan.backend import (
     UpdateRows,
 )
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.plan.make_plan import NamedTable
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.mesh_options import num_slices_of
 from tpu_embedding.plan.plan import StackPlan
@@ -123,19 +121,18 @@ class SparseCore(BackendOptions):
         if self.max_ids is not None and self.max_ids % 8:
             raise invalid("SparseCore.max_ids", "be a multiple of 8", self.max_ids)
 
-    def choose(
-        self, table: NamedTable, num_rows: int, mesh: Mesh, hardware: HardwareInfo
-    ) -> Backend:
+    def choose(self, stack: StackPlan, mesh: Mesh) -> Backend:
         """Returns a stack's backend, for `make_plan`; see `BackendOptions`."""
+        hardware = stack.hardware
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = (
             unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
             or self._cores_problem(hardware)
-            or _table_problem(table, num_rows, cores, mesh, hardware)
+            or _lookup_problem(stack, cores)
         )
         if problem:
             return Backend(reason=problem)
-        problem = _update_problem(table.optimizer, table.config.dim)
+        problem = _update_problem(stack)
         reason = "backend='sparse_core'" + (f"; update: {problem}" if problem else "")
         return SparseCoreBackend(
             updates="xla" if problem else "sparse_core",
@@ -155,20 +152,18 @@ class SparseCore(BackendOptions):
         )
 
 
-def _table_problem(
-    table: NamedTable, num_rows: int, cores: int, mesh: Mesh, hardware: HardwareInfo
-) -> str:
-    """Returns why SparseCores can't look up a table; empty if they can."""
-    config = table.config
-    if config.dtype_name != "float32":
-        return f"SparseCores look up float32 rows, not {config.dtype_name}"
-    if table.num_shards != mesh.size or table.shard_axes != mesh.axis_names:
+def _lookup_problem(stack: StackPlan, cores: int) -> str:
+    """Returns why SparseCores can't look up a stack; empty if they can."""
+    dtype_name = stack.tables[0].config.dtype_name
+    if dtype_name != "float32":
+        return f"SparseCores look up float32 rows, not {dtype_name}"
+    if stack.replica_axes:
         return "the rows are not split over all devices"
-    if config.quantization_config is not None:
+    if stack.quantization is not None:
         return "SparseCores do not quantize rows"
-    rows = rows_of_shard(-(-num_rows // mesh.size), cores)
-    num_bytes = LANE_BYTES * rows * bank_lanes(config.dim)
-    if hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
+    rows = rows_of_shard(stack.rows_per_shard, cores)
+    num_bytes = LANE_BYTES * rows * bank_lanes(stack.dim)
+    if stack.hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
         return (
             f"the table takes {format_bytes(num_bytes)} per device, and an operation "
             f"can use at most {format_bytes(MAX_SPARSE_CORE_BYTES)}"
@@ -176,11 +171,11 @@ def _table_problem(
     return ""
 
 
-def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
+def _update_problem(stack: StackPlan) -> str:
     """Returns why SparseCores can't update rows; empty if they can."""
-    if optimizer is None:
+    if not stack.is_trained:
         return "no optimizer"
-    rule = row_rule(optimizer, dim, bank_lanes(dim))
+    rule = row_rule(stack.optimizer, stack.dim, bank_lanes(stack.dim))
     return rule if isinstance(rule, str) else ""
 
 
