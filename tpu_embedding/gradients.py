@@ -26,12 +26,8 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
-from tpu_embedding.plan.plan import (
-    EmbeddingPlan,
-    StackPlan,
-    count_of,
-    summarize,
-)
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.report import count_of, summarize
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.row_gradients import (
     GUARD,

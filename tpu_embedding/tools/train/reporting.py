@@ -19,7 +19,8 @@ import numpy as np
 from tpu_embedding import distributed
 from tpu_embedding.paths import write_atomically
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.plan.plan import EmbeddingPlan, summarize_memory
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.report import summarize_memory
 from tpu_embedding.tables.slot_values import named_slots
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
