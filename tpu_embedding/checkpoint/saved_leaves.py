@@ -188,11 +188,9 @@ def write_table_rows(
       num_rows: name of each table to write to its number of rows in the files.
       placed: dynamic table name to the places of its ids.
     """
-    ranges = {
-        table: (0, size) for table, size in num_rows.items() if table not in placed
-    }
-    if ranges:
-        packed = write_blocks(packed, stack, plan, read, ranges)
+    sizes = {table: size for table, size in num_rows.items() if table not in placed}
+    if sizes:
+        packed = write_blocks(packed, stack, plan, read, sizes)
     for table in [name for name in num_rows if name in placed]:
         rows, sources = read(table, 0, num_rows[table]), placed[table].sources
 
@@ -202,7 +200,7 @@ def write_table_rows(
             gathered[block >= 0] = rows[block[block >= 0]]  # -1 is an empty place.
             return gathered
 
-        packed = write_blocks(packed, stack, plan, gather, {table: (0, len(sources))})
+        packed = write_blocks(packed, stack, plan, gather, {table: len(sources)})
     return packed
 
 

@@ -24,13 +24,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
@@ -39,7 +40,6 @@ from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
     UNUSED,
     LineExchange,
-    RowRanges,
     Window,
     line_exchange,
     read_lines,
@@ -81,7 +81,7 @@ def read_blocks(
     packed: PackedRows,
     stack: StackPlan,
     plan: EmbeddingPlan,
-    ranges: RowRanges | None = None,
+    num_rows: Mapping[str, int] | None = None,
     receivers: Receivers = "one",
 ) -> Iterator[list[RowBlock]]:
     """Returns the rows of a stacked table or slot variable, block by block.
@@ -93,7 +93,7 @@ def read_blocks(
       packed: global rows. They must not change until the last turn.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      ranges: rows to read, by table. Defaults to all rows.
+      num_rows: how many of its first rows to read, by table. Defaults to all rows.
       receivers: `"one"` returns each block to one process only. `"all"` returns it to
         all processes, which takes more turns if there are several processes.
 
@@ -101,8 +101,7 @@ def read_blocks(
       An iterator of turns, each with the blocks of this process, possibly none.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `ranges` doesn't match the
-        stack.
+      ValueError: if the rows were made for another plan.
 
     Example:
       >>> import jax
@@ -116,7 +115,7 @@ def read_blocks(
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
-    windows = windows_of(packed, stack, ranges)
+    windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
         return packed.read_windows(windows, exchange)
     if _is_on_host(packed):
@@ -129,7 +128,7 @@ def write_blocks(
     stack: StackPlan,
     plan: EmbeddingPlan,
     read: ReadTableRows,
-    ranges: RowRanges | None = None,
+    num_rows: Mapping[str, int] | None = None,
 ) -> PackedRows:
     """Replaces rows of a stacked table or slot variable, block by block, in place.
 
@@ -142,16 +141,15 @@ def write_blocks(
       read: returns rows in the form of `file_row`. It is called in another thread, only
         for the blocks of this process. A block never crosses a multiple of
         `rows_per_block` rows.
-      ranges: rows to write, by table. Defaults to all rows.
+      num_rows: how many of its first rows to write, by table. Defaults to all rows.
 
     Raises:
-      ValueError: if the rows were made for another plan, if `ranges` doesn't match the
-        stack, or if `read` returns the wrong shape or dtype. In the last case, the
-        rows are lost.
+      ValueError: if the rows were made for another plan, or if `read` returns the wrong
+        shape or dtype. In the last case, the rows are lost.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
-    windows = windows_of(packed, stack, ranges)
+    windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
         return packed.write_windows(windows, exchange, read)
     if _is_on_host(packed):
@@ -377,18 +375,15 @@ def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.
     """Returns the new rows of a window, checking their shape and dtype."""
     row, blocks = exchange.row, []
     for table, start, num_rows in window.pieces:
-        expected = (num_rows, *row.shape)
+        shape = (num_rows, *row.shape)
         if table == UNUSED:
-            blocks.append(np.zeros(expected, row.dtype))
-            continue
-        rows: Any = read(table, start, num_rows)
-        shape, dtype = getattr(rows, "shape", None), getattr(rows, "dtype", None)
-        if (shape, dtype) != (expected, row.dtype):
-            raise ValueError(
-                f"read must return an array of shape {expected} and dtype {row.dtype} "
-                f"for rows {start} to {start + num_rows} of table {table!r}, got shape "
-                f"{shape} and dtype {dtype}."
-            )
+            rows = np.zeros(shape, row.dtype)
+        else:
+            rows = read(table, start, num_rows)
+            if (rows.shape, rows.dtype) != (shape, row.dtype):
+                rule = f"return an array of shape {shape} and dtype {row.dtype} for "
+                rule += f"rows {start} to {start + num_rows} of table {table!r}"
+                raise invalid("read", rule, rows)
         blocks.append(rows)
     if len(blocks) == 1:
         return blocks[0]
