@@ -58,7 +58,7 @@ class Counting(Backend):
 
 class CountingOptions(BackendOptions):
     def choose(self, stack, mesh):
-        return Counting(reason=f"{num_rows} rows")
+        return Counting(reason=f"{stack.num_rows} rows")
 
 
 def train(backend, num_devices):
