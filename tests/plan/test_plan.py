@@ -67,16 +67,6 @@ def test_vocabulary_near_the_largest_row_id(num_devices, vocabulary_size, fits):
     assert stack.rows_per_shard * num_devices >= vocabulary_size
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
-@pytest.mark.parametrize("vocabulary_size", [1, 2, 7, 8, 9, 1000])
-def test_rows_are_dealt_evenly(vocabulary_size, num_devices):
-    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=2)
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(num_devices))
-    (stack,) = plan.stacks
-    spare = stack.rows_per_shard * num_devices - stack.num_rows
-    assert 0 <= spare < num_devices
-
-
 BIGGER = dataclasses.replace(TABLE, vocabulary_size=11)
 CHANGES = {
     "optimizer": lambda: dict(optimizer=SGD),
