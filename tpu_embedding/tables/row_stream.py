@@ -164,14 +164,18 @@ def _read_by_exchange(
     receivers: Receivers,
 ) -> Iterator[list[RowBlock]]:
     """Yields the blocks of this process, turn by turn."""
-    window_of_device = _windows_of_devices(exchange.received_sharding, receivers)
+    sharding = exchange.received_sharding
+    indices = sharding.devices_indices_map((len(sharding.device_set),))
+    devices = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
+    window_of_device = [*range(len(devices))]
+    if receivers == "all":
+        window_of_device = windows_for_all([x.process_index for x in devices])
 
     def start(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
-        by_device = [turn[i] if i < len(turn) else NO_WINDOW for i in window_of_device]
-        starts, _ = _bounds(by_device)
+        starts, _ = _bounds([turn[i] for i in window_of_device])
         return turn, read_lines(packed.lines, starts, exchange=exchange)
 
-    turns = _batched(windows, max(window_of_device) + 1)
+    turns = _turns(windows, max(window_of_device) + 1)
     for turn, received in _one_ahead(map(start, turns)):
         size = received.shape[0] // len(window_of_device)
         lines_of_window = {
@@ -180,12 +184,9 @@ def _read_by_exchange(
         }
         yield [
             block
-            for i, window in enumerate(turn)
-            if i in lines_of_window
+            for i, lines in sorted(lines_of_window.items())
             for block in _blocks_of_window(
-                np.split(np.asarray(lines_of_window[i]), exchange.num_parts),
-                window,
-                exchange,
+                np.split(np.asarray(lines), exchange.num_parts), turn[i], exchange
             )
         ]
         # Otherwise, three turns would be in memory while the next turn is read.
@@ -215,11 +216,7 @@ def _write_by_exchange(
             lines[shard] = _dealt(rows, turn[shard], exchange, memory)
         return lines
 
-    turns = [
-        [*turn, *[NO_WINDOW] * (num_shards - len(turn))]
-        for turn in _batched(windows, num_shards)
-    ]
-    lines = packed.lines
+    turns, lines = _turns(windows, num_shards), packed.lines
     for turn, dealt in zip(turns, _read_ahead(deal, turns), strict=True):
         sent = jax.make_array_from_callback(
             shape, exchange.sharding, lambda index, dealt=dealt: dealt[shard_of(index)]
@@ -279,18 +276,6 @@ def _write_on_host(
     return dataclasses.replace(packed, lines=lines)
 
 
-def _windows_of_devices(
-    sharding: jax.sharding.Sharding, receivers: Receivers
-) -> list[int]:
-    """Returns the number of each device's window in a turn."""
-    num_devices = len(sharding.device_set)
-    if receivers == "one":
-        return list(range(num_devices))
-    indices = sharding.devices_indices_map((num_devices,))
-    in_order = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
-    return windows_for_all([device.process_index for device in in_order])
-
-
 def windows_for_all(processes: Sequence[int]) -> list[int]:
     """Returns each device's window, such that each process has all windows of a turn.
 
@@ -323,8 +308,10 @@ def _read_ahead(
             del future
 
 
-def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
-    return [windows[i : i + size] for i in range(0, len(windows), size)]
+def _turns(windows: Sequence[Window], size: int) -> list[list[Window]]:
+    """Returns turns of this many windows. The last one is filled up."""
+    turns = [[*windows[i : i + size]] for i in range(0, len(windows), size)]
+    return [[*turn, *[NO_WINDOW] * (size - len(turn))] for turn in turns]
 
 
 def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
