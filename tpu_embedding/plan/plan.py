@@ -187,13 +187,9 @@ class StackPlan:
         The arrays of a vocabulary are not included.
         """
         layout = self.storage.device_layout(self.layout)
-        return (
-            rows_bytes(layout, self.hardware, LANE_BYTES),
-            *(
-                rows_bytes(layout.slot_layout(slot), self.hardware, slot.dtype.itemsize)
-                for slot in self.slots
-            ),
-        )
+        arrays = [(layout, LANE_BYTES)]
+        arrays += [(layout.slot_layout(x), x.dtype.itemsize) for x in self.slots]
+        return tuple(rows_bytes(x, self.hardware, itemsize) for x, itemsize in arrays)
 
     @property
     def sends_ids(self) -> bool:
@@ -222,12 +218,14 @@ class StackPlan:
         scatters, and a `capacity` that the user didn't set.
         """
         is_one_cpu = self.hardware.name == "cpu" and self.num_devices == 1
-        is_free = self.capacity is None and not self.backend.replaces_lookup
-        if not (is_one_cpu and is_free and self.is_trained):
-            return "whole"
-        takes_blocks = self.optimizer.driver == Touched()
-        takes_blocks &= not self.optimizer.takes_totals
-        return "blocks" if takes_blocks else "whole"
+        may_choose_rounds = self.capacity is None and not self.backend.replaces_lookup
+        is_cheap_per_round = (
+            self.is_trained
+            and self.optimizer.driver == Touched()
+            and not self.optimizer.takes_totals
+        )
+        uses_blocks = is_one_cpu and may_choose_rounds and is_cheap_per_round
+        return "blocks" if uses_blocks else "whole"
 
     @property
     def keeps_duplicates(self) -> bool:

@@ -223,14 +223,13 @@ class NamedSlot:
             for i, table in enumerate(stack.tables):
                 if table.name in new:
                     array[i] = new[table.name]
-        elif self.kind == "shared":
+        else:
+            assert self.kind == "shared", "set by with_hyperparameters"
             array, *others = new.values()
             if any(not np.array_equal(array, other) for other in others):
                 rule = f"be equal for the tables {sorted(new)}, which share them"
                 found = [value.tolist() for value in new.values()]
                 raise invalid(f"values of {self.name!r}", rule, found)
-        else:
-            raise AssertionError(f"{self.name} is set by with_hyperparameters")
         return jax.device_put(array, self.leaf.sharding)
 
     def _checked(self, value: Any, table: TablePlan) -> np.ndarray:
