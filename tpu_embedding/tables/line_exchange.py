@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,29 +27,38 @@ _MIN_BLOCK_BYTES: Final = 10 * 2**20
 """Smaller blocks don't speed up reads: a request takes as long as reading 10 MB."""
 
 
+class Block(NamedTuple):
+    """A block, and its place in a window.
+
+    Attributes:
+      table: name of the table.
+      start: first row in the table.
+      num_rows: number of rows.
+      position: first row in the window.
+    """
+
+    table: str
+    start: int
+    num_rows: int
+    position: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """A range of rows of the stack that one device serves in a turn.
 
     Attributes:
       start: first row in the stack.
-      pieces: table, first row and number of rows of the blocks in the range. Unused
-        rows between two tables are a piece of the table `UNUSED`.
+      num_rows: number of rows, including unused rows between two tables.
+      blocks: the blocks in the range.
     """
 
-    start: int
-    pieces: tuple[tuple[str, int, int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all pieces."""
-        return sum(num_rows for _, _, num_rows in self.pieces)
+    start: int = 0
+    num_rows: int = 0
+    blocks: tuple[Block, ...] = ()
 
 
-NO_WINDOW: Final = Window(0, ())
-
-UNUSED: Final = ""
-"""Name of the pieces of a window that belong to no table."""
+NO_WINDOW: Final = Window()
 
 
 def rows_per_block(row_bytes: int) -> int:
@@ -83,19 +92,19 @@ def windows_of(
     windows: list[Window] = []
     end_of_last_table = 0
     for table in stack.tables:
-        num_unused = table.row_offset - end_of_last_table
         end = table.num_rows if num_rows is None else num_rows.get(table.name, 0)
         assert end <= table.num_rows
         for begin in range(0, end, size):
-            piece = (table.name, begin, min(size, end - begin))
+            block = Block(table.name, begin, min(size, end - begin), 0)
+            start = table.row_offset + begin
             last = windows[-1] if windows else NO_WINDOW
-            unused = [(UNUSED, 0, num_unused)] if num_unused else []
-            joined = Window(last.start, (*last.pieces, *unused, piece))
+            position = start - last.start
             follows = begin == 0 and last.start + last.num_rows == end_of_last_table
-            if last.pieces and follows and joined.num_rows <= size:
-                windows[-1] = joined
+            if last.blocks and follows and position + block.num_rows <= size:
+                blocks = *last.blocks, block._replace(position=position)
+                windows[-1] = Window(last.start, position + block.num_rows, blocks)
             else:
-                windows.append(Window(table.row_offset + begin, (piece,)))
+                windows.append(Window(start, block.num_rows, (block,)))
         end_of_last_table = table.row_offset + table.num_rows
     return windows
 

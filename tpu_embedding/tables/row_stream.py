@@ -38,7 +38,6 @@ from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
-    UNUSED,
     LineExchange,
     Window,
     line_exchange,
@@ -351,30 +350,24 @@ def _blocks_of_window(
 
 def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
     """Yields the blocks of a window from all its rows."""
-    begin = 0
-    for table, start, num_rows in window.pieces:
-        if table != UNUSED:
-            yield RowBlock(table, start, rows[begin : begin + num_rows])
-        begin += num_rows
+    for table, start, num_rows, position in window.blocks:
+        yield RowBlock(table, start, rows[position : position + num_rows])
 
 
 def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.ndarray:
     """Returns the new rows of a window, checking their shape and dtype."""
-    row, blocks = exchange.row, []
-    for table, start, num_rows in window.pieces:
-        shape = (num_rows, *row.shape)
-        if table == UNUSED:
-            rows = np.zeros(shape, row.dtype)
-        else:
-            rows = read(table, start, num_rows)
-            if (rows.shape, rows.dtype) != (shape, row.dtype):
-                rule = f"return an array of shape {shape} and dtype {row.dtype} for "
-                rule += f"rows {start} to {start + num_rows} of table {table!r}"
-                raise invalid("read", rule, rows)
-        blocks.append(rows)
-    if len(blocks) == 1:
-        return blocks[0]
-    return np.concatenate([np.empty((0, *row.shape), row.dtype), *blocks])
+    row = exchange.row
+    rows = np.zeros((window.num_rows, *row.shape), row.dtype)
+    for table, start, num_rows, position in window.blocks:
+        block, shape = read(table, start, num_rows), (num_rows, *row.shape)
+        if (block.shape, block.dtype) != (shape, row.dtype):
+            rule = f"return an array of shape {shape} and dtype {row.dtype} for "
+            rule += f"rows {start} to {start + num_rows} of table {table!r}"
+            raise invalid("read", rule, block)
+        if num_rows == window.num_rows:  # Don't copy the block.
+            return block
+        rows[position : position + num_rows] = block
+    return rows
 
 
 def _dealt(
