@@ -1,5 +1,6 @@
 """Rules of the configuration classes, each with a value that breaks only it."""
 
+import enum
 import math
 import re
 
@@ -10,7 +11,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.rejections import rejects
-from tpu_embedding.initializers import row_initializer
+from tpu_embedding.config import placement_of_embedding_feature
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -57,6 +58,7 @@ WRONG = {
         ("name", 3),
         ("quantization_config", 16),
         ("dtype", np.float64),
+        ("placement", print),
     ],
     feature: [
         ("table", None),
@@ -74,6 +76,7 @@ WRONG = {
         ("expected_valence", 0),
         ("expected_valence", NAN),
     ],
+    te.Sharded: [("axes", "data"), ("axes", ()), ("axes", ("a", "a"))],
     quantization: [
         ("num_buckets", 1),
         ("lower", 1.0),
@@ -102,7 +105,7 @@ def test_a_wrong_value_is_rejected_by_field(make, field, value):
         expected = dict(field="lower", fix=f"upper={value}")
     with rejects(**expected) as error:
         make(**{field: value})
-    is_owned = make is not quantization and field != "name"
+    is_owned = make in (table, feature) and field != "name"
     assert not is_owned or f"'{make.__name__[0]}'" in str(error.value)
 
 
@@ -131,19 +134,6 @@ def test_right_values_are_kept(make, options):
         # NumPy's narrow integers would wrap in arithmetic.
         for part in kept if isinstance(kept, tuple) else (kept,):
             assert not isinstance(part, np.integer)
-
-
-def test_default_initializer_is_the_truncated_normal_of_tensorflow():
-    dim = 16
-    values = row_initializer(None, dim)(
-        jax.random.key(0), (60_000 // dim, dim), jnp.float32
-    )
-    stddev = 1 / math.sqrt(dim)
-    assert np.abs(values).max() <= 2 * stddev * (1 + 1e-6)
-    # A normal cut at two deviations keeps 0.8796 of its deviation; 60,000 samples
-    # know theirs, and the mean, to about 0.3 and 0.4 %.
-    assert np.std(values) == pytest.approx(0.8796 * stddev, rel=0.015)
-    assert np.mean(values) == pytest.approx(0, abs=0.02 * stddev)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +176,20 @@ def test_an_initializer_of_another_library_says_how_to_wrap_it():
     assert not te.functional.unstack_tables(
         te.functional.init_tables(plan, jax.random.key(0)), plan
     )["t"].any()
+
+
+class EmbeddingFeature(enum.Enum):
+    """As TensorFlow's."""
+
+    UNSUPPORTED = 0
+    V1 = 1
+    V2 = 2
+
+
+def test_only_hardware_without_embeddings_replicates():
+    for feature in ("UNSUPPORTED", EmbeddingFeature.UNSUPPORTED):
+        assert placement_of_embedding_feature(feature) == te.Replicated()
+    for feature in ("V1", "V2", EmbeddingFeature.V2, None):
+        assert placement_of_embedding_feature(feature) is None
+    with rejects(field="embedding_feature", value="V3"):
+        placement_of_embedding_feature("V3")

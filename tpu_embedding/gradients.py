@@ -26,12 +26,8 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.optimizers.row_optimizer import InSequence
-from tpu_embedding.plan.plan import (
-    EmbeddingPlan,
-    TrainedStackPlan,
-    count_of,
-    summarize,
-)
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.report import count_of, summarize
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.row_gradients import (
     GUARD,
@@ -430,7 +426,7 @@ def _row_updates(gradients: TableGradients, stack_name: str) -> RowUpdates:
     return _on_shards(read, sealed, gradients.plan, stack.rows_spec)
 
 
-def _trained_stack(plan: EmbeddingPlan, name: str) -> TrainedStackPlan:
+def _trained_stack(plan: EmbeddingPlan, name: str) -> StackPlan:
     return next(stack for stack in plan.trained_stacks if stack.name == name)
 
 

@@ -136,39 +136,37 @@ def _tpu(
     )
 
 
-_TPU_V4: Final = _tpu("v4", 32)
-_TPU_V5E: Final = _tpu("v5e", 16)
-_TPU_V5P: Final = _tpu("v5p", 95, num_sparse_cores=4, subcore_memory_kibibytes=512)
-_TPU_V6E: Final = _tpu(
-    "v6e",
-    32,
-    num_sparse_cores=2,
-    subcore_memory_kibibytes=256,
-    sends_rows_once=False,
+_HARDWARE: Final = (
+    _tpu("v4", 32),
+    _tpu("v5e", 16),
+    _tpu("v5p", 95, num_sparse_cores=4, subcore_memory_kibibytes=512),
+    _tpu(
+        "v6e",
+        32,
+        num_sparse_cores=2,
+        subcore_memory_kibibytes=256,
+        sends_rows_once=False,
+    ),
+    _tpu(
+        "tpu7x",
+        192,
+        num_sparse_cores=4,
+        devices_per_chip=2,
+        subcore_memory_kibibytes=512,
+    ),
+    HardwareInfo(name="cpu"),
+    HardwareInfo(name="gpu"),
 )
-_TPU_7X: Final = _tpu(
-    "tpu7x",
-    192,
-    num_sparse_cores=4,
-    devices_per_chip=2,
-    subcore_memory_kibibytes=512,
-)
-_CPU: Final = HardwareInfo(name="cpu")
-_GPU: Final = HardwareInfo(name="gpu")
-
-_BY_NAME: Final = {
-    info.name: info
-    for info in (_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E, _TPU_7X, _CPU, _GPU)
-}
-_BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
-    "TPU v4": _TPU_V4,
-    "TPU v5 lite": _TPU_V5E,
-    "TPU v5e": _TPU_V5E,
-    "TPU v5": _TPU_V5P,
-    "TPU v5p": _TPU_V5P,
-    "TPU v6 lite": _TPU_V6E,
-    "TPU v6e": _TPU_V6E,
-    "TPU7x": _TPU_7X,
+_BY_NAME: Final = {info.name: info for info in _HARDWARE}
+_NAME_OF_DEVICE_KIND: Final[Mapping[str, str]] = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
 
 
@@ -207,11 +205,11 @@ def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
       ValueError: if the TPU kind is unknown.
     """
     if platform == "cpu":
-        return _CPU
+        return _BY_NAME["cpu"]
     if platform in ("gpu", "cuda", "rocm"):
-        return _GPU
-    if device_kind not in _BY_DEVICE_KIND:
-        rule = f"be one of {sorted(_BY_DEVICE_KIND)} on platform {platform!r}"
+        return _BY_NAME["gpu"]
+    if device_kind not in _NAME_OF_DEVICE_KIND:
+        rule = f"be one of {sorted(_NAME_OF_DEVICE_KIND)} on platform {platform!r}"
         fix = "Pass `hardware=` to use the settings of a known kind."
         raise invalid("device kind", rule, device_kind, fix)
-    return _BY_DEVICE_KIND[device_kind]
+    return _BY_NAME[_NAME_OF_DEVICE_KIND[device_kind]]

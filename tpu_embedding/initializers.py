@@ -360,36 +360,27 @@ def _constant_rows(
     return jnp.full((row_ids.shape[0], dim), value, jnp.float32)
 
 
-def _of_random_numbers(values_of: Callable[..., jax.Array]) -> RowFunction:
-    """Makes a row function from a function of `_symmetric` numbers and parameters."""
-
-    @functools.wraps(values_of)
-    def rows(
-        key: jax.Array, row_ids: Int[Array, " rows"], dim: int, *parameters: jax.Array
-    ) -> Float[Array, "rows dim"]:
-        return values_of(_symmetric(row_bits(key, row_ids, dim)), *parameters)
-
-    return rows
-
-
-@_of_random_numbers
-def _uniform_rows(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+def _uniform_rows(
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int, low: Array, high: Array
+) -> Float[Array, "rows dim"]:
     middle, half_width = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
+    numbers = _random_numbers(key, row_ids, dim)
     return jnp.clip(middle + half_width * numbers, low, high)
 
 
-@_of_random_numbers
-def _normal_rows(numbers: jax.Array, stddev: jax.Array, mean: jax.Array) -> jax.Array:
-    return mean + stddev * (math.sqrt(2) * jax.lax.erf_inv(numbers))
+def _normal_rows(
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int, stddev: Array, mean: Array
+) -> Float[Array, "rows dim"]:
+    values = jax.lax.erf_inv(_random_numbers(key, row_ids, dim))
+    return mean + stddev * (math.sqrt(2) * values)
 
 
-@_of_random_numbers
 def _truncated_normal_rows(
-    numbers: jax.Array, stddev: jax.Array, mean: jax.Array
-) -> jax.Array:
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int, stddev: Array, mean: Array
+) -> Float[Array, "rows dim"]:
     # A normal value is within two deviations with this probability.
     probability = math.erf(2 / math.sqrt(2))
-    values = jax.lax.erf_inv(probability * numbers)
+    values = jax.lax.erf_inv(probability * _random_numbers(key, row_ids, dim))
     return mean + stddev * jnp.clip(math.sqrt(2) * values, -2.0, 2.0)
 
 
@@ -405,13 +396,15 @@ def _row_id_rows(
     return jax.lax.broadcast_in_dim(rows, (row_ids.shape[0], dim), (0,))
 
 
-def _symmetric(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+def _random_numbers(
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int
+) -> Float[Array, "rows dim"]:
     """Returns odd multiples of 2**-24 between -1 and 1, so never -1, 0 or 1.
 
     Every operation is exact, so the numbers are the same on every platform.
     """
     # Via int32, because TPUs can't convert unsigned integers to floats.
-    odd = 2 * (bits >> 8).astype(jnp.int32) - (2**24 - 1)
+    odd = 2 * (row_bits(key, row_ids, dim) >> 8).astype(jnp.int32) - (2**24 - 1)
     return odd.astype(jnp.float32) * 2.0**-24
 
 

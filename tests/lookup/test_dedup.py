@@ -43,7 +43,7 @@ def stack_of(keeps_duplicates=False):
         transformation=optax.identity(),
         driver=Touched(occurrence_norm=keeps_duplicates),
     )
-    return dataclasses.replace(stack, num_shards=SHARDS, optimizer=optimizer)
+    return dataclasses.replace(stack, num_shards=SHARDS, trained_by=optimizer)
 
 
 QUERIES = jnp.array([0, 1, 4, 5, 9, 10, 13, 14, 15, PADDING], jnp.int32)

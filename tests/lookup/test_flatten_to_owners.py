@@ -63,7 +63,7 @@ def stack_of(num_shards, keeps_duplicates=False):
         transformation=optax.identity(),
         driver=InSequence() if keeps_duplicates else Touched(),
     )
-    return dataclasses.replace(stack, optimizer=optimizer)
+    return dataclasses.replace(stack, trained_by=optimizer)
 
 
 def samples_of(given):

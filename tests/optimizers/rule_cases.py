@@ -11,7 +11,6 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.update.state import is_slot
 
 
@@ -127,12 +126,9 @@ def initial_state_of_tables(plan, values):
 
 def _untrained(plan):
     """Returns the plan without optimizers, so that tables are compiled only once."""
-    names = [field.name for field in dataclasses.fields(StackPlan)]
     stacks = tuple(
-        StackPlan(**{name: getattr(stack, name) for name in names})
-        for stack in plan.stacks
+        dataclasses.replace(stack, trained_by=None, slots=()) for stack in plan.stacks
     )
-    stacks = tuple(dataclasses.replace(x, optimizer=None, slots=()) for x in stacks)
     return dataclasses.replace(plan, stacks=stacks)
 
 

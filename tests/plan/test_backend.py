@@ -53,10 +53,13 @@ class Counting(Backend):
 
 
 class CountingOptions(BackendOptions):
-    def choose(self, table, layout, mesh, hardware):
-        num_rows = 3 * -(-layout.num_rows // 3)
-        layout = dataclasses.replace(layout, num_rows=num_rows, banks=3)
-        return Counting(reason=f"{num_rows} rows"), layout
+    def choose(self, stack, mesh):
+        num_rows = 3 * -(-stack.rows_per_shard // 3)
+        layout = dataclasses.replace(stack.layout, num_rows=num_rows, banks=3)
+        backend = Counting(reason=f"{num_rows} rows")
+        return dataclasses.replace(
+            stack, backend=backend, layout=layout, rows_per_shard=num_rows
+        )
 
 
 def train(backend, num_devices):

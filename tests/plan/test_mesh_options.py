@@ -1,4 +1,7 @@
-"""The mesh and the hardware of a plan."""
+"""The mesh and the hardware of a plan, and the order of devices in a mesh."""
+
+import dataclasses
+import random
 
 import jax
 import numpy as np
@@ -32,9 +35,14 @@ def test_wrong_options_are_rejected(case):
         te.make_plan(FEATURE, **dict(mesh=mesh_of(2)) | WRONG[case])
 
 
+def test_unequal_slices_are_rejected():
+    with rejects(field="num_slices", value=3):
+        te.device_mesh(num_slices=3)
+
+
 def test_no_mesh_means_all_devices():
     plan = te.make_plan(FEATURE)
-    assert plan.mesh == Mesh(np.asarray(jax.devices()), ("shard",))
+    assert plan.mesh == te.device_mesh() == Mesh(np.asarray(jax.devices()), ("shard",))
     assert auto_mesh(plan) is plan.mesh
 
 
@@ -48,3 +56,37 @@ def test_no_mesh_means_that_of_the_context():
     assert plan.mesh == mesh
     assert set(auto_mesh(plan).axis_types) == {AxisType.Auto}
     np.testing.assert_array_equal(auto_mesh(plan).devices, mesh.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device as JAX describes it, of a number of which no machine here has any."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    platform: str = "tpu"
+
+
+def numbers(mesh):
+    return [[device.id for device in row] for row in np.atleast_2d(mesh.devices)]
+
+
+def shuffled(devices):
+    return random.Random(0).sample(devices, len(devices))
+
+
+def test_devices_of_a_process_are_consecutive():
+    # As on slices whose ids run along rows of chips that several hosts share.
+    devices = [Device(i, process_index=i // 2 % 2, slice_index=0) for i in range(8)]
+    mesh = te.device_mesh(shuffled(devices))
+    assert numbers(mesh) == [[0, 1, 4, 5, 2, 3, 6, 7]]
+    assert mesh.axis_names == ("shard",)
+
+
+def test_slices_are_the_first_axis():
+    devices = [Device(i, i // 2, slice_index=i % 4 // 2) for i in range(8)]
+    mesh = te.device_mesh(shuffled(devices))
+    assert mesh.axis_names == ("slice", "shard")
+    assert numbers(mesh) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert te.device_mesh(devices, num_slices=2) == mesh

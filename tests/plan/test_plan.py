@@ -1,4 +1,4 @@
-"""Making, comparing and printing plans."""
+"""Making, comparing and printing plans, their memory, and the samples of processes."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.rejections import rejects
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
+from tpu_embedding.plan.features import process_shards
 
 SGD = optax.sgd(0.1)
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
@@ -67,16 +68,6 @@ def test_vocabulary_near_the_largest_row_id(num_devices, vocabulary_size, fits):
     assert stack.rows_per_shard * num_devices >= vocabulary_size
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
-@pytest.mark.parametrize("vocabulary_size", [1, 2, 7, 8, 9, 1000])
-def test_rows_are_dealt_evenly(vocabulary_size, num_devices):
-    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=2)
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(num_devices))
-    (stack,) = plan.stacks
-    spare = stack.rows_per_shard * num_devices - stack.num_rows
-    assert 0 <= spare < num_devices
-
-
 BIGGER = dataclasses.replace(TABLE, vocabulary_size=11)
 CHANGES = {
     "optimizer": lambda: dict(optimizer=SGD),
@@ -116,22 +107,85 @@ def test_flatten_rejects_another_nest(nest):
         make_plan().flatten(nest, "cotangents")
 
 
+CPU, V5P = te.hardware.hardware_by_name("cpu"), te.hardware.hardware_by_name("v5p")
+
+
+def plan_of_table(vocabulary_size, dim, hardware, optimizer, dtype="float32"):
+    table = te.TableConfig(
+        vocabulary_size=vocabulary_size, dim=dim, dtype=dtype, name="t"
+    )
+    return make_plan(
+        feature_config=te.FeatureConfig(table=table),
+        hardware=hardware,
+        optimizer=optimizer,
+    )
+
+
+OPTIMIZERS = {
+    "sgd": (te.optimizers.sgd(0.1), 0),
+    "rowwise_adagrad": (te.optimizers.rowwise_adagrad(0.1), 1 / 16),
+    "adam": (te.optimizers.adam(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
+def test_slots_in_units_of_the_table(hardware):
+    # 16,384 rows of 16 fill lines of 8 and of 128 rows exactly.
+    for optimizer, per_table in OPTIMIZERS.values():
+        plan = plan_of_table(16_384, 16, hardware, optimizer)
+        assert plan.table_bytes_per_device == 8192 * 16 * 4
+        assert plan.slot_bytes_per_device == per_table * plan.table_bytes_per_device
+
+
+@pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
+@pytest.mark.parametrize("dim", [3, 16, 200])
+def test_shapes_of_the_arrays_agree(dim, hardware):
+    # Each shard has a multiple of 8 lines, so that nothing is added for tiles.
+    plan = plan_of_table(42 * 8 * 16, dim, hardware, te.optimizers.adam(0.1))
+    tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
+    slots = jax.eval_shape(te.functional.init_slots, tables, plan)
+
+    def bytes_of(tree):
+        return sum(4 * x.size for x in jax.tree.leaves(tree) if x.ndim == 2)
+
+    assert bytes_of(tables) == 2 * plan.table_bytes_per_device
+    assert bytes_of(slots) == 2 * plan.slot_bytes_per_device
+
+
 @pytest.mark.parametrize(
     ("num_rows", "dtype", "warns"),
     [
         (2**25, "float32", False),
-        (2**25 + 1, "float32", True),
+        (2**25 + 8, "float32", True),
         (2**26, "bfloat16", True),
     ],
 )
 def test_a_warning_of_arrays_above_the_limit_of_a_sparse_core(num_rows, dtype, warns):
-    # 16 GiB of dim 128. The slots of a bfloat16 table are float32.
-    table = te.TableConfig(vocabulary_size=num_rows, dim=128, name="t", dtype=dtype)
-    v5p = te.hardware.hardware_by_name("v5p")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table),
-        mesh_of(1),
-        optimizer=te.optimizers.adagrad(0.1),
-        hardware=v5p,
-    )
+    # 16 GiB of dim 128 per device. The slots of a bfloat16 table are float32.
+    adagrad = te.optimizers.adagrad(0.1)
+    plan = plan_of_table(2 * num_rows, 128, V5P, adagrad, dtype)
     assert ("warning: the largest array of stack_0 takes" in str(plan)) == warns
+
+
+PROCESSES = {
+    "one_process": ((0, 0), {0: range(2)}),
+    "two_processes": ((0, 0, 1, 1), {0: range(2), 1: range(2, 4)}),
+    "not_consecutive": ((0, 1, 0, 1), None),
+    "processes_in_another_order": ((1, 1, 0, 0), {1: range(2), 0: range(2, 4)}),
+    "uneven_processes": ((0, 1, 1, 1), None),
+    "three_devices": ((0, 0, 1), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"), PROCESSES.values(), ids=PROCESSES.keys()
+)
+def test_shards_of_each_process(processes, expected):
+    assert process_shards(processes) == expected
+
+
+def test_one_process_loads_every_batch_whole(mesh):
+    plan = make_plan(mesh=mesh)
+    assert plan.num_process_parts == 1
+    for batch_size in (mesh.size, 3 * mesh.size, 7):
+        assert plan.process_samples(batch_size) == range(batch_size)

@@ -1,4 +1,4 @@
-"""Names of tables and features, and which tables share an array."""
+"""Names of tables and features, which tables share an array, and where it is stored."""
 
 import jax
 import numpy as np
@@ -7,14 +7,12 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
 from tests.rejections import rejects
 from tpu_embedding.optimizers.resolve import resolve_optimizer
-from tpu_embedding.plan.make_plan import (
-    NamedTable,
-    stack_tables,
-)
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+ONE_DEVICE, MESH = mesh_of(1), mesh_of_shape("4x2")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
 
 
@@ -24,9 +22,8 @@ def table(name=None, vocabulary_size=10, dim=4, **options):
     )
 
 
-def plan_of(*tables, num_devices=1, **options):
-    config = [te.FeatureConfig(table=t) for t in tables]
-    return te.make_plan(config, mesh_of(num_devices), **options)
+def plan_of(*tables, mesh=ONE_DEVICE, **options):
+    return te.make_plan([te.FeatureConfig(table=t) for t in tables], mesh, **options)
 
 
 def groups(plan):
@@ -48,7 +45,7 @@ def test_tables_of_a_stack_begin_at_different_owners(num_devices, hardware):
     """Id 0 is often the most frequent one, so its rows are apart."""
     info = te.hardware.hardware_by_name(hardware)
     tables = [table(f"t{i:02d}", vocabulary_size=2**10) for i in range(26)]
-    plan = plan_of(*tables, num_devices=num_devices, hardware=info)
+    plan = plan_of(*tables, mesh=mesh_of(num_devices), hardware=info)
     num_owners = num_devices * max(1, info.cores_per_device)
     offsets = [t.row_offset for t in plan.stacks[0].tables]
     counts = np.bincount(np.array(offsets) % num_owners, minlength=num_owners)
@@ -86,7 +83,7 @@ def test_optimizer_of_the_table_wins():
     assert [stack.optimizer for stack in plan.stacks] == [sgd, adam]
     plan = plan_of(table("a"), table("b", optimizer=ADAM))
     not_trained, trained = plan.stacks
-    assert not_trained.optimizer is None
+    assert not not_trained.is_trained
     assert trained.optimizer == adam
 
 
@@ -146,23 +143,11 @@ def test_two_features_of_one_name(name, config):
         te.make_plan(config(lambda **o: te.FeatureConfig(table=t, **o)), mesh_of(1))
 
 
-def named(name, vocabulary_size, **options):
-    config = table(name, vocabulary_size, **options)
-    return NamedTable(
-        name=name,
-        config=config,
-        optimizer=resolve_optimizer(SGD, name, 4),
-        num_rows=vocabulary_size,
-    )
-
-
 def test_a_stack_never_has_more_rows_than_int32_counts():
-    tables = [named(f"t{i}", 2**29) for i in range(9)]
-    stacks = stack_tables(tables)
     # Four would have 2**31 rows.
-    assert [len(stack) for stack in stacks] == [3, 3, 3]
-    names = [t.name for stack in stacks for t in stack]
-    assert names == sorted(t.name for t in tables)
+    plan = plan_of(*(table(f"t{i}", 2**29) for i in range(9)))
+    assert [len(stack.tables) for stack in plan.stacks] == [3, 3, 3]
+    assert sum(groups(plan), []) == [f"t{i}" for i in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +156,124 @@ def test_a_stack_never_has_more_rows_than_int32_counts():
 def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
     unused = 8192  # at most, between the two tables
     rest = 2**31 - 1 - 2**20 - 1000 - unused + surplus
-    stacks = stack_tables([named("a", 1000), named("b", rest)])
-    assert len(stacks) == num_stacks
+    assert len(plan_of(table("a", 1000), table("b", rest)).stacks) == num_stacks
+
+
+def placed(plan):
+    """Returns the axes and the reason of each table."""
+    return {
+        table.name: (stack.shard_axes, table.placement_reason)
+        for stack in plan.stacks
+        for table in stack.tables
+    }
+
+
+PLACEMENTS = {
+    "whole": (te.Sharded(), ("data", "model"), 8),
+    "data": (te.Sharded(axes=("data",)), ("data",), 4),
+    "both": (te.Sharded(axes=("model", "data")), ("data", "model"), 8),
+    "replicated": (te.Replicated(), (), 1),
+}
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["plan", "table"])
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_a_placement_chooses_the_axes(case, is_own):
+    placement, shard_axes, num_shards = PLACEMENTS[case]
+    plan = plan_of(table("a"), mesh=MESH, placement=placement)
+    reason = "make_plan(placement=...)"
+    if is_own:  # The table's own placement comes first.
+        own = table("a", placement=placement)
+        plan = plan_of(own, mesh=MESH, placement=te.Replicated())
+        reason = "TableConfig.placement"
+    assert placed(plan) == {"a": (shard_axes, reason)}
+    (stack,) = plan.stacks
+    assert {*stack.replica_axes} == {"data", "model"} - {*shard_axes}
+    assert stack.num_shards == num_shards
+    assert stack.num_shards * stack.num_replicas == 8
+    assert stack.rows_per_shard == -(-10 // num_shards)
+    assert plan.num_shards == 8
+
+
+def test_tables_of_one_placement_share_a_stack():
+    plan = plan_of(
+        table("a"),
+        table("b", placement=te.Replicated()),
+        table("c", placement=te.Sharded()),
+        table("d", placement=te.Replicated()),
+        table("e", placement=te.Sharded(axes=("model",))),
+        table("f", placement=te.Sharded(axes=("data", "model"))),
+        mesh=MESH,
+    )
+    assert groups(plan) == [["a", "c", "f"], ["b", "d"], ["e"]]
+
+
+def test_a_function_places_each_table():
+    def replicate_small(name, num_rows):
+        if num_rows <= 100:
+            return te.Replicated()
+        return te.Sharded(axes=("model",)) if name == "over" else te.Sharded()
+
+    plan = plan_of(
+        table("edge", 100),
+        table("over", 101),
+        table("rest", 102),
+        table("own", 5, placement=te.Sharded()),
+        mesh=MESH,
+        placement=replicate_small,
+    )
+    assert placed(plan) == {
+        "edge": ((), "make_plan(placement=...)"),
+        "over": (("model",), "make_plan(placement=...)"),
+        "rest": (("data", "model"), "make_plan(placement=...)"),
+        "own": (("data", "model"), "TableConfig.placement"),
+    }
+
+
+WRONG = {
+    "a string": "replicated",
+    "a class": te.Replicated,
+    "an unknown axis": te.Sharded(axes=("data", "row")),
+    "an unknown axis of a function": lambda name, num_rows: te.Sharded(axes=("row",)),
+    "a function without a result": lambda name, num_rows: None,
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_placements_are_rejected(case):
+    with rejects((TypeError, ValueError), fix="placement"):
+        plan_of(table("a"), mesh=MESH, placement=WRONG[case])
+
+
+# The form in which each kind of hardware pools rows and applies gradients.
+FORMS = {
+    # The devices, hardware, options; if ids are sent, and the forms.
+    "one device": (1, None, {}, False, "by_feature", "blocks"),
+    "eight devices": (8, None, {}, True, "fused", "whole"),
+    "copies": (8, None, {"placement": te.Replicated()}, False, "by_feature", "whole"),
+    "asked for rounds": (1, None, {"capacity": 4}, True, "by_feature", "whole"),
+    "one GPU": (1, "gpu", {}, False, "fused", "whole"),
+    "one chip": (1, "v5p", {}, False, "whole", "whole"),
+    "eight chips": (8, "v6e", {}, True, "whole", "whole"),
+}
+WITHOUT_BLOCKS = {
+    "every_row": te.optimizers.every_row(optax.adam(0.1)),
+    "sequence": te.optimizers.in_sequence(optax.sgd(0.1)),
+    "totals": te.optimizers.clippy_adagrad(0.1),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms(case):
+    num_devices, name, options, sends_ids, gathers, updates = FORMS[case]
+    hardware = None if name is None else te.hardware.hardware_by_name(name)
+    options = dict(mesh=mesh_of(num_devices), hardware=hardware) | options
+    (stack,) = plan_of(table("t"), optimizer=SGD, **options).stacks
+    assert stack.sends_ids == sends_ids
+    assert (stack.gathers, stack.updates) == (gathers, updates)
+
+
+@pytest.mark.parametrize("name", WITHOUT_BLOCKS)
+def test_rules_that_do_not_run_in_blocks(name):
+    (stack,) = plan_of(table("t"), optimizer=WITHOUT_BLOCKS[name]).stacks
+    assert stack.updates == "whole"

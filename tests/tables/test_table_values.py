@@ -87,16 +87,6 @@ def test_round_trip(num_devices, hardware, dim, row_shape):
         assert stacked[name].lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
-def test_rows_are_dealt_in_turn():
-    plan = make_plan(3)
-    values = random_values(plan)
-    stacked = te.functional.with_table_values(zeros(plan), values, plan)["stack_0"]
-    shards = np.asarray(stacked.lines).reshape(3, -1, 3)
-    for table in plan.stacks[0].tables:
-        for row, expected in enumerate(values[table.name], table.row_offset):
-            np.testing.assert_array_equal(shards[row % 3, row // 3], expected)
-
-
 def test_tables_that_are_not_named_stay():
     plan = make_plan(3, "v5p")
     old = random_values(plan)

@@ -43,7 +43,7 @@ from tpu_embedding.dynamic.ids_on_host import (
 )
 from tpu_embedding.dynamic.vocabulary import Dynamic, Eviction, LeastFrequentlyUsed
 from tpu_embedding.optimizers.row_optimizer import InSequence, RowOptimizer, Touched
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import ReadTableRows, write_blocks
@@ -188,11 +188,9 @@ def write_table_rows(
       num_rows: name of each table to write to its number of rows in the files.
       placed: dynamic table name to the places of its ids.
     """
-    ranges = {
-        table: (0, size) for table, size in num_rows.items() if table not in placed
-    }
-    if ranges or isinstance(packed.lines, jax.ShapeDtypeStruct):
-        packed = write_blocks(packed, stack, plan, read, ranges)
+    sizes = {table: size for table, size in num_rows.items() if table not in placed}
+    if sizes or isinstance(packed.lines, jax.ShapeDtypeStruct):
+        packed = write_blocks(packed, stack, plan, read, sizes)
     for table in [name for name in num_rows if name in placed]:
         rows, sources = read(table, 0, num_rows[table]), placed[table].sources
 
@@ -202,7 +200,7 @@ def write_table_rows(
             gathered[block >= 0] = rows[block[block >= 0]]  # -1 is an empty place.
             return gathered
 
-        packed = write_blocks(packed, stack, plan, gather, {table: (0, len(sources))})
+        packed = write_blocks(packed, stack, plan, gather, {table: len(sources)})
     return packed
 
 
@@ -279,7 +277,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
 def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
     """Returns the slot variables of a stack, or an empty list if it is not trained."""
     slots = layer.slots or {}
-    if not isinstance(stack, TrainedStackPlan) or stack.name not in slots:
+    if not stack.is_trained or stack.name not in slots:
         return []
     return list(named_slots(slots[stack.name], stack))
 
@@ -290,7 +288,7 @@ def _records_of_stack(
     """Returns the description of each table of a stack, by its name in the layer."""
     slots = slots_of(layer, stack)
     optimizer = None
-    if layer.slots is not None and isinstance(stack, TrainedStackPlan):
+    if layer.slots is not None and stack.is_trained:
         structure = jax.tree.structure(layer.slots[stack.name])
         optimizer = _optimizer_record(stack.optimizer, structure)
     records = {}

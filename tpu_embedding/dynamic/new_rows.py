@@ -10,7 +10,7 @@ from tpu_embedding.dynamic.find_or_insert import NewRows
 from tpu_embedding.initializers import threefry, threefry_key
 from tpu_embedding.optimizers.rules.adafactor import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import gather_rows, set_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -151,7 +151,7 @@ def _initial_state(
     stack: StackPlan,
 ) -> Any:
     """Returns the initial state of rows, with totals over these rows."""
-    if not isinstance(stack, TrainedStackPlan):
+    if not stack.is_trained:
         return inner
     known = None
     if stack.optimizer.takes_totals:

@@ -347,12 +347,12 @@ def _blocks(
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
         for stack in layer.plan.stacks:
-            ranges = {
-                table.name: (0, table.num_rows)
+            num_rows = {
+                table.name: table.num_rows
                 for table in stack.tables
                 if (id(layer), table.name) in names
             }
-            turns = read_blocks(packed[stack.name], stack, layer.plan, ranges, "all")
+            turns = read_blocks(packed[stack.name], stack, layer.plan, num_rows, "all")
             for blocks in turns:
                 for table, start, rows in blocks:
                     yield names[id(layer), table], start, rows

@@ -27,7 +27,7 @@ from tpu_embedding.optimizers.rules.adafactor import (
 )
 from tpu_embedding.optimizers.table_rows import TableRows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.access import (
     blocks_of,
@@ -132,7 +132,7 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _derived_kinds(stack: TrainedStackPlan) -> tuple[DerivedKind | None, ...]:
+def _derived_kinds(stack: StackPlan) -> tuple[DerivedKind | None, ...]:
     """Returns the kind of each node of a rule's state: each sum, and each other leaf.
 
     State that does not start from table values has the kind None.
@@ -187,7 +187,7 @@ def _restarted_state(
     state: Any,
     source: Any,
     is_set: jax.Array,
-    stack: TrainedStackPlan,
+    stack: StackPlan,
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
@@ -233,7 +233,7 @@ def _restarted_total(
 
 
 def _restarted_slot(
-    old: PackedRows, new: PackedRows, is_set: jax.Array, stack: TrainedStackPlan
+    old: PackedRows, new: PackedRows, is_set: jax.Array, stack: StackPlan
 ) -> PackedRows:
     """Returns a slot variable with new rows for the tables that were set. Per shard."""
 
@@ -246,7 +246,7 @@ def _restarted_slot(
     return blocks_of([old.layout]).as_parts().fold(restart_block, old)
 
 
-def _rows_of_block(start: Any, size: int, stack: TrainedStackPlan) -> TableRows:
+def _rows_of_block(start: Any, size: int, stack: StackPlan) -> TableRows:
     """Returns the tables of some rows of this shard, with totals over these rows."""
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     is_touched = jnp.ones(size, bool)
@@ -326,7 +326,7 @@ def _finalize_tables(
 
 
 def _finalize_shard(
-    table: PackedRows, state: Any, stack: TrainedStackPlan
+    table: PackedRows, state: Any, stack: StackPlan
 ) -> tuple[PackedRows, Any]:
     """Sets all rows, and the averages, to the averages in the table's dtype."""
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)

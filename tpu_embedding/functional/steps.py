@@ -50,7 +50,7 @@ from tpu_embedding.optimizers.probe import rates_are_finite
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import (
     in_auto_axes,
     on_plan_mesh,
@@ -621,7 +621,7 @@ def apply_gradients(
         specs = state_specs(state, stack)
         if gradient is None and not stack.optimizer.moves_every_row:
 
-            def step(state: Any, stack: TrainedStackPlan = stack) -> Any:
+            def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
             run = in_auto_axes(step, plan, specs)
@@ -650,7 +650,7 @@ def _update_shard(
     arrays: Mapping[str, Any],
     gradient_norm: Any,
     only_if: Any,
-    stack: TrainedStackPlan,
+    stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
     sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)

@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from tpu_embedding.initializers import threefry_key
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
@@ -136,8 +135,6 @@ def _rows_by_block(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the first row and the file rows of each block of a table."""
-    initializer = table.row_initializer
-    assert initializer is not None
     size = max(1, _BLOCK_BYTES // (packed_rows.LANE_BYTES * stack.dim))
     size = packed_rows.round_up(size, stack.layout.rows_per_line)
     layout = dataclasses.replace(stack.layout, num_rows=size)
@@ -146,10 +143,7 @@ def _rows_by_block(
         first = begin + jax.lax.axis_index(stack.shard_axes) * size
         row_ids = first + jnp.arange(size, dtype=jnp.int32)
         row_ids = jnp.clip(row_ids, 0, table.num_rows - 1)
-        parameters = [values[0] for values in facts.parameters]
-        table_key = threefry_key(facts.keys[0])
-        rows = initializer.function(table_key, row_ids, stack.dim, *parameters)
-        initial_values.check_values(rows, (size, stack.dim), [table])
+        rows = initial_values.values_of_rows([table], facts, 0, row_ids)
         stored = computed_apart(packed_rows.store_rows(rows, layout))
         return packed_rows.pack_stored(stored, layout).lines
 

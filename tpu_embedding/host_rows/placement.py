@@ -21,7 +21,7 @@ from tpu_embedding.host_rows.initial import columns_of
 from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import format_bytes
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_storage import RowStorage
 
@@ -128,7 +128,7 @@ class HostStorage(RowStorage):
         """Initializes the rows on the host, and returns an empty cache of them."""
         return HostStack(stack, plan).init_rows(key)
 
-    def init_state(self, table: Any, stack: TrainedStackPlan, kept: Any = None) -> Any:
+    def init_state(self, table: Any, stack: StackPlan, kept: Any = None) -> Any:
         """Returns an optimizer state for the cached rows, new or with kept slots."""
         if kept is None:
             return table.host.init_state(table)
@@ -137,7 +137,7 @@ class HostStorage(RowStorage):
 
 def _problem(stack: StackPlan) -> str | None:
     """Returns why a stack's rows can't be on the host, or None if they can."""
-    config, optimizer = stack.tables[0].config, stack.optimizer
+    config, optimizer = stack.tables[0].config, stack.trained_by
     if jax.process_count() > 1:
         return (
             "te.HostRows needs a job of one process, got "

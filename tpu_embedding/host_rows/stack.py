@@ -38,7 +38,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, StackContents, TableRange
 from tpu_embedding.rows.row_storage import RowStorage
-from tpu_embedding.tables.line_exchange import UNUSED, LineExchange, Window
+from tpu_embedding.tables.line_exchange import LineExchange, Window
 from tpu_embedding.tables.row_stream import (
     ReadTableRows,
     RowBlock,
@@ -489,9 +489,9 @@ class HostStack:
             else:
                 rows = self.empty_slot(rows.column)
         self.claim(None)  # Readers may have read old rows.
-        pieces = [piece for window in windows for piece in window.pieces]
         num_rows = sum(table.num_rows for table in self.stack.tables)
-        is_partial = sum(n for name, _, n in pieces if name != UNUSED) < num_rows
+        num_new = sum(block.num_rows for window in windows for block in window.blocks)
+        is_partial = num_new < num_rows
         is_table = isinstance(rows, MappedRows)
         if is_partial or not is_table or not (self._error or self._is_old(rows)):
             self._flush(rows)

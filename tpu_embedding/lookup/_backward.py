@@ -52,7 +52,7 @@ from tpu_embedding.lookup._rounds import (
 )
 from tpu_embedding.optimizers.row_optimizer import InSequence, Touched
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.plan.plan import TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import Parts, gather_lines
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
@@ -128,7 +128,7 @@ class StackGradient:
 def stack_gradient(
     routing: StackRouting,
     cotangents: Sequence[Float[Array, "_ dim"]],
-    stack: TrainedStackPlan,
+    stack: StackPlan,
 ) -> Sealed:
     """Returns the gradient of a stacked table, a sealed `StackGradient`. Per shard.
 
@@ -166,7 +166,7 @@ def scale_gradient(gradient: Sealed, factor: Any) -> Sealed:
     return new.seal()
 
 
-def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Sealed:
+def join_gradients(gradients: Sequence[Sealed], stack: StackPlan) -> Sealed:
     """Returns the sum of several gradients of a stacked table. Per shard.
 
     The samples of all gradients become one batch. So the sum has each touched row once,
@@ -199,7 +199,7 @@ def join_gradients(gradients: Sequence[Sealed], stack: TrainedStackPlan) -> Seal
     return dataclasses.replace(total.open(), is_partial=is_partial).seal()
 
 
-def gradient_rounds(gradient: Sealed, stack: TrainedStackPlan) -> Parts:
+def gradient_rounds(gradient: Sealed, stack: StackPlan) -> Parts:
     """Brings a gradient to the owners of its rows, round by round. Per shard.
 
     The first round is straight-line code. The ids of later rounds cross the network
@@ -238,7 +238,7 @@ def _receive(
     current: Round,
     sent: SentIds,
     read_cotangents: ReadCotangents,
-    stack: TrainedStackPlan,
+    stack: StackPlan,
 ) -> RowGradients:
     """Sums a round's cotangents by row: at the source, and again at the owner."""
     order, positions = sent.unique.order, current.buffer_positions

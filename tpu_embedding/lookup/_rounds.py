@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.optimizers.row_optimizer import InSequence
 from tpu_embedding.plan.capacity import LANES, RoundSize
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import read_rows
 from tpu_embedding.rows.packed_rows import PackedRows, gather_in_bounds
 from tpu_embedding.rows.row_gradients import RowGradients
@@ -485,9 +485,7 @@ def _agree_on_range(
     return count_below((first_keys + end_keys, *others), unique), end_keys
 
 
-def gather_from_replicas(
-    received: RowGradients, stack: TrainedStackPlan
-) -> RowGradients:
+def gather_from_replicas(received: RowGradients, stack: StackPlan) -> RowGradients:
     """Returns the gradients that all copies of the shard received.
 
     Returns:

@@ -80,7 +80,7 @@ def check_dense_optimizer(
         for plan in plans.values()
         for stack in plan.stacks
         for table in stack.tables
-        if stack.optimizer is None
+        if not stack.is_trained
         and table.config.optimizer is None
         and table.config.dtype_name != "int8"  # such tables are for lookup only
     )

@@ -9,6 +9,7 @@ Its public names are in `te`: `make_plan`, `device_mesh` and `EmbeddingPlan`.
 * `backend`: the interface of backends, which look up and update rows.
 * `capacity`: size of a round, and the form of gathers and updates.
 * `memory`: computes the bytes of packed rows, and formats them as text.
+* `report`: the text of `print(plan)`.
 * `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.
 * `check_rows`: rejects arrays made for another plan.
 """

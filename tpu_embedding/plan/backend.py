@@ -21,13 +21,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.argument_checks import invalid
-from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+from tpu_embedding.rows.packed_rows import PackedRows
 
 if TYPE_CHECKING:
     from tpu_embedding.lookup._forward import PoolingSpec
-    from tpu_embedding.plan.make_plan import NamedTable
-    from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import StackPlan
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
@@ -55,14 +53,12 @@ class Backend:
         run. The result of `prepare_ids` then has `fits`, bool `[1]`, False if a step's
         ids don't fit on any device.
       reason: why the plan chose these implementations.
-      notes: lines of `print(plan)` about the stack.
     """
 
     lookups: str = "xla"
     updates: str = "xla"
     must_run_all: bool = False
     reason: str = dataclasses.field(default="", compare=False)
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def replaces_lookup(self) -> bool:
@@ -109,7 +105,7 @@ class Backend:
         state: Any,
         gradient: "Sealed",
         otherwise: UpdateRows,
-        stack: "TrainedStackPlan",
+        stack: "StackPlan",
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Returns the updated table and rule state, in place if they are donated.
@@ -127,16 +123,12 @@ class BackendOptions(abc.ABC):
     """The value of `backend=`, which chooses the backend of each stack."""
 
     @abc.abstractmethod
-    def choose(
-        self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
-    ) -> tuple[Backend, RowLayout]:
-        """Returns the backend of a stack, with its reason, and the layout of a shard.
+    def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
+        """Returns the plan of a stack with its backend, and with the backend's layout.
 
         Args:
-          table: any table of the stack.
-          layout: layout of a shard for gathers and scatters.
+          stack: a plan that is complete except for its backend.
           mesh: devices of the tables.
-          hardware: hardware of the devices.
         """
 
 
@@ -144,11 +136,9 @@ class BackendOptions(abc.ABC):
 class Xla(BackendOptions):
     """XLA's gathers and scatters for all stacks."""
 
-    def choose(
-        self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
-    ) -> tuple[Backend, RowLayout]:
-        """Returns the backend of any stack, and the layout unchanged."""
-        return Backend(reason="backend='xla'"), layout
+    def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
+        """Returns the plan of any stack with the backend."""
+        return dataclasses.replace(stack, backend=Backend(reason="backend='xla'"))
 
 
 BackendName = Literal["xla", "sparse_core"]

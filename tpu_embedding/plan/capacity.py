@@ -1,19 +1,16 @@
-"""Chooses how many ids travel in a round, and the form of gathers and updates.
+"""Chooses how many ids travel in a round, and names the forms of gathers and updates.
 
 Ids and rows travel in buckets of equal size, one per destination. These buffers have
 static shapes. Their size affects only speed: ids that don't fit spill to a later round.
 
 Rows are pooled and gradients applied in the form that suits the hardware. All forms
-give the same numbers up to rounding. The stack's plan records the choices.
+give the same numbers up to rounding. The stack's plan chooses them.
 """
 
 import dataclasses
 import math
 from typing import Final, Literal
 
-from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
-from tpu_embedding.plan.backend import Backend
 from tpu_embedding.rows.packed_rows import round_up
 
 _HEADROOM_STDDEVS: Final = 4
@@ -125,35 +122,3 @@ Updates = Literal["whole", "blocks"]
 * `"whole"`: all at once.
 * `"blocks"`: in a loop over blocks of ids, whose rows stay in the cache of a CPU.
 """
-
-
-def choose_gathers(hardware: HardwareInfo, num_shards: int) -> Gathers:
-    """Returns the form of the gathers for a stack with this many shards."""
-    if hardware.is_tpu:
-        return "whole"
-    reads_table = num_shards == 1
-    return "by_feature" if hardware.name == "cpu" and reads_table else "fused"
-
-
-def choose_updates(
-    hardware: HardwareInfo,
-    optimizer: RowOptimizer | None,
-    *,
-    num_devices: int,
-    capacity: int | None,
-    backend: Backend,
-) -> Updates:
-    """Returns how gradients are summed and applied.
-
-    Each block is a round, so blocks are used only for rules with little cost per round.
-    Blocks also need a single CPU device, a backend that uses gathers and scatters, and
-    a `capacity` that the user didn't set.
-    """
-    is_one_cpu = hardware.name == "cpu" and num_devices == 1 and capacity is None
-    is_one_cpu &= not backend.replaces_lookup
-    takes_blocks = (
-        optimizer is not None
-        and optimizer.driver == Touched()
-        and not optimizer.takes_totals
-    )
-    return "blocks" if is_one_cpu and takes_blocks else "whole"

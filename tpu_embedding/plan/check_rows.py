@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from tpu_embedding.argument_checks import about, invalid
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
@@ -35,7 +35,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
         _check_words(f"tables[{stack.name!r}]", rows, stack)
 
 
-def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
+def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
     """Raises unless `slots` holds the state of every stack. It may hold more stacks.
 
     Raises:

@@ -11,7 +11,7 @@ different shards.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,14 @@ from tpu_embedding.optimizers.row_optimizer import (
     TableOptimizer,
 )
 from tpu_embedding.plan.backend import (
+    Backend,
     BackendName,
     BackendOptions,
     backend_options,
 )
-from tpu_embedding.plan.capacity import choose_gathers, choose_updates
 from tpu_embedding.plan.features import flatten_config, plan_features
 from tpu_embedding.plan.mesh_options import choose_hardware, choose_mesh
-from tpu_embedding.plan.plan import (
-    EmbeddingPlan,
-    StackPlan,
-    TablePlan,
-    TrainedStackPlan,
-)
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
 from tpu_embedding.rows.row_storage import RowStorage
@@ -51,33 +46,6 @@ _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
 
 An int32 identifies each row of all shards. Dividing rows among shards rounds up, so the
 margin leaves room for one more row on each of 2**20 shards."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NamedTable:
-    """A table with its name, its optimizer and its placement.
-
-    Attributes:
-      name: the user's name for the table, or a generated one.
-      config: the table as the user declared it.
-      optimizer: the table's own optimizer, or else the shared one. None if the table is
-        not trained.
-      shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
-        every device has all rows.
-      num_shards: devices along the `shard_axes`.
-      placement_reason: the setting that chose the axes.
-      placement: the table's own placement, or else the shared one.
-      num_rows: rows in its stack, including spare rows.
-    """
-
-    name: str
-    config: TableConfig
-    optimizer: RowOptimizer | None
-    shard_axes: tuple[str, ...] = ()
-    num_shards: int = 1
-    placement_reason: str = ""
-    placement: Placement = Sharded()
-    num_rows: int = 0
 
 
 def make_plan(
@@ -135,42 +103,43 @@ def make_plan(
     raise_all(optimizer_problems("optimizer", optimizer))
     options = backend_options(backend)
     features, tree = flatten_config(feature_config)
-    configs = list(features.values())
-    tables = name_tables([config.table for config in configs], optimizer)
-    placed = _place_tables(tables, placement, mesh)
+    configs = [feature.table for feature in features.values()]
+    names = _name_tables(configs)
+    if isinstance(placement, Placement):
+        placement.shard_axes(mesh.axis_names, "placement")
+    elif isinstance(placement, type) or not (placement is None or callable(placement)):
+        raise _wrong_type("placement must be", placement)
+    tables = [
+        _place_table(name, config, optimizer, placement, mesh)
+        for name, config in dict(zip(names, configs, strict=True)).items()
+    ]
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, mesh, capacity, hardware, options)
-        for i, group in enumerate(stack_tables(placed))
+        for i, group in enumerate(_group_tables(tables))
     )
     return EmbeddingPlan(
         stacks=stacks,
-        features=plan_features(features, [table.name for table in tables], stacks),
+        features=plan_features(features, names, stacks),
         feature_tree=tree,
         mesh=mesh,
         hardware=hardware,
     )
 
 
-def name_tables(
-    tables: Sequence[TableConfig],
-    optimizer: TableOptimizer | None,
-) -> list[NamedTable]:
-    """Returns the table of each lookup. Lookups in one table get equal entries.
+def _name_tables(configs: Sequence[TableConfig]) -> list[str]:
+    """Returns the name of each lookup's table.
 
     Raises:
       ValueError: if two different tables have the same name.
     """
     by_name: dict[str, TableConfig] = {}
-    unnamed: list[TableConfig] = []
-    named = []
-    for config in tables:
-        if config.name is None:
-            if not any(config is other for other in unnamed):
-                unnamed.append(config)
-            index = next(i for i, other in enumerate(unnamed) if other is config)
-            name = f"table_{index}"
-        else:
-            name = config.name
+    names_of_unnamed: dict[int, str] = {}
+    names = []
+    for config in configs:
+        name = config.name
+        if name is None:
+            next_name = f"table_{len(names_of_unnamed)}"
+            name = names_of_unnamed.setdefault(id(config), next_name)
         other = by_name.setdefault(name, config)
         if other != config or (other.name is None) != (config.name is None):
             fields = [field.name for field in dataclasses.fields(config)]
@@ -179,88 +148,86 @@ def name_tables(
             rule = f"be unique, unlike two tables with different settings: {unequal}"
             fix = "Rename one of them, or use one TableConfig to share a table."
             raise invalid("TableConfig.name", rule, name, fix)
-        resolved = _resolved_optimizer(name, config, optimizer)
-        if resolved is None and config.optimizer is None:
-            # The layer's `optax.set_to_zero()` keeps it fixed, unlike no optimizer.
-            config = dataclasses.replace(config, optimizer=optimizer)
-        named.append(NamedTable(name=name, config=config, optimizer=resolved))
-    return named
+        names.append(name)
+    return names
 
 
-def _resolved_optimizer(
-    name: str, config: TableConfig, optimizer: TableOptimizer | None
-) -> RowOptimizer | None:
-    """Returns the table's own optimizer, or else the shared one."""
-    own_or_shared = config.optimizer or optimizer
-    resolved = resolve_optimizer(own_or_shared, name, config.dim)
-    if config.dtype_name == "int8" and resolved is not None:
-        source = "its own" if config.optimizer else "the layer's"
-        raise invalid(
-            "TableConfig.dtype",
-            f"not be int8 for table {name!r}, which {source} optimizer trains",
-            config.dtype_name,
-            "int8 rows are for lookup only. Use bfloat16 to train this table. To keep "
-            "it fixed, set its TableConfig.optimizer to optax.set_to_zero().",
-        )
-    return resolved
+class _PlacedTable(NamedTuple):
+    """A table, and what decides which stack it joins.
+
+    Attributes:
+      plan: the table's plan, whose offset is not known yet.
+      optimizer: the table's own optimizer, or else the shared one. None if the table is
+        not trained.
+      shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
+        every device has all rows.
+      placement: the table's own placement, or else the shared one.
+    """
+
+    plan: TablePlan
+    optimizer: RowOptimizer | None
+    shard_axes: tuple[str, ...]
+    placement: Placement
 
 
-def _place_tables(
-    tables: Sequence[NamedTable],
-    placement: Placement | ChoosePlacement | None,
+def _place_table(
+    name: str,
+    config: TableConfig,
+    shared_optimizer: TableOptimizer | None,
+    shared_placement: Placement | ChoosePlacement | None,
     mesh: Mesh,
-) -> list[NamedTable]:
-    """Returns each table once, with the mesh axes that split its rows.
+) -> _PlacedTable:
+    """Returns a table with its own optimizer and placement, or else the shared ones.
 
-    `placement` is for tables that don't set their own. If it is a function, it chooses
-    by a table's name and number of rows. By default, rows are split over the whole
-    mesh.
+    By default, rows are split over the whole mesh.
 
     Raises:
-      TypeError: if `placement` is not a placement or a function that returns one.
-      ValueError: if a placement names an axis that the mesh doesn't have.
+      TypeError: if the function `shared_placement` returns no placement.
+      ValueError: if the table can't have this optimizer, or if a placement names an
+        axis that the mesh doesn't have.
     """
-    if isinstance(placement, Placement):
-        placement.shard_axes(mesh.axis_names, "placement")
-    elif placement is not None and (
-        isinstance(placement, type) or not callable(placement)
-    ):
-        raise _wrong_type("placement must be", placement)
-    return [
-        _place(table, placement, mesh)
-        for table in {table.name: table for table in tables}.values()
-    ]
-
-
-def _place(
-    table: NamedTable, placement: Placement | ChoosePlacement | None, mesh: Mesh
-) -> NamedTable:
-    """Returns a table with its own placement, or else the shared one."""
+    own_or_shared = config.optimizer or shared_optimizer
+    optimizer = resolve_optimizer(own_or_shared, name, config.dim)
+    if optimizer is not None:
+        if config.dtype_name == "int8":
+            source = "its own" if config.optimizer else "the layer's"
+            raise invalid(
+                "TableConfig.dtype",
+                f"not be int8 for table {name!r}, which {source} optimizer trains",
+                config.dtype_name,
+                "int8 rows are for lookup only. Use bfloat16 to train this table. To "
+                "keep it fixed, set its TableConfig.optimizer to optax.set_to_zero().",
+            )
+        problem = config.vocabulary.every_row_problem
+        if problem and optimizer.moves_every_row:
+            raise ValueError(f"TableConfig.optimizer of table {name!r} {problem}")
+    elif config.optimizer is None and shared_optimizer is not None:
+        # The layer's `optax.set_to_zero()` keeps it fixed, unlike no optimizer.
+        config = dataclasses.replace(config, optimizer=shared_optimizer)
     reason = "make_plan(placement=...)"
-    if table.config.placement is not None:
-        chosen, reason = table.config.placement, "TableConfig.placement"
-    elif placement is None:
-        chosen, reason = Sharded(), "the default"
-    elif isinstance(placement, Placement):
-        chosen = placement
+    if config.placement is not None:
+        placement, reason = config.placement, "TableConfig.placement"
+    elif shared_placement is None:
+        placement, reason = Sharded(), "the default"
+    elif isinstance(shared_placement, Placement):
+        placement = shared_placement
     else:
-        chosen = placement(table.name, table.config.max_rows)
-        if not isinstance(chosen, Placement):
-            raise _wrong_type(f"placement of table {table.name!r} must return", chosen)
-    axes = chosen.shard_axes(mesh.axis_names, f"{reason} of table {table.name!r}")
-    num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    vocabulary, optimizer = table.config.vocabulary, table.optimizer
-    problem = vocabulary.every_row_problem
-    if problem and optimizer is not None and optimizer.moves_every_row:
-        raise ValueError(f"TableConfig.optimizer of table {table.name!r} {problem}")
-    return dataclasses.replace(
-        table,
-        shard_axes=axes,
-        num_shards=num_shards,
+        placement = shared_placement(name, config.max_rows)
+        if not isinstance(placement, Placement):
+            raise _wrong_type(f"placement of table {name!r} must return", placement)
+    axes = placement.shard_axes(mesh.axis_names, f"{reason} of table {name!r}")
+    plan = TablePlan(
+        name=name,
+        config=config,
+        row_offset=0,
+        num_rows=config.vocabulary.rows_over(_num_shards(axes, mesh)),
         placement_reason=reason,
-        placement=chosen,
-        num_rows=vocabulary.rows_over(num_shards),
     )
+    return _PlacedTable(plan, optimizer, axes, placement)
+
+
+def _num_shards(axes: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _wrong_type(rule: str, value: Any) -> TypeError:
@@ -271,15 +238,15 @@ def _wrong_type(rule: str, value: Any) -> TypeError:
     )
 
 
-def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
+def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
     """Groups tables into stacks.
 
     An int32 must identify each row of a stack, so a group with too many rows is split
     into several stacks. Each table goes into the first stack that has room.
     """
-    groups: dict[Any, list[list[NamedTable]]] = {}
-    for table in sorted(tables, key=lambda table: table.name):
-        config = table.config
+    groups: dict[Any, list[list[_PlacedTable]]] = {}
+    for table in sorted(tables, key=lambda table: table.plan.name):
+        config = table.plan.config
         key = (
             config.dim,
             config.dtype_name,
@@ -293,7 +260,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
         stacks = groups.setdefault(key, [])
         for stack in stacks:
             unused = len(stack) * _MAX_OWNERS  # At most, between the tables.
-            num_rows = sum(t.num_rows for t in (*stack, table)) + unused
+            num_rows = sum(t.plan.num_rows for t in (*stack, table)) + unused
             if num_rows <= _MAX_ROWS_OF_STACK:
                 stack.append(table)
                 break
@@ -308,7 +275,7 @@ _MAX_OWNERS: Final = 8192
 _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 
 
-def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
+def _row_offsets(tables: Sequence[TablePlan], num_owners: int) -> list[int]:
     """Returns the first row of each table in its stack.
 
     Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the most
@@ -319,9 +286,10 @@ def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
     Owners are shards, or the SparseCores of all shards.
 
     Example:
-      >>> table = TableConfig(vocabulary_size=100, dim=2)
-      >>> table = NamedTable(name="t", config=table, optimizer=None, num_rows=100)
-      >>> _row_offsets([table] * 4, num_owners=8)
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=100, dim=2)
+      >>> (stack,) = te.make_plan(te.FeatureConfig(table=table)).stacks
+      >>> _row_offsets(stack.tables * 4, num_owners=8)
       [0, 101, 202, 303]
     """
     stride = round(_GOLDEN_RATIO * num_owners)
@@ -339,89 +307,62 @@ def _row_offsets(tables: Sequence[NamedTable], num_owners: int) -> list[int]:
 
 def _plan_stack(
     name: str,
-    tables: list[NamedTable],
+    tables: Sequence[_PlacedTable],
     mesh: Mesh,
     capacity: int | None,
     hardware: HardwareInfo,
     options: BackendOptions,
 ) -> StackPlan:
     """Returns the plan of tables that share one array."""
-    first = tables[0]
-    num_owners = first.num_shards * max(1, hardware.cores_per_device)
-    num_owners = min(num_owners, _MAX_OWNERS)
-    offsets = _row_offsets(tables, num_owners)
-    table_plans = tuple(
-        TablePlan(
-            name=table.name,
-            config=table.config,
-            row_offset=offset,
-            num_rows=table.num_rows,
-            placement_reason=table.placement_reason,
-        )
-        for table, offset in zip(tables, offsets, strict=True)
+    first, plans = tables[0], [table.plan for table in tables]
+    config = first.plan.config
+    num_shards = _num_shards(first.shard_axes, mesh)
+    num_owners = min(num_shards * max(1, hardware.cores_per_device), _MAX_OWNERS)
+    plans = tuple(
+        dataclasses.replace(plan, row_offset=offset)
+        for plan, offset in zip(plans, _row_offsets(plans, num_owners), strict=True)
     )
-    num_rows = offsets[-1] + tables[-1].num_rows
-    layout = _layout(table_plans, first.num_shards, hardware)
-    backend, layout = options.choose(first, layout, mesh, hardware)
-    if layout.num_rows * first.num_shards >= PADDING_ROW_ID:
-        raise ValueError(
-            f"TableConfig.vocabulary_size of table {first.name!r} is "
-            f"{num_rows}, which exceeds the limit of 2**31 rows in {first.num_shards} "
-            "shards; split the table in two."
-        )
-    facts: dict[str, Any] = dict(
-        name=name,
-        tables=table_plans,
-        shard_axes=first.shard_axes,
-        sample_axes=tuple(mesh.axis_names),
-        num_shards=first.num_shards,
-        num_replicas=mesh.size // first.num_shards,
-        rows_per_shard=layout.num_rows,
-        layout=layout,
-        quantization=first.config.quantization_config,
-        capacity=capacity,
-        gathers=choose_gathers(hardware, first.num_shards),
-        updates=choose_updates(
-            hardware,
-            first.optimizer,
-            num_devices=mesh.size,
-            capacity=capacity,
-            backend=backend,
-        ),
-        backend=backend,
-        hardware=hardware,
-        storage=RowStorage(),
-        slots=_slot_rows(first),
-        notes=backend.notes,
-    )
-    if first.optimizer is None:
-        stack = StackPlan(**facts, optimizer=None)
-    else:
-        stack = TrainedStackPlan(**facts, optimizer=first.optimizer)
-    stack = stack.vocabulary.stacks.plan_stack(stack)
-    return first.placement.store(stack, [table.placement for table in tables])
-
-
-def _layout(
-    tables: tuple[TablePlan, ...], num_shards: int, hardware: HardwareInfo
-) -> RowLayout:
-    """Returns the layout for gathers and scatters of tables that share one array."""
-    config, last = tables[0].config, tables[-1]
-    num_rows = last.row_offset + last.num_rows
-    ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
-    name = config.dtype_name
-    return RowLayout(
+    ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in plans)
+    num_rows = plans[-1].row_offset + plans[-1].num_rows
+    layout = RowLayout(
         num_rows=-(-num_rows // num_shards),
         row_shape=(config.dim,),
         tile_lanes=hardware.line_lanes,
         contents=StackContents(ranges, num_shards),
-        narrow_dtype=next((d for d in NARROW_DTYPES if d == name), None),
+        narrow_dtype=next((d for d in NARROW_DTYPES if d == config.dtype_name), None),
     )
+    stack = StackPlan(
+        name=name,
+        tables=plans,
+        sample_axes=tuple(mesh.axis_names),
+        shard_axes=first.shard_axes,
+        num_shards=num_shards,
+        num_replicas=mesh.size // num_shards,
+        rows_per_shard=layout.num_rows,
+        layout=layout,
+        quantization=config.quantization_config,
+        capacity=capacity,
+        backend=Backend(),
+        hardware=hardware,
+        storage=RowStorage(),
+        trained_by=first.optimizer,
+        slots=_slot_rows(first.optimizer, config.dim),
+    )
+    stack = options.choose(stack, mesh)
+    if stack.rows_per_shard * num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {plans[0].name!r} is {num_rows}, "
+            f"which exceeds the limit of 2**31 rows in {num_shards} shards; split the "
+            "table in two."
+        )
+    stack = stack.vocabulary.stacks.plan_stack(stack)
+    return first.placement.store(stack, [table.placement for table in tables])
 
 
-def _slot_rows(table: NamedTable) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _slot_rows(
+    optimizer: RowOptimizer | None, dim: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the row shape and dtype of each slot variable of a table."""
-    optimizer, dim = table.optimizer, table.config.dim
     if optimizer is None:
         return ()
     slots = [slot.row for slot in probe_rule(optimizer, dim).slots]

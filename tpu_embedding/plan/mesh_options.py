@@ -79,7 +79,16 @@ def choose_mesh(mesh: Any) -> Mesh:
       ValueError: if `mesh` has no devices, or if its axes differ in type.
     """
     if mesh is None:
-        return _mesh_of_context()
+        if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
+            return device_mesh()
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError as error:
+            raise ValueError(
+                "mesh must be set when a plan is made inside jax.jit under "
+                "jax.set_mesh, got None; pass mesh, or make the plan outside of jit. "
+                f"({error})"
+            ) from None
     if not isinstance(mesh, Mesh):
         line = "Write jax.make_mesh((jax.device_count(),), ('shard',))."
         rule = "be a jax.sharding.Mesh or None"
@@ -107,15 +116,3 @@ def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
         rule = "be a HardwareInfo or None"
         raise invalid("hardware", rule, hardware, line, TypeError)
     return hardware
-
-
-def _mesh_of_context() -> Mesh:
-    if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
-        return device_mesh()
-    try:
-        return choose_mesh(jax.sharding.get_mesh())
-    except ValueError as error:
-        raise ValueError(
-            "mesh must be set when a plan is made inside jax.jit under jax.set_mesh, "
-            f"got None; pass mesh, or make the plan outside of jit. ({error})"
-        ) from None

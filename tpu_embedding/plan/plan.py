@@ -8,7 +8,7 @@ A stack's plan says which array holds a table, and which shard holds a row.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import ArgumentType
 from tpu_embedding.config import QuantizationConfig, TableConfig
-from tpu_embedding.hardware import GIBIBYTE, HardwareInfo
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, Touched
 from tpu_embedding.plan.backend import Backend
 from tpu_embedding.plan.capacity import Gathers, RoundSize, Updates, round_size
 from tpu_embedding.plan.features import (
@@ -30,8 +30,9 @@ from tpu_embedding.plan.features import (
     plan_features,
     process_shards,
 )
-from tpu_embedding.plan.memory import format_bytes, format_table, rows_bytes
-from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
+from tpu_embedding.plan.memory import rows_bytes
+from tpu_embedding.plan.report import describe, summarize
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
 from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import AxisSize
 from tpu_embedding.vocabularies import Vocabulary
@@ -84,12 +85,10 @@ class StackPlan:
       layout: packing of the rows of a shard that its device holds.
       quantization: quantization of looked-up rows, if any.
       capacity: the user's maximum of ids per destination and round, or None.
-      gathers: form of the gathers that bring rows to samples.
-      updates: form in which gradients are summed and applied.
       backend: implementation of lookup and update.
       hardware: hardware of the devices.
       storage: where the rows are stored.
-      optimizer: None, except in a `TrainedStackPlan`.
+      trained_by: the rule that updates all its tables, if any.
       slots: row shape and dtype of each slot variable.
       array_names: names of the vocabulary's arrays in the dict of tables.
       vocabulary_bytes: memory of these arrays on each device.
@@ -106,16 +105,34 @@ class StackPlan:
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
-    gathers: Gathers
-    updates: Updates
     backend: Backend
     hardware: HardwareInfo
     storage: RowStorage
-    optimizer: RowOptimizer | None
+    trained_by: RowOptimizer | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
     array_names: tuple[str, ...] = ()
     vocabulary_bytes: int = 0
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def is_trained(self) -> bool:
+        """True if an optimizer updates its tables."""
+        return self.trained_by is not None
+
+    @property
+    def optimizer(self) -> RowOptimizer:
+        """The rule that updates all its tables, and how it is applied.
+
+        Raises:
+          ValueError: if no optimizer updates them; see `is_trained`.
+        """
+        if self.trained_by is None:
+            names = [table.name for table in self.tables]
+            raise ValueError(
+                f"{self.name} has no optimizer. Pass te.make_plan(optimizer=...) or "
+                f"TableConfig(optimizer=...) to train its tables {names}."
+            )
+        return self.trained_by
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -173,13 +190,9 @@ class StackPlan:
         The arrays of a vocabulary are not included.
         """
         layout = self.layout
-        return (
-            rows_bytes(layout, self.hardware, LANE_BYTES),
-            *(
-                rows_bytes(layout.slot_layout(slot), self.hardware, slot.dtype.itemsize)
-                for slot in self.slots
-            ),
-        )
+        arrays = [(layout, LANE_BYTES)]
+        arrays += [(layout.slot_layout(x), x.dtype.itemsize) for x in self.slots]
+        return tuple(rows_bytes(x, self.hardware, itemsize) for x, itemsize in arrays)
 
     @property
     def sends_ids(self) -> bool:
@@ -192,9 +205,35 @@ class StackPlan:
         return not (reads_own_rows or self.backend.replaces_lookup)
 
     @property
+    def gathers(self) -> Gathers:
+        """Form of the gathers that bring rows to samples."""
+        if self.hardware.is_tpu:
+            return "whole"
+        reads_table = self.num_shards == 1
+        return "by_feature" if self.hardware.name == "cpu" and reads_table else "fused"
+
+    @property
+    def updates(self) -> Updates:
+        """Form in which gradients are summed and applied.
+
+        Each block is a round, so blocks are used only for rules with little cost per
+        round. Blocks also need a single CPU device, a backend that uses gathers and
+        scatters, and a `capacity` that the user didn't set.
+        """
+        is_one_cpu = self.hardware.name == "cpu" and self.num_devices == 1
+        may_choose_rounds = self.capacity is None and not self.backend.replaces_lookup
+        is_cheap_per_round = (
+            self.is_trained
+            and self.optimizer.driver == Touched()
+            and not self.optimizer.takes_totals
+        )
+        uses_blocks = is_one_cpu and may_choose_rounds and is_cheap_per_round
+        return "blocks" if uses_blocks else "whole"
+
+    @property
     def keeps_duplicates(self) -> bool:
         """True if each occurrence of an id travels separately."""
-        return self.optimizer is not None and self.optimizer.sees_occurrences
+        return self.is_trained and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round for at most this many ids per shard."""
@@ -211,17 +250,6 @@ class StackPlan:
             self.rows_per_shard,
             capacity=self.capacity,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedStackPlan(StackPlan):
-    """A stack whose tables an optimizer trains.
-
-    Attributes:
-      optimizer: the rule that updates all its tables, and how it is applied.
-    """
-
-    optimizer: RowOptimizer
 
 
 @jax.tree_util.register_static
@@ -349,9 +377,9 @@ class EmbeddingPlan(FeatureNest):
         return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
     @property
-    def trained_stacks(self) -> tuple[TrainedStackPlan, ...]:
+    def trained_stacks(self) -> tuple[StackPlan, ...]:
         """The stacks that have an optimizer."""
-        return tuple(s for s in self.stacks if isinstance(s, TrainedStackPlan))
+        return tuple(stack for stack in self.stacks if stack.is_trained)
 
     @property
     def used_stacks(self) -> tuple[StackPlan, ...]:
@@ -441,17 +469,7 @@ class EmbeddingPlan(FeatureNest):
         return f"EmbeddingPlan({summarize(self)}; print(plan) shows it all)"
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                format_table(_memory_rows(self), num_left_aligned=2),
-                summarize_memory(self),
-                *(note for stack in self.stacks for note in _notes(stack)),
-                "",
-                format_table(_placement_rows(self), num_left_aligned=4),
-                "",
-                format_table(_backend_rows(self), num_left_aligned=4),
-            ]
-        )
+        return describe(self)
 
 
 AnyPlan = EmbeddingPlan | InputPlan
@@ -462,103 +480,3 @@ PLAN: Final = ArgumentType(
     EmbeddingPlan, "an EmbeddingPlan, from te.make_plan or the plan of a layer"
 )
 """The argument `plan` of public functions."""
-
-
-def summarize(plan: EmbeddingPlan) -> str:
-    """Returns a one-line summary of a plan's tables, features and devices."""
-    tables = [table for stack in plan.stacks for table in stack.tables]
-    rows = count_of(sum(table.config.max_rows for table in tables), "row")
-    parts = [
-        f"{count_of(len(tables), 'table')} of {rows}",
-        count_of(len(plan.stacks), "stack"),
-        count_of(len(plan.features), "feature"),
-        count_of(plan.mesh.size, "device"),
-    ]
-    return ", ".join(parts)
-
-
-def count_of(number: int, noun: str) -> str:
-    """Returns a number with its noun, such as `"2 rows"`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _notes(stack: StackPlan) -> Iterator[str]:
-    """Yields notes on the memory of a stack."""
-    for table in stack.tables:
-        if table.row_initializer is None:
-            # A device holds its share of the rows twice, in whole lines: before they
-            # are sent to their owners, and after.
-            lanes = round_up(stack.dim, stack.layout.tile_lanes or 1)
-            num_rows = -(-table.num_rows // stack.num_shards)
-            num_bytes = 2 * num_rows * LANE_BYTES * lanes
-            yield (
-                f"initial values of table {table.name!r} take at least "
-                f"{format_bytes(num_bytes)} more per device: its "
-                "initializer needs the whole shape; see te.initializers"
-            )
-    largest = max(stack.array_bytes)
-    if largest > stack.hardware.max_array_bytes:
-        yield (
-            f"warning: the largest array of {stack.name} takes "
-            f"{format_bytes(largest)} per device, more than the "
-            f"{format_bytes(stack.hardware.max_array_bytes)} that "
-            f"{stack.hardware.name} is said to support; use more devices"
-        )
-    yield from (f"{stack.name}: {note}" for note in stack.notes)
-
-
-def _placement_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
-    """Returns the cells of the table of placements, a row per stack and reason."""
-    rows = [("stack", "rows over", "copies", "why")]
-    for stack in plan.stacks:
-        axes = ", ".join(stack.shard_axes) or "no axis"
-        copies = f"{stack.num_replicas:,}"
-        if stack.replica_axes:
-            copies += f" over {', '.join(stack.replica_axes)}"
-        reasons = dict.fromkeys(table.placement_reason for table in stack.tables)
-        rows += [(stack.name, axes, copies, reason) for reason in reasons]
-    return rows
-
-
-def _backend_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
-    """Returns the cells of the table of backends, a row per stack."""
-    rows = [("stack", "lookup by", "update by", "why")]
-    for stack in plan.stacks:
-        backend = stack.backend
-        rows.append((stack.name, backend.lookups, backend.updates, backend.reason))
-    return rows
-
-
-def _memory_rows(plan: EmbeddingPlan) -> list[tuple[str, ...]]:
-    """Returns the cells of the table of memory, a row per table and per stack."""
-    head = "stack,table,rows,dim,dtype,first row,rows/shard,packing,bytes/device"
-    rows: list[tuple[str, ...]] = [tuple(head.split(","))]
-    for stack in plan.stacks:
-        layout = stack.layout
-        facts = (str(stack.dim), stack.tables[0].config.dtype_name)
-        for table in stack.tables:
-            num_rows, offset = f"{table.config.max_rows:,}", f"{table.row_offset:,}"
-            rows.append((stack.name, table.name, num_rows, *facts, offset, "", "", ""))
-        line = f"{layout.rows_per_lane * layout.lanes_per_line}"
-        if layout.lines_per_row > 1:
-            line = f"{layout.lines_per_row} x {line}"
-        packing = f"{layout.rows_per_line} x {layout.lanes_per_row} of {line}"
-        table_bytes, *slot_bytes = stack.array_bytes
-        sizes = f"{format_bytes(table_bytes)} + {format_bytes(sum(slot_bytes))} slots"
-        whole = (stack.name, "(whole stack)", f"{stack.num_rows:,}")
-        rows.append((*whole, *facts, "", f"{stack.rows_per_shard:,}", packing, sizes))
-    return rows
-
-
-def summarize_memory(plan: EmbeddingPlan) -> str:
-    """Returns a one-line summary of the devices and the memory per device."""
-    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
-    summary = (
-        f"{count_of(plan.num_shards, 'device')}, {plan.hardware.name}; per device: "
-        f"tables {format_bytes(plan.table_bytes_per_device)}, slots "
-        f"{format_bytes(plan.slot_bytes_per_device)}"
-    )
-    if plan.hardware.hbm_capacity_bytes is not None:
-        hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
-        summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
-    return summary

@@ -13,7 +13,7 @@ import jax
 from tpu_embedding.rows.packed_rows import PackedRows
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class RowStorage:
         raise NotImplementedError
 
     def init_state(
-        self, table: PackedRows, stack: "TrainedStackPlan", kept: Any = None
+        self, table: PackedRows, stack: "StackPlan", kept: Any = None
     ) -> Any:
         """Returns the optimizer's initial state for the current rows. Global.
 

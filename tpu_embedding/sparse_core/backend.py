@@ -27,7 +27,6 @@ from tpu_embedding.argument_checks import (
 from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
 from tpu_embedding.lookup._forward import PoolingSpec
 from tpu_embedding.optimizers.probe import rates_are_finite
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend import (
     Activations,
     Backend,
@@ -36,14 +35,12 @@ from tpu_embedding.plan.backend import (
     UpdateRows,
 )
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.plan.make_plan import NamedTable
 from tpu_embedding.plan.memory import format_bytes
 from tpu_embedding.plan.mesh_options import num_slices_of
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
-    RowLayout,
     bank_lanes,
     round_up,
     rows_of_lines,
@@ -123,19 +120,18 @@ class SparseCore(BackendOptions):
         if self.max_ids is not None and self.max_ids % 8:
             raise invalid("SparseCore.max_ids", "be a multiple of 8", self.max_ids)
 
-    def choose(
-        self, table: NamedTable, layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
-    ) -> tuple[Backend, RowLayout]:
-        """Returns a stack's backend and layout; see `BackendOptions`."""
+    def choose(self, stack: StackPlan, mesh: Mesh) -> StackPlan:
+        """Returns a stack's plan with its backend; see `BackendOptions`."""
+        hardware = stack.hardware
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = (
             unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
             or self._cores_problem(hardware)
-            or _table_problem(table, layout, cores, mesh, hardware)
+            or _lookup_problem(stack, cores)
         )
         if problem:
-            return Backend(reason=problem), layout
-        problem = _update_problem(table.optimizer, table.config.dim)
+            return dataclasses.replace(stack, backend=Backend(reason=problem))
+        problem = _update_problem(stack)
         must_run_all = not (self.exchange or problem)
         backend = SparseCoreBackend(
             updates="xla" if problem else "sparse_core",
@@ -144,15 +140,20 @@ class SparseCore(BackendOptions):
             cores=cores,
             reason="backend='sparse_core'"
             + (f"; update: {problem}" if problem else ""),
-            notes=_notes(self.max_ids, must_run_all, hardware),
         )
-        # Rows are dealt to SparseCores.
-        return backend, dataclasses.replace(
-            layout,
-            num_rows=_rows_of_shard(layout.num_rows, cores),
+        layout = dataclasses.replace(
+            stack.layout,
+            num_rows=_rows_of_shard(stack.rows_per_shard, cores),
             tile_lanes=LANES,
-            banks=cores,
+            banks=cores,  # Rows are dealt to SparseCores.
             bank_name="SparseCores",
+        )
+        return dataclasses.replace(
+            stack,
+            backend=backend,
+            layout=layout,
+            rows_per_shard=layout.num_rows,
+            notes=_notes(self.max_ids, must_run_all, hardware),
         )
 
     def _cores_problem(self, hardware: HardwareInfo) -> str:
@@ -165,24 +166,18 @@ class SparseCore(BackendOptions):
         )
 
 
-def _table_problem(
-    table: NamedTable,
-    layout: RowLayout,
-    cores: int,
-    mesh: Mesh,
-    hardware: HardwareInfo,
-) -> str:
-    """Returns why SparseCores can't look up a table; empty if they can."""
-    config = table.config
-    if config.dtype_name != "float32":
-        return f"SparseCores look up float32 rows, not {config.dtype_name}"
-    if table.num_shards != mesh.size or table.shard_axes != mesh.axis_names:
+def _lookup_problem(stack: StackPlan, cores: int) -> str:
+    """Returns why SparseCores can't look up a stack; empty if they can."""
+    dtype_name = stack.tables[0].config.dtype_name
+    if dtype_name != "float32":
+        return f"SparseCores look up float32 rows, not {dtype_name}"
+    if stack.replica_axes:
         return "the rows are not split over all devices"
-    if config.quantization_config is not None:
+    if stack.quantization is not None:
         return "SparseCores do not quantize rows"
-    num_rows = _rows_of_shard(layout.num_rows, cores)
-    num_bytes = LANE_BYTES * num_rows * bank_lanes(config.dim)
-    if hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
+    rows = _rows_of_shard(stack.rows_per_shard, cores)
+    num_bytes = LANE_BYTES * rows * bank_lanes(stack.dim)
+    if stack.hardware.is_tpu and num_bytes > MAX_SPARSE_CORE_BYTES:
         return (
             f"the table takes {format_bytes(num_bytes)} per device, and an operation "
             f"can use at most {format_bytes(MAX_SPARSE_CORE_BYTES)}"
@@ -209,11 +204,11 @@ def _notes(
     )
 
 
-def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
+def _update_problem(stack: StackPlan) -> str:
     """Returns why SparseCores can't update rows; empty if they can."""
-    if optimizer is None:
+    if not stack.is_trained:
         return "no optimizer"
-    rule = row_rule(optimizer, dim, bank_lanes(dim))
+    rule = row_rule(stack.optimizer, stack.dim, bank_lanes(stack.dim))
     return rule if isinstance(rule, str) else ""
 
 
@@ -284,7 +279,7 @@ class SparseCoreBackend(Backend):
         state: Any,
         gradient: Sealed,
         otherwise: UpdateRows,
-        stack: TrainedStackPlan,
+        stack: StackPlan,
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
         """Updates rows with one operation if the ids fit; see `Backend`."""

@@ -141,18 +141,19 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             others.append(table)
         else:
             by_function.setdefault(initializer.function, []).append(table)
-    groups = [facts_of_tables(tables, key) for tables in by_function.values()]
+    groups = [*by_function.values()]
 
-    def fill(groups: list[_Tables]) -> PackedRows:
+    def fill(facts_of_groups: list[_Tables]) -> PackedRows:
         layout = stack.layout
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
-        for function, tables in zip(by_function, groups, strict=True):
-            rows = _fill_tables(rows, function, tables, stack, by_function[function])
+        for tables, facts in zip(groups, facts_of_groups, strict=True):
+            values_of = functools.partial(values_of_rows, tables, facts)
+            rows = _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
         return rows
 
     rows = on_shards(fill, plan, in_specs=PartitionSpec(), out_specs=stack.rows_spec)(
-        groups
+        [facts_of_tables(tables, key) for tables in groups]
     )
     for table in others:
         # Keep one whole table in memory at a time.
@@ -190,23 +191,20 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
-def _fill_tables(
-    rows: PackedRows,
-    function: RowFunction,
-    facts: _Tables,
-    stack: StackPlan,
-    tables: Sequence[TablePlan],
-) -> PackedRows:
-    """Writes this shard's rows of some tables. Per shard."""
+def values_of_rows(
+    tables: Sequence[TablePlan], facts: _Tables, i: Any, row_ids: Int[Array, " rows"]
+) -> Float[Array, "rows dim"]:
+    """Returns the initial values of some rows of table `i`.
 
-    def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
-        key = threefry_key(facts.keys[i])
-        parameters = [values[i] for values in facts.parameters]
-        values = function(key, row_ids, stack.dim, *parameters)
-        check_values(values, (row_ids.shape[0], stack.dim), tables)
-        return values
-
-    return _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
+    The initializers of all `tables` have the same function.
+    """
+    initializer, dim = tables[0].row_initializer, tables[0].config.dim
+    assert initializer is not None
+    key = threefry_key(facts.keys[i])
+    parameters = [values[i] for values in facts.parameters]
+    values = initializer.function(key, row_ids, dim, *parameters)
+    check_values(values, (row_ids.shape[0], dim), tables)
+    return values
 
 
 def _fill_slabs(

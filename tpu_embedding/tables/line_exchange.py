@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from tpu_embedding.argument_checks import invalid
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.file_rows import file_row
@@ -27,8 +26,21 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
 """Smaller blocks don't speed up reads: a request takes as long as reading 10 MB."""
 
-RowRanges = Mapping[str, tuple[int, int]]
-"""First row and end of a range of rows, by table name."""
+
+class Block(NamedTuple):
+    """A block, and its place in a window.
+
+    Attributes:
+      table: name of the table.
+      start: first row in the table.
+      num_rows: number of rows.
+      position: first row in the window.
+    """
+
+    table: str
+    start: int
+    num_rows: int
+    position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +49,16 @@ class Window:
 
     Attributes:
       start: first row in the stack.
-      pieces: table, first row and number of rows of the blocks in the range. Unused
-        rows between two tables are a piece of the table `UNUSED`.
+      num_rows: number of rows, including unused rows between two tables.
+      blocks: the blocks in the range.
     """
 
-    start: int
-    pieces: tuple[tuple[str, int, int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all pieces."""
-        return sum(num_rows for _, _, num_rows in self.pieces)
+    start: int = 0
+    num_rows: int = 0
+    blocks: tuple[Block, ...] = ()
 
 
-NO_WINDOW: Final = Window(0, ())
-
-UNUSED: Final = ""
-"""Name of the pieces of a window that belong to no table."""
+NO_WINDOW: Final = Window()
 
 
 def rows_per_block(row_bytes: int) -> int:
@@ -74,49 +79,33 @@ def rows_per_window(packed: PackedRows) -> int:
 
 
 def windows_of(
-    packed: PackedRows, stack: StackPlan, ranges: RowRanges | None
+    packed: PackedRows, stack: StackPlan, num_rows: Mapping[str, int] | None
 ) -> list[Window]:
     """Returns windows that cover the rows. Blocks of small tables share a window.
 
     Args:
       packed: rows of the stack, whose size in bytes determines the window size.
       stack: the stack of the rows.
-      ranges: rows to cover, by table. Defaults to all rows.
-
-    Raises:
-      ValueError: if the ranges include tables or rows that the stack doesn't have.
+      num_rows: how many of its first rows to cover, by table. Defaults to all rows.
     """
-    sizes = {table.name: table.num_rows for table in stack.tables}
-    if ranges is None:
-        ranges = {name: (0, num_rows) for name, num_rows in sizes.items()}
-    unknown = sorted(set(ranges) - set(sizes))
-    if unknown:
-        rule = f"name tables of stack {stack.name!r}, {sorted(sizes)}"
-        raise invalid("ranges", rule, unknown, "Pass the stack with these tables.")
-    for name, (begin, end) in ranges.items():
-        if not 0 <= begin <= end <= sizes[name]:
-            rule = f"hold rows between 0 and {sizes[name]} for table {name!r}"
-            raise invalid("ranges", rule, (begin, end))
     size = rows_per_window(packed)
     windows: list[Window] = []
-    end_of_table = 0
+    end_of_last_table = 0
     for table in stack.tables:
-        unused = (UNUSED, 0, table.row_offset - end_of_table)
-        begin, end = ranges.get(table.name, (0, 0))
-        while begin < end:
-            num_rows = min(end, (begin // size + 1) * size) - begin
-            piece = (table.name, begin, num_rows)
-            position = table.row_offset + begin
+        end = table.num_rows if num_rows is None else num_rows.get(table.name, 0)
+        assert end <= table.num_rows
+        for begin in range(0, end, size):
+            block = Block(table.name, begin, min(size, end - begin), 0)
+            start = table.row_offset + begin
             last = windows[-1] if windows else NO_WINDOW
-            before = () if begin or not unused[2] else (unused,)
-            joined = Window(last.start, (*last.pieces, *before, piece))
-            ends_here = joined.start + joined.num_rows == position + num_rows
-            if last.pieces and ends_here and joined.num_rows <= size:
-                windows[-1] = joined
+            position = start - last.start
+            follows = begin == 0 and last.start + last.num_rows == end_of_last_table
+            if last.blocks and follows and position + block.num_rows <= size:
+                blocks = *last.blocks, block._replace(position=position)
+                windows[-1] = Window(last.start, position + block.num_rows, blocks)
             else:
-                windows.append(Window(position, (piece,)))
-            begin += num_rows
-        end_of_table = table.row_offset + table.num_rows
+                windows.append(Window(start, block.num_rows, (block,)))
+        end_of_last_table = table.row_offset + table.num_rows
     return windows
 
 

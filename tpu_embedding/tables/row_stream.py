@@ -24,22 +24,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import (
     NO_WINDOW,
-    UNUSED,
     LineExchange,
-    RowRanges,
     Window,
     line_exchange,
     read_lines,
@@ -81,7 +80,7 @@ def read_blocks(
     packed: PackedRows,
     stack: StackPlan,
     plan: EmbeddingPlan,
-    ranges: RowRanges | None = None,
+    num_rows: Mapping[str, int] | None = None,
     receivers: Receivers = "one",
 ) -> Iterator[list[RowBlock]]:
     """Returns the rows of a stacked table or slot variable, block by block.
@@ -93,7 +92,7 @@ def read_blocks(
       packed: global rows. They must not change until the last turn.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
-      ranges: rows to read, by table. Defaults to all rows.
+      num_rows: how many of its first rows to read, by table. Defaults to all rows.
       receivers: `"one"` returns each block to one process only. `"all"` returns it to
         all processes, which takes more turns if there are several processes.
 
@@ -101,8 +100,7 @@ def read_blocks(
       An iterator of turns, each with the blocks of this process, possibly none.
 
     Raises:
-      ValueError: if the rows were made for another plan, or `ranges` doesn't match the
-        stack.
+      ValueError: if the rows were made for another plan.
 
     Example:
       >>> import jax
@@ -116,7 +114,7 @@ def read_blocks(
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
-    windows = windows_of(packed, stack, ranges)
+    windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
         return packed.read_windows(windows, exchange)
     if _is_on_host(packed):
@@ -129,7 +127,7 @@ def write_blocks(
     stack: StackPlan,
     plan: EmbeddingPlan,
     read: ReadTableRows,
-    ranges: RowRanges | None = None,
+    num_rows: Mapping[str, int] | None = None,
 ) -> PackedRows:
     """Replaces rows of a stacked table or slot variable, block by block, in place.
 
@@ -142,16 +140,15 @@ def write_blocks(
       read: returns rows in the form of `file_row`. It is called in another thread, only
         for the blocks of this process. A block never crosses a multiple of
         `rows_per_block` rows.
-      ranges: rows to write, by table. Defaults to all rows.
+      num_rows: how many of its first rows to write, by table. Defaults to all rows.
 
     Raises:
-      ValueError: if the rows were made for another plan, if `ranges` doesn't match the
-        stack, or if `read` returns the wrong shape or dtype. In the last case, the
-        rows are lost.
+      ValueError: if the rows were made for another plan, or if `read` returns the wrong
+        shape or dtype. In the last case, the rows are lost.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
-    windows = windows_of(packed, stack, ranges)
+    windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
         return packed.write_windows(windows, exchange, read)
     if _is_on_host(packed):
@@ -166,14 +163,18 @@ def _read_by_exchange(
     receivers: Receivers,
 ) -> Iterator[list[RowBlock]]:
     """Yields the blocks of this process, turn by turn."""
-    window_of_device = _windows_of_devices(exchange.received_sharding, receivers)
+    sharding = exchange.received_sharding
+    indices = sharding.devices_indices_map((len(sharding.device_set),))
+    devices = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
+    window_of_device = [*range(len(devices))]
+    if receivers == "all":
+        window_of_device = windows_for_all([x.process_index for x in devices])
 
     def start(turn: Sequence[Window]) -> tuple[Sequence[Window], jax.Array]:
-        by_device = [turn[i] if i < len(turn) else NO_WINDOW for i in window_of_device]
-        starts, _ = _bounds(by_device)
+        starts, _ = _bounds([turn[i] for i in window_of_device])
         return turn, read_lines(packed.lines, starts, exchange=exchange)
 
-    turns = _batched(windows, max(window_of_device) + 1)
+    turns = _turns(windows, max(window_of_device) + 1)
     for turn, received in _one_ahead(map(start, turns)):
         size = received.shape[0] // len(window_of_device)
         lines_of_window = {
@@ -182,12 +183,9 @@ def _read_by_exchange(
         }
         yield [
             block
-            for i, window in enumerate(turn)
-            if i in lines_of_window
+            for i, lines in sorted(lines_of_window.items())
             for block in _blocks_of_window(
-                np.split(np.asarray(lines_of_window[i]), exchange.num_parts),
-                window,
-                exchange,
+                np.split(np.asarray(lines), exchange.num_parts), turn[i], exchange
             )
         ]
         # Otherwise, three turns would be in memory while the next turn is read.
@@ -217,11 +215,7 @@ def _write_by_exchange(
             lines[shard] = _dealt(rows, turn[shard], exchange, memory)
         return lines
 
-    turns = [
-        [*turn, *[NO_WINDOW] * (num_shards - len(turn))]
-        for turn in _batched(windows, num_shards)
-    ]
-    lines = packed.lines
+    turns, lines = _turns(windows, num_shards), packed.lines
     for turn, dealt in zip(turns, _read_ahead(deal, turns), strict=True):
         sent = jax.make_array_from_callback(
             shape, exchange.sharding, lambda index, dealt=dealt: dealt[shard_of(index)]
@@ -281,18 +275,6 @@ def _write_on_host(
     return dataclasses.replace(packed, lines=lines)
 
 
-def _windows_of_devices(
-    sharding: jax.sharding.Sharding, receivers: Receivers
-) -> list[int]:
-    """Returns the number of each device's window in a turn."""
-    num_devices = len(sharding.device_set)
-    if receivers == "one":
-        return list(range(num_devices))
-    indices = sharding.devices_indices_map((num_devices,))
-    in_order = sorted(indices, key=lambda device: _number_of_part(indices[device], 1))
-    return windows_for_all([device.process_index for device in in_order])
-
-
 def windows_for_all(processes: Sequence[int]) -> list[int]:
     """Returns each device's window, such that each process has all windows of a turn.
 
@@ -325,8 +307,10 @@ def _read_ahead(
             del future
 
 
-def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
-    return [windows[i : i + size] for i in range(0, len(windows), size)]
+def _turns(windows: Sequence[Window], size: int) -> list[list[Window]]:
+    """Returns turns of this many windows. The last one is filled up."""
+    turns = [[*windows[i : i + size]] for i in range(0, len(windows), size)]
+    return [[*turn, *[NO_WINDOW] * (size - len(turn))] for turn in turns]
 
 
 def _bounds(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
@@ -366,33 +350,24 @@ def _blocks_of_window(
 
 def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
     """Yields the blocks of a window from all its rows."""
-    begin = 0
-    for table, start, num_rows in window.pieces:
-        if table != UNUSED:
-            yield RowBlock(table, start, rows[begin : begin + num_rows])
-        begin += num_rows
+    for table, start, num_rows, position in window.blocks:
+        yield RowBlock(table, start, rows[position : position + num_rows])
 
 
 def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.ndarray:
     """Returns the new rows of a window, checking their shape and dtype."""
-    row, blocks = exchange.row, []
-    for table, start, num_rows in window.pieces:
-        expected = (num_rows, *row.shape)
-        if table == UNUSED:
-            blocks.append(np.zeros(expected, row.dtype))
-            continue
-        rows: Any = read(table, start, num_rows)
-        shape, dtype = getattr(rows, "shape", None), getattr(rows, "dtype", None)
-        if (shape, dtype) != (expected, row.dtype):
-            raise ValueError(
-                f"read must return an array of shape {expected} and dtype {row.dtype} "
-                f"for rows {start} to {start + num_rows} of table {table!r}, got shape "
-                f"{shape} and dtype {dtype}."
-            )
-        blocks.append(rows)
-    if len(blocks) == 1:
-        return blocks[0]
-    return np.concatenate([np.empty((0, *row.shape), row.dtype), *blocks])
+    row = exchange.row
+    rows = np.zeros((window.num_rows, *row.shape), row.dtype)
+    for table, start, num_rows, position in window.blocks:
+        block, shape = read(table, start, num_rows), (num_rows, *row.shape)
+        if (block.shape, block.dtype) != (shape, row.dtype):
+            rule = f"return an array of shape {shape} and dtype {row.dtype} for "
+            rule += f"rows {start} to {start + num_rows} of table {table!r}"
+            raise invalid("read", rule, block)
+        if num_rows == window.num_rows:  # Don't copy the block.
+            return block
+        rows[position : position + num_rows] = block
+    return rows
 
 
 def _dealt(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping, invalid
-from tpu_embedding.plan.plan import EmbeddingPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import (
     real_array,
@@ -159,7 +159,7 @@ def with_slot_values(
     return result
 
 
-def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
+def slot_rows(state: Any, stack: StackPlan) -> dict[str, PackedRows]:
     """Returns the slot variables of one stack by name; see `slot_values`.
 
     `state` may hold arrays or their shapes.
@@ -168,9 +168,7 @@ def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
-def with_slot_rows(
-    state: Any, rows: Mapping[str, PackedRows], stack: TrainedStackPlan
-) -> Any:
+def with_slot_rows(state: Any, rows: Mapping[str, PackedRows], stack: StackPlan) -> Any:
     """Returns the state of one stack with some of its `slot_rows` replaced."""
     leaves = [rows.get(slot.name, slot.leaf) for slot in named_slots(state, stack)]
     return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
@@ -192,9 +190,7 @@ class NamedSlot:
     kind: Literal["rows", "tables", "shared", "hyperparameter"]
     leaf: Any
 
-    def read(
-        self, stack: TrainedStackPlan, plan: EmbeddingPlan
-    ) -> dict[str, np.ndarray]:
+    def read(self, stack: StackPlan, plan: EmbeddingPlan) -> dict[str, np.ndarray]:
         """Returns the value of each table."""
         if self.kind == "rows":
             return unstack_tables({stack.name: self.leaf}, plan)
@@ -205,7 +201,7 @@ class NamedSlot:
         }
 
     def replaced(
-        self, values: Mapping[str, Any], stack: TrainedStackPlan, plan: EmbeddingPlan
+        self, values: Mapping[str, Any], stack: StackPlan, plan: EmbeddingPlan
     ) -> Any:
         """Returns the leaf with the values of some tables replaced.
 
@@ -227,14 +223,13 @@ class NamedSlot:
             for i, table in enumerate(stack.tables):
                 if table.name in new:
                     array[i] = new[table.name]
-        elif self.kind == "shared":
+        else:
+            assert self.kind == "shared", "set by with_hyperparameters"
             array, *others = new.values()
             if any(not np.array_equal(array, other) for other in others):
                 rule = f"be equal for the tables {sorted(new)}, which share them"
                 found = [value.tolist() for value in new.values()]
                 raise invalid(f"values of {self.name!r}", rule, found)
-        else:
-            raise AssertionError(f"{self.name} is set by with_hyperparameters")
         return jax.device_put(array, self.leaf.sharding)
 
     def _checked(self, value: Any, table: TablePlan) -> np.ndarray:
@@ -253,7 +248,7 @@ class NamedSlot:
         return new
 
 
-def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
+def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:
     """Yields the named leaves of a stack's state, in order."""
     with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
     keystr = functools.partial(jax.tree_util.keystr, simple=True)

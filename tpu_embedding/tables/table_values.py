@@ -248,8 +248,8 @@ def _with_values(
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         return file_rows_of_values(values[table][start : start + num_rows], copy)
 
-    ranges = {table: (0, len(rows)) for table, rows in values.items()}
-    return write_blocks(copy, stack, plan, read, ranges)
+    num_rows = {table: len(rows) for table, rows in values.items()}
+    return write_blocks(copy, stack, plan, read, num_rows)
 
 
 def _on_planned_devices(

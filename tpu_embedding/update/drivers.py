@@ -30,7 +30,7 @@ from tpu_embedding.optimizers.row_optimizer import (
     Touched,
 )
 from tpu_embedding.optimizers.table_rows import AllReduce
-from tpu_embedding.plan.plan import TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     blocks_of,
@@ -61,7 +61,7 @@ def update_stack(
     table: PackedRows,
     state: Any,
     gradient: Parts,
-    stack: TrainedStackPlan,
+    stack: StackPlan,
     table_sizes: Array | None = None,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table and its state with a step's gradient.
@@ -85,7 +85,7 @@ def update_stack(
 
 
 def state_without_rows(
-    state: Any, stack: TrainedStackPlan, table_sizes: Array | None = None
+    state: Any, stack: StackPlan, table_sizes: Array | None = None
 ) -> Any:
     """Returns a stack's state after a step that did not touch its rows.
 

@@ -34,7 +34,7 @@ from tpu_embedding.optimizers.table_rows import (
     TableRows,
     table_rows_context,
 )
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import (
     add_to_rows,
     gather_rows,
@@ -106,7 +106,7 @@ class StackStep:
         for all rows.
     """
 
-    stack: TrainedStackPlan
+    stack: StackPlan
     state: Any
     table_sizes: Float[Array, " tables"] | None = None
 

@@ -25,7 +25,7 @@ from tpu_embedding.optimizers.table_rows import (
     TableRows,
     table_rows_context,
 )
-from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import blocks_of, lines_of_block
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -73,7 +73,7 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
+def init_state(table: PackedRows, stack: StackPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard.
 
     Totals are summed block by block. Rows that are stored on the host are summed in the
@@ -95,7 +95,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan) -> Any:
 
 
 def init_block(
-    rows: PackedRows, start: Any, all_reduce: AllReduce, stack: TrainedStackPlan
+    rows: PackedRows, start: Any, all_reduce: AllReduce, stack: StackPlan
 ) -> Any:
     """Returns the rule's state for a block of this shard's rows. Per shard.
 
@@ -141,7 +141,7 @@ def init_rule(
 
 
 @functools.lru_cache(maxsize=4096)
-def abstract_state(stack: TrainedStackPlan) -> Any:
+def abstract_state(stack: StackPlan) -> Any:
     """Returns a state structured like `init_state`'s, without running the rule."""
     probed = probe_rule(stack.optimizer, stack.dim)
     leaves, tree = jax.tree.flatten(probed.state)
@@ -155,7 +155,7 @@ def abstract_state(stack: TrainedStackPlan) -> Any:
     return jax.eval_shape(around, tree.unflatten(leaves))
 
 
-def state_around(rule_state: Any, stack: TrainedStackPlan) -> Any:
+def state_around(rule_state: Any, stack: StackPlan) -> Any:
     """Returns a stack's initial state, given its rule's state. Per shard."""
     state, layout = rule_state, stack.layout
     if isinstance(stack.optimizer.driver, KeptGradient):

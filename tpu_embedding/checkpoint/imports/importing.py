@@ -30,7 +30,7 @@ from tpu_embedding.functional.derived_state import (
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.optimizers.probe import probe_rule
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.strings import fingerprint_ids
@@ -337,7 +337,7 @@ def _import_into_layer(
 
 
 def _initial_slot_values(
-    stack: TrainedStackPlan, slots: Iterable[str]
+    stack: StackPlan, slots: Iterable[str]
 ) -> dict[str, float | None]:
     """Returns the initial value of each slot variable, or None if it isn't constant."""
     names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots

@@ -19,7 +19,8 @@ import numpy as np
 from tpu_embedding import distributed
 from tpu_embedding.paths import write_atomically
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan, summarize_memory
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.report import summarize_memory
 from tpu_embedding.tables.slot_values import named_slots
 from tpu_embedding.tools.train.run_config import RunConfig
 from tpu_embedding.tools.train.run_directory import (
@@ -216,7 +217,7 @@ def format_tables(plan: EmbeddingPlan) -> str:
     rows = [("table", "slot variables", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
         slots, dim, devices = "-", str(stack.dim), str(stack.num_shards)
-        if isinstance(stack, TrainedStackPlan):
+        if stack.is_trained:
             named = named_slots(abstract_state(stack), stack)
             slots = ", ".join(x.name for x in named if x.kind == "rows") or "-"
         num_bytes = sum(stack.array_bytes)
