@@ -89,6 +89,10 @@ ROW_LOCAL = {
     "constants": lambda u, s: u * np.ones(u.shape, np.float32) + jnp.arange(8.0)[None],
     "vmap": lambda u, s: jax.vmap(lambda x, y: x * jnp.sum(y))(u, s),
     "scan over rows": lambda u, s: jax.lax.map(lambda x: x / (1 + x @ x), u),
+    # Positions may be bounded by the number of rows.
+    "own position": lambda u, s: (
+        u * u[jnp.arange(u.shape[0]), jnp.argmax(s, axis=1)][:, None]
+    ),
 }
 NOT_ROW_LOCAL = {
     "sort of rows": lambda u, s: u * jnp.sort(s, axis=0),
@@ -163,6 +167,58 @@ MIXED = {
 def test_rows_that_are_mixed_only_sometimes_are_rejected(case):
     with rejects(NotRowLocalError):
         check_row_local(MIXED[case], DIM)
+
+
+DEPENDS = {
+    "norm": lambda g, count: (g, count + jnp.sum(g * g)),
+    "any": lambda g, count: (g, jnp.where(jnp.isnan(g).any(), count, count + 1)),
+    "condition": lambda g, count: (
+        g,
+        jax.lax.cond(jnp.sum(g) > 0, lambda x: x + 1, lambda x: x, count),
+    ),
+    "branch": lambda g, count: jax.lax.cond(
+        count > 3, lambda g, x: (g, x + jnp.sum(g)), lambda g, x: (-g, x), g, count
+    ),
+    "product with 0": lambda g, count: (g, count + 0 * jnp.sum(g)),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDS)
+def test_a_scalar_that_depends_on_rows_is_rejected(name):
+    rule = optax.GradientTransformation(
+        lambda rows: jnp.zeros(()), lambda g, s, rows: DEPENDS[name](g, s)
+    )
+    with rejects(NotRowLocalError):
+        check_row_local(rule, DIM)
+
+
+def test_a_rule_is_called_a_few_times_before_the_first_step_is_done():
+    calls, adam = {"init": 0, "update": 0}, optax.adam(lambda count: 0.1 / (count + 1))
+
+    def init(rows):
+        calls["init"] += 1
+        return adam.init(rows)
+
+    def update(gradient, state, rows=None):
+        calls["update"] += 1
+        return adam.update(gradient, state, rows)
+
+    table = te.TableConfig(
+        vocabulary_size=50,
+        dim=DIM,
+        name="t",
+        optimizer=optax.GradientTransformation(init, update),
+    )
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, np.arange(8, dtype=np.int32), plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, jnp.ones((8, DIM)), plan
+    )
+    te.functional.apply_gradients(tables, slots, gradients, plan)
+    # Each with 136 and with 3 rows in the probe; then the slot variables and the step.
+    assert calls["init"] == 3 and calls["update"] <= 5
 
 
 def of_state(make_state):

@@ -6,13 +6,12 @@ row-local. This means that its effect on a row depends only on the row, on the r
 gradient and slot variables, and on scalars of the state that do not depend on rows,
 such as a step count.
 
-A rule is traced once, and split into per-step values and arithmetic on rows. NumPy
-evaluates both halves, because compiling them would dominate the time to make a plan.
-The probe takes two steps on 136 rows, then repeats these steps with only three of the
-rows, in a different order. It does so early and late in training, with gradients that
-are small, large, zero or NaN. If the updates differ, the rule mixes rows. Equal updates
-are evidence but not proof: a rule may mix rows only at magnitudes that the probe does
-not try.
+A rule is traced once. NumPy evaluates its operations, because compiling them would
+dominate the time to make a plan. The probe takes two steps on 136 rows, then repeats
+these steps with only three of the rows, in a different order. It does so early and late
+in training, with gradients that are small, large, zero or NaN. If the updates differ,
+the rule mixes rows. Equal updates are evidence but not proof: a rule may mix rows only
+at magnitudes that the probe does not try.
 """
 
 import contextlib
@@ -28,21 +27,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import eval_context
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
+from tpu_embedding.optimizers.jaxprs import (
+    ClosedJaxpr,
+    are_among,
+    called_function,
+    dependent_values,
+    evaluate,
+    evaluate_by_numpy,
+)
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
     RowOptimizer,
     row_optimizer_of,
-)
-from tpu_embedding.optimizers.rule_split import (
-    Program,
-    SplitRule,
-    evaluate_by_numpy,
-    partition,
-    split_program,
-    trace_program,
 )
 from tpu_embedding.optimizers.table_rows import (
     TableRows,
@@ -78,6 +78,11 @@ _LARGE: Final = 1e10
 _LATE: Final = 1000
 """Steps added to a rule's counts, because a rule may change with the step."""
 
+_RESHAPING: Final = frozenset(
+    "broadcast_in_dim copy expand_dims iota reshape squeeze".split()
+)
+"""Operations whose count in a rule may depend on the number of rows."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbedSlot:
@@ -107,18 +112,25 @@ class ProbedRule:
       state: the rule's state for some rows, as shapes and dtypes.
       leaves: for each leaf of the state, the slot variable, or `None` for a scalar.
       takes_totals: True if the rule asks for totals over a table's rows.
-      split: the rule, traced for some rows, in two halves. Totals are replaced by ones.
+      update: the rule's step for some rows, with totals replaced by ones. It maps
+        gradients, rows, `is_touched` and the state's leaves to updates and new leaves.
     """
 
     state: Any
     leaves: tuple[ProbedSlot | None, ...]
     takes_totals: bool
-    split: SplitRule
+    update: ClosedJaxpr
 
     @property
     def slots(self) -> tuple[ProbedSlot, ...]:
         """The slot variables."""
         return tuple(leaf for leaf in self.leaves if leaf is not None)
+
+    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Splits the leaves of a state into values that rows share, and slots."""
+        pairs = list(zip(leaves, self.leaves, strict=True))
+        shared = [leaf for leaf, slot in pairs if slot is None]
+        return shared, [leaf for leaf, slot in pairs if slot is not None]
 
 
 def probe_rule(
@@ -138,11 +150,11 @@ def rates_are_finite(
 ) -> Array | None:
     """Returns False if the next step's learning rate is NaN or infinite.
 
-    The step's hyperparameters are applied to rows of ones. A non-finite rate makes all
-    their updates NaN or infinite. Other hyperparameters may be non-finite without
-    making the updates non-finite: a bound may be infinite, and a branch that is not
-    taken may compute NaN, as in the first steps of `optax.radam`. `scalars` are the
-    state's leaves that are not slot variables.
+    The step is applied to rows of ones. A non-finite rate makes all their updates NaN
+    or infinite. Other values of the step may be non-finite without making the updates
+    non-finite: a bound may be infinite, and a branch that is not taken may compute NaN,
+    as in the first steps of `optax.radam`. `scalars` are the state's leaves that are
+    not slot variables.
 
     Returns:
       A bool scalar, or `None` if rows are updated with constants only, because
@@ -154,23 +166,23 @@ def rates_are_finite(
       [False, True]
     """
     probed = probe_rule(rule, dim)
-    split = probed.split
-    if not (scalars and split.num_hyperparameters):
+    jaxpr = probed.update.jaxpr
+    is_shared = [slot is None for slot in probed.leaves]
+    from_shared = dependent_values(jaxpr, [False, False, False, *is_shared])
+    updates, *leaves = are_among(jaxpr.outvars, from_shared)
+    if not (updates or any(probed.partition(leaves)[1])):
         return None
-    # The probe has a single table, so totals have shape [1].
-    known = [
-        jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape, x.aval.dtype)
-        for x, now in zip(split.value_program.inputs, scalars, strict=True)
-    ]
-    hyperparameters, _ = split.values(known)
-    gradient, rows, is_touched, *others = (
-        jnp.ones(x.aval.shape, x.aval.dtype) for x in split.row_program.inputs
-    )
-    slots = [
-        ones if slot.initial_value is None else jnp.full_like(ones, slot.initial_value)
-        for slot, ones in zip(probed.slots, others, strict=False)
-    ]
-    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
+    arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
+    remaining = iter(scalars)
+    for i, slot in enumerate(probed.leaves, start=3):
+        if slot is None:
+            scalar = jnp.asarray(next(remaining))
+            # The probe has a single table, so totals have shape [1].
+            arguments[i] = scalar if arguments[i].shape == () else arguments[i]
+        elif slot.initial_value is not None:
+            arguments[i] = jnp.full_like(arguments[i], slot.initial_value)
+    updates, *leaves = evaluate(probed.update, arguments)
+    _, new_slots = probed.partition(leaves)
     is_finite = [jnp.any(jnp.isfinite(x)) for x in (updates, *new_slots)]
     return jnp.all(jnp.stack(is_finite))
 
@@ -215,22 +227,22 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         with _shapes_fit_any_number_of_rows():
             few_init, few_state = _trace_init(rule, (len(_FEW_ROWS), dim), asked)
         slot_rows = _slot_rows(state, few_state)
-        is_slot = [row is not None for row in slot_rows]
-        traced = _TracedRule(init, split_program(update, is_slot), is_slot)
+        traced = _TracedRule(init, update, [row is not None for row in slot_rows])
         _check_row_local(traced, cases)
         with _shapes_fit_any_number_of_rows():
             few = _trace_update(rule, few_state, (len(_FEW_ROWS), dim), asked)
-        if not split_program(few, is_slot).has_operations_of(traced.split):
+        if list(_operations(few, {})) != list(_operations(update, {})):
             raise _mixes_rows()
-        # The initial slot variables of each case, and of the few rows.
-        first_slots = [traced.start(rows)[1] for _, rows, _ in cases]
+        # The initial leaves of each case, and of the few rows.
+        first = [traced.start(rows) for _, rows, _ in cases]
         small_rows = cases[0][1]
-        few_leaves = evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]])
-        first_slots.append(partition(few_leaves, is_slot)[1])
+        first.append(evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]]))
         moved_early = _moved_by_adding(traced, small_rows, later=0)
         moved_late = _moved_by_adding(traced, small_rows, later=_LATE)
-    slots = [
-        ProbedSlot(
+    leaves = [
+        None
+        if row is None
+        else ProbedSlot(
             row=row,
             initial_value=_one_value(values),
             # The third case has different rows from the first.
@@ -238,19 +250,11 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
             is_moved_by_adding=early and late,
         )
         for row, early, late, *values in zip(
-            [row for row in slot_rows if row is not None],
-            moved_early,
-            moved_late,
-            *first_slots,
-            strict=True,
+            slot_rows, moved_early, moved_late, *first, strict=True
         )
     ]
-    remaining = iter(slots)
     return ProbedRule(
-        state=state,
-        leaves=tuple(next(remaining) if x else None for x in is_slot),
-        takes_totals=bool(asked),
-        split=traced.split,
+        state=state, leaves=tuple(leaves), takes_totals=bool(asked), update=update
     )
 
 
@@ -294,26 +298,29 @@ class _TracedRule(NamedTuple):
 
     Attributes:
       init: maps rows to the state's leaves.
-      split: the two halves of `update`.
+      update: see `ProbedRule.update`.
       is_slot: True for each leaf of the state that is a slot variable.
     """
 
-    init: Program
-    split: SplitRule
+    init: ClosedJaxpr
+    update: ClosedJaxpr
     is_slot: list[bool]
 
-    def start(
-        self, rows: np.ndarray, later: int = 0
-    ) -> tuple[list[Any], list[np.ndarray]]:
-        """Returns an initial state's scalars and slot variables.
+    def start(self, rows: np.ndarray, later: int = 0) -> list[Any]:
+        """Returns the leaves of an initial state.
 
         `later` steps are added to each count, an integer scalar of the state.
         """
-        scalars, slots = partition(evaluate_by_numpy(self.init, [rows]), self.is_slot)
-        for i, scalar in enumerate(scalars):
-            if scalar.shape == () and jnp.issubdtype(scalar.dtype, jnp.integer):
-                scalars[i] = (scalar + np.int64(later)).astype(scalar.dtype)
-        return scalars, slots
+        leaves = evaluate_by_numpy(self.init, [rows])
+        for i, leaf in enumerate(leaves):
+            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer):
+                leaves[i] = (leaf + np.int64(later)).astype(leaf.dtype)
+        return leaves
+
+    def step(self, gradient: Any, rows: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Returns updates and new leaves if all rows are touched."""
+        is_touched = np.ones(_NUM_ROWS, bool)
+        return evaluate_by_numpy(self.update, [gradient, rows, is_touched, *leaves])
 
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
@@ -325,30 +332,21 @@ class _TracedRule(NamedTuple):
           rows: `[rows, dim]`.
           later: number of steps before these two.
         """
-        scalars, slots = self.start(rows, later)
+        leaves = self.start(rows, later)
         updates = []
         for gradient in gradients:
-            hyperparameters, scalars = self.split.values(scalars, evaluate_by_numpy)
-            update, slots = self.rows(gradient, rows, slots, hyperparameters)
+            update, *leaves = self.step(gradient, rows, leaves)
             updates.append(update)
         return np.stack(updates)
-
-    def rows(
-        self, gradient: Any, rows: Any, slots: Any, hyperparameters: Any
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns updates and new slot variables if all rows are touched."""
-        is_touched = np.ones(_NUM_ROWS, bool)
-        return self.split.rows(
-            gradient, rows, is_touched, slots, hyperparameters, evaluate_by_numpy
-        )
 
 
 def _trace_init(
     rule: optax.GradientTransformation, shape: tuple[int, int], asked: list[str]
-) -> tuple[Program, Any]:
-    """Returns the program of a rule's `init`, and the state's shapes and dtypes."""
+) -> tuple[ClosedJaxpr, Any]:
+    """Returns the jaxpr of a rule's `init`, and the state's shapes and dtypes."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return trace_program(functools.partial(_init, rule, asked), rows)
+    init = functools.partial(_init, rule, asked)
+    return jax.make_jaxpr(init, return_shape=True)(rows)
 
 
 def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> Any:
@@ -361,11 +359,10 @@ def _trace_update(
     state: Any,
     shape: tuple[int, int],
     asked: list[str],
-) -> Program:
-    """Returns the program of a rule's step.
+) -> ClosedJaxpr:
+    """Returns `ProbedRule.update` for rows `[rows, dim]` of some shape.
 
-    It maps gradients, rows, `is_touched` and the state's leaves to updates and the new
-    leaves. Each total that the rule asks for adds an item to `asked`.
+    Each total that the rule asks for adds an item to `asked`.
 
     Raises:
       NotRowLocalError: if updates change after the rule asked how the table stores
@@ -390,7 +387,7 @@ def _trace_update(
 
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     is_touched = jax.ShapeDtypeStruct(shape[:1], bool)
-    return trace_program(update, rows, rows, is_touched, state)[0]
+    return jax.make_jaxpr(update)(rows, rows, is_touched, state)
 
 
 @contextlib.contextmanager
@@ -497,7 +494,11 @@ def _check_row_local(
         is_same = (alone == among_all) | (np.isnan(alone) & np.isnan(among_all))
         if not np.all(is_close | is_same):
             raise _mixes_rows()
-    if rule.split.scalars_depend_on_rows:
+    jaxpr = rule.update.jaxpr
+    from_rows = dependent_values(jaxpr, [True, True, True, *rule.is_slot])
+    _, *leaves = are_among(jaxpr.outvars, from_rows)
+    pairs = zip(leaves, rule.is_slot, strict=True)
+    if any(is_dependent and not is_slot for is_dependent, is_slot in pairs):
         raise NotRowLocalError(
             "The optimizer is not row-local: a scalar of its state, such as a norm, "
             "depends on this step's rows, which differ between devices. Apply it to "
@@ -515,36 +516,71 @@ def _mixes_rows() -> NotRowLocalError:
     )
 
 
+def _operations(
+    closed: ClosedJaxpr, known: dict[Any, str]
+) -> Iterator[tuple[str, ...]]:
+    """Yields the operations of a rule, which the number of rows must not change.
+
+    For each operation except reshapes, this is its name followed by one text per
+    operand: the value of a constant float, or nothing.
+
+    Args:
+      closed: the rule, or a function that it calls.
+      known: text of each argument that is a constant float.
+    """
+    jaxpr = closed.jaxpr
+    constants = zip(jaxpr.constvars, closed.consts, strict=True)
+    known = known | {x: _float_text(value, x.aval) for x, value in constants}
+
+    def text_of(atom: Any) -> str:
+        if isinstance(atom, Literal):
+            return _float_text(atom.val, atom.aval)
+        return known.get(atom, "")
+
+    for equation in jaxpr.eqns:
+        operands = tuple(map(text_of, equation.invars))
+        called = called_function(equation)
+        if called is not None:
+            given = zip(called.jaxpr.invars, operands, strict=True)
+            yield from _operations(called, dict(given))
+        elif equation.primitive.name not in _RESHAPING:
+            yield equation.primitive.name, *operands
+
+
+def _float_text(value: Any, aval: Any) -> str:
+    """Returns a float scalar as text, so that NaN equals NaN, and "" for the rest."""
+    is_float = aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
+    return str(float(value)) if is_float else ""
+
+
 def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bool]:
-    """Returns `ProbedSlot.is_moved_by_adding` for each slot variable.
+    """Returns `ProbedSlot.is_moved_by_adding` of each leaf, False for a shared value.
 
     Doubling a slot variable should increase its new value by half to all of the old
     value. The tested step comes after `later` steps that did not touch any rows. The
     more such steps there are, the more of the old value a rule may forget.
     """
-    scalars, slots = rule.start(rows, later)
-    hyperparameters, _ = rule.split.values(scalars, evaluate_by_numpy)
+    leaves = rule.start(rows, later)
     gradient = _random(rows.shape)
     # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
-    is_float = [jnp.issubdtype(slot.dtype, jnp.floating) for slot in slots]
-    for i, slot in enumerate(slots):
-        if is_float[i]:
-            slots[i] = np.resize(np.float32(10.0**powers), slot.shape).astype(
-                slot.dtype
-            )
-    _, new_slots = rule.rows(gradient, gradient, slots, hyperparameters)
-    moved = []
-    for i, (old, new) in enumerate(zip(slots, new_slots, strict=True)):
-        if not is_float[i]:
-            moved.append(False)
-            continue
-        doubled = [*slots[:i], 2 * old, *slots[i + 1 :]]
-        larger = rule.rows(gradient, gradient, doubled, hyperparameters)[1][i]
-        before, larger = np.float64(old), np.float64(larger)
-        rounding = 2 * jnp.finfo(old.dtype).eps * (np.abs(larger) + before)
-        error = np.abs(larger - np.float64(new) - 0.75 * before)
-        moved.append(bool(np.all(error <= 0.26 * before + rounding)))
+    tested = [
+        i
+        for i, (leaf, is_slot) in enumerate(zip(leaves, rule.is_slot, strict=True))
+        if is_slot and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    for i in tested:
+        values = np.resize(np.float32(10.0**powers), leaves[i].shape)
+        leaves[i] = values.astype(leaves[i].dtype)
+    _, *new = rule.step(gradient, gradient, leaves)
+    moved = [False] * len(leaves)
+    for i in tested:
+        doubled = [*leaves[:i], 2 * leaves[i], *leaves[i + 1 :]]
+        _, *larger = rule.step(gradient, gradient, doubled)
+        before, after = np.float64(leaves[i]), np.float64(larger[i])
+        rounding = 2 * jnp.finfo(leaves[i].dtype).eps * (np.abs(after) + before)
+        error = np.abs(after - np.float64(new[i]) - 0.75 * before)
+        moved[i] = bool(np.all(error <= 0.26 * before + rounding))
     return moved
 
 

@@ -24,7 +24,6 @@ from tpu_embedding.optimizers.probe import (
     rates_are_finite,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, row_optimizer_of
-from tpu_embedding.optimizers.rule_split import partition
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.capacity import Updates
 from tpu_embedding.plan.plan import StackPlan
@@ -240,8 +239,7 @@ class RuleStep:
             updates, new_state = self.optimizer.update(gradient, state, rows)
         tree = jax.tree.structure(self.state, is_leaf=is_slot)
         leaves = tree.flatten_up_to(new_state)
-        is_slot_leaf = [slot is not None for slot in self.probed.leaves]
-        new_values, new_slots = partition(leaves, is_slot_leaf)
+        new_values, new_slots = self.probed.partition(leaves)
         return updates, new_slots, new_values
 
     def without_rows(self, known: TableRows | None = None) -> list[Any]:
