@@ -27,17 +27,31 @@ def of_arrays(x):
     yield from (x.sum(0), x.max(1), x.min(), jnp.mean(x, 1, keepdims=True))
     yield from (jnp.concatenate([x, x], 1), x.reshape(3, 2), jnp.where(x > 0, x, 7.0))
     yield from (jnp.select([x > 1, x > 0], [x, -x], 0.0), jnp.squeeze(x[:, :1]))
+    yield from (
+        (x > 0).any(1),
+        (x > 0).all(0),
+        x[:, 1:],
+        jax.lax.slice(x, (0, 0), (2, 3), (1, 2)),
+    )
     yield from (x.astype(jnp.bfloat16) * 3, jnp.broadcast_to(x[:, None], (2, 4, 3)))
+
+
+def branches(x):
+    yield jax.lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, x)
+    for index in (-1, 1, 7):
+        yield jax.lax.switch(
+            jnp.int32(index) + jnp.int32(x[1, 1]), [jnp.sin, jnp.cos, abs], x
+        )
 
 
 def others(x):
     """Uses operations that JAX evaluates, and functions that are called."""
-    yield from (jnp.sort(x), jax.lax.cond(True, jnp.sin, jnp.cos, x), jnp.cumsum(x, 0))
+    yield from (jnp.sort(x), jnp.cumsum(x, 0))
     yield jax.random.key_data(jax.random.split(jax.random.key(0))[0])
     yield from (jax.jit(jnp.arcsin)(x / 4), jax.nn.softplus(x), x[::-1])
 
 
-@pytest.mark.parametrize("function", [elementwise, of_arrays, others])
+@pytest.mark.parametrize("function", [elementwise, of_arrays, branches, others])
 def test_evaluates_as_jax_does(function):
     closed = jax.make_jaxpr(lambda x: list(function(x)))(X)
     with np.errstate(all="ignore"):

@@ -43,11 +43,16 @@ _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     "convert_element_type": lambda x, **_: x,
     "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
     "integer_pow": lambda x, y: np.power(x, y),
+    "reduce_and": lambda x, axes, **_: np.bitwise_and.reduce(x, axes),
     "reduce_max": lambda x, axes, **_: np.max(x, axes),
     "reduce_min": lambda x, axes, **_: np.min(x, axes),
+    "reduce_or": lambda x, axes, **_: np.bitwise_or.reduce(x, axes),
     "reduce_sum": lambda x, axes, **_: np.sum(x, axes),
     "reshape": lambda x, new_sizes, **_: np.reshape(x, new_sizes),
     "select_n": lambda which, *cases: np.choose(which, cases),
+    "slice": lambda x, start_indices, limit_indices, strides: x[
+        tuple(map(slice, start_indices, limit_indices, strides or x.ndim * [None]))
+    ],
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
 }
 """Operations with parameters. Their results are cast to the traced dtype."""
@@ -113,6 +118,11 @@ def evaluate_by_numpy(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any
 def _compute_by_numpy(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Returns an operation's results, computed by NumPy where possible."""
     name = equation.primitive.name
+    if name == "cond":
+        index, *arguments = operands
+        branches = equation.params["branches"]
+        branch = branches[np.clip(int(index), 0, len(branches) - 1)]
+        return evaluate(branch, arguments, _compute_by_numpy)
     operation = _ELEMENTWISE.get(name)
     if operation is None and name in _WITH_PARAMETERS:
         operation = functools.partial(_WITH_PARAMETERS[name], **equation.params)

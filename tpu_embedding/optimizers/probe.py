@@ -6,12 +6,12 @@ row-local. This means that its effect on a row depends only on the row, on the r
 gradient and slot variables, and on scalars of the state that do not depend on rows,
 such as a step count.
 
-A rule is traced once. NumPy evaluates its operations, because compiling them would
-dominate the time to make a plan. The probe takes two steps on 136 rows, then repeats
-these steps with only three of the rows, in a different order. It does so early and late
-in training, with gradients that are small, large, zero or NaN. If the updates differ,
-the rule mixes rows. Equal updates are evidence but not proof: a rule may mix rows only
-at magnitudes that the probe does not try.
+A rule is traced for two numbers of rows. NumPy evaluates its operations, because
+compiling them would dominate the time to make a plan. The probe takes two steps on 136
+rows, then repeats these steps with only three of the rows, in a different order. It
+does so early and late in training, with gradients that are small, large, zero or NaN.
+If the updates differ, the rule mixes rows. Equal updates are evidence but not proof: a
+rule may mix rows only at magnitudes that the probe does not try.
 """
 
 import contextlib
@@ -27,14 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import eval_context
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.jaxprs import (
     ClosedJaxpr,
     are_among,
-    called_function,
     dependent_values,
     evaluate,
     evaluate_by_numpy,
@@ -61,8 +59,7 @@ _NUM_ROWS: Final = 136
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
 """Rows that the probe runs without the rest, in a different order. The bad row is not
-among them. A rule is also traced for this number of rows, which is odd and below
-128."""
+among them. Their number is odd and below 128."""
 
 _BAD_ROW: Final = 1
 """A row of large values. Its gradient is NaN in one step and large in the other
@@ -77,11 +74,6 @@ _LARGE: Final = 1e10
 
 _LATE: Final = 1000
 """Steps added to a rule's counts, because a rule may change with the step."""
-
-_RESHAPING: Final = frozenset(
-    "broadcast_in_dim copy expand_dims iota reshape squeeze".split()
-)
-"""Operations whose count in a rule may depend on the number of rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,23 +214,18 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     asked: list[str] = []
     cases = list(_cases(dim))
     with on_its_own(), np.errstate(all="ignore"), _says_why_it_does_not_run(dim):
-        init, state = _trace_init(rule, (_NUM_ROWS, dim), asked)
-        update = _trace_update(rule, state, (_NUM_ROWS, dim), asked)
+        many = _trace_rule(rule, _NUM_ROWS, dim, asked)
         with _shapes_fit_any_number_of_rows():
-            few_init, few_state = _trace_init(rule, (len(_FEW_ROWS), dim), asked)
-        slot_rows = _slot_rows(state, few_state)
-        traced = _TracedRule(init, update, [row is not None for row in slot_rows])
-        _check_row_local(traced, cases)
-        with _shapes_fit_any_number_of_rows():
-            few = _trace_update(rule, few_state, (len(_FEW_ROWS), dim), asked)
-        if list(_operations(few, {})) != list(_operations(update, {})):
-            raise _mixes_rows()
+            few = _trace_rule(rule, len(_FEW_ROWS), dim, asked)
+        slot_rows = _slot_rows(many.state, few.state)
+        is_slot = [row is not None for row in slot_rows]
+        _check_row_local(many, few, is_slot, cases)
         # The initial leaves of each case, and of the few rows.
-        first = [traced.start(rows) for _, rows, _ in cases]
+        first = [many.start(rows) for _, rows, _ in cases]
         small_rows = cases[0][1]
-        first.append(evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]]))
-        moved_early = _moved_by_adding(traced, small_rows, later=0)
-        moved_late = _moved_by_adding(traced, small_rows, later=_LATE)
+        first.append(few.start(small_rows[_FEW_ROWS]))
+        moved_early = _moved_by_adding(many, is_slot, small_rows, later=0)
+        moved_late = _moved_by_adding(many, is_slot, small_rows, later=_LATE)
     leaves = [
         None
         if row is None
@@ -254,7 +241,10 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         )
     ]
     return ProbedRule(
-        state=state, leaves=tuple(leaves), takes_totals=bool(asked), update=update
+        state=many.state,
+        leaves=tuple(leaves),
+        takes_totals=bool(asked),
+        update=many.update,
     )
 
 
@@ -294,17 +284,17 @@ def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
 
 
 class _TracedRule(NamedTuple):
-    """A rule traced for `_NUM_ROWS` rows and evaluated by NumPy.
+    """A rule traced for some number of rows and evaluated by NumPy.
 
     Attributes:
       init: maps rows to the state's leaves.
       update: see `ProbedRule.update`.
-      is_slot: True for each leaf of the state that is a slot variable.
+      state: the state's shapes and dtypes.
     """
 
     init: ClosedJaxpr
     update: ClosedJaxpr
-    is_slot: list[bool]
+    state: Any
 
     def start(self, rows: np.ndarray, later: int = 0) -> list[Any]:
         """Returns the leaves of an initial state.
@@ -319,7 +309,7 @@ class _TracedRule(NamedTuple):
 
     def step(self, gradient: Any, rows: Any, leaves: Sequence[Any]) -> list[Any]:
         """Returns updates and new leaves if all rows are touched."""
-        is_touched = np.ones(_NUM_ROWS, bool)
+        is_touched = np.ones(len(rows), bool)
         return evaluate_by_numpy(self.update, [gradient, rows, is_touched, *leaves])
 
     def updates(
@@ -340,29 +330,10 @@ class _TracedRule(NamedTuple):
         return np.stack(updates)
 
 
-def _trace_init(
-    rule: optax.GradientTransformation, shape: tuple[int, int], asked: list[str]
-) -> tuple[ClosedJaxpr, Any]:
-    """Returns the jaxpr of a rule's `init`, and the state's shapes and dtypes."""
-    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    init = functools.partial(_init, rule, asked)
-    return jax.make_jaxpr(init, return_shape=True)(rows)
-
-
-def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> Any:
-    with _as_in_layer(some_rows(len(rows)), asked):
-        return rule.init(rows)
-
-
-def _trace_update(
-    rule: optax.GradientTransformation,
-    state: Any,
-    shape: tuple[int, int],
-    asked: list[str],
-) -> ClosedJaxpr:
-    """Returns `ProbedRule.update` for rows `[rows, dim]` of some shape.
-
-    Each total that the rule asks for adds an item to `asked`.
+def _trace_rule(
+    rule: optax.GradientTransformation, num_rows: int, dim: int, asked: list[str]
+) -> _TracedRule:
+    """Traces a rule. Each total that the rule asks for adds an item to `asked`.
 
     Raises:
       NotRowLocalError: if updates change after the rule asked how the table stores
@@ -372,11 +343,11 @@ def _trace_update(
     """
 
     def update(gradients: Array, rows: Array, is_touched: Array, state: Any) -> Any:
-        known = dataclasses.replace(some_rows(len(rows)), is_touched=is_touched)
+        known = dataclasses.replace(some_rows(num_rows), is_touched=is_touched)
         with _as_in_layer(known, asked) as stored:
             updates, new_state = rule.update(gradients, state, rows)
-        if getattr(updates, "shape", None) != shape:
-            raise TypeError(f"update must return one array of shape {shape}")
+        if getattr(updates, "shape", None) != rows.shape:
+            raise TypeError(f"update must return one array of shape {rows.shape}")
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
                 "adafactor must come last in a chain, without wrappers that change its "
@@ -385,9 +356,17 @@ def _trace_update(
             )
         return updates, jax.tree.structure(state).flatten_up_to(new_state)
 
-    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    is_touched = jax.ShapeDtypeStruct(shape[:1], bool)
-    return jax.make_jaxpr(update)(rows, rows, is_touched, state)
+    rows = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+    is_touched = jax.ShapeDtypeStruct((num_rows,), bool)
+    init = functools.partial(_init, rule, asked)
+    init_jaxpr, state = jax.make_jaxpr(init, return_shape=True)(rows)
+    update_jaxpr = jax.make_jaxpr(update)(rows, rows, is_touched, state)
+    return _TracedRule(init_jaxpr, update_jaxpr, state)
+
+
+def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> Any:
+    with _as_in_layer(some_rows(len(rows)), asked):
+        return rule.init(rows)
 
 
 @contextlib.contextmanager
@@ -477,28 +456,30 @@ def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def _check_row_local(
-    rule: _TracedRule, cases: Sequence[tuple[np.ndarray, np.ndarray, int]]
+    many: _TracedRule,
+    few: _TracedRule,
+    is_slot: list[bool],
+    cases: Sequence[tuple[np.ndarray, np.ndarray, int]],
 ) -> None:
     """Compares the updates of a few rows with and without the remaining rows."""
-    # The traced number of rows is fixed, so each of the few rows occurs many times.
-    places = _FEW_ROWS[np.arange(_NUM_ROWS) % len(_FEW_ROWS)]
     for gradients, rows, later in cases:
-        among_all = rule.updates(gradients, rows, later)[:, places]
-        alone = rule.updates(gradients[:, places], rows[places], later)
+        few_rows = rows[_FEW_ROWS]
+        among_all = many.updates(gradients, rows, later)[:, _FEW_ROWS]
+        alone = few.updates(gradients[:, _FEW_ROWS], few_rows, later)
         # Rounding may differ per row. A rule may subtract the old row from a new one,
         # which rounds by 1e-7 of the row.
         largest = np.nan_to_num(np.abs(among_all), posinf=0).max(-1, keepdims=True)
         tolerance = 1e-5 * largest
-        tolerance += 5e-7 * np.abs(rows[places]).max(-1, keepdims=True)
+        tolerance += 5e-7 * np.abs(few_rows).max(-1, keepdims=True)
         is_close = np.abs(alone - among_all) <= tolerance
         is_same = (alone == among_all) | (np.isnan(alone) & np.isnan(among_all))
         if not np.all(is_close | is_same):
             raise _mixes_rows()
-    jaxpr = rule.update.jaxpr
-    from_rows = dependent_values(jaxpr, [True, True, True, *rule.is_slot])
+    jaxpr = many.update.jaxpr
+    from_rows = dependent_values(jaxpr, [True, True, True, *is_slot])
     _, *leaves = are_among(jaxpr.outvars, from_rows)
-    pairs = zip(leaves, rule.is_slot, strict=True)
-    if any(is_dependent and not is_slot for is_dependent, is_slot in pairs):
+    pairs = zip(leaves, is_slot, strict=True)
+    if any(is_dependent and not by_row for is_dependent, by_row in pairs):
         raise NotRowLocalError(
             "The optimizer is not row-local: a scalar of its state, such as a norm, "
             "depends on this step's rows, which differ between devices. Apply it to "
@@ -516,44 +497,9 @@ def _mixes_rows() -> NotRowLocalError:
     )
 
 
-def _operations(
-    closed: ClosedJaxpr, known: dict[Any, str]
-) -> Iterator[tuple[str, ...]]:
-    """Yields the operations of a rule, which the number of rows must not change.
-
-    For each operation except reshapes, this is its name followed by one text per
-    operand: the value of a constant float, or nothing.
-
-    Args:
-      closed: the rule, or a function that it calls.
-      known: text of each argument that is a constant float.
-    """
-    jaxpr = closed.jaxpr
-    constants = zip(jaxpr.constvars, closed.consts, strict=True)
-    known = known | {x: _float_text(value, x.aval) for x, value in constants}
-
-    def text_of(atom: Any) -> str:
-        if isinstance(atom, Literal):
-            return _float_text(atom.val, atom.aval)
-        return known.get(atom, "")
-
-    for equation in jaxpr.eqns:
-        operands = tuple(map(text_of, equation.invars))
-        called = called_function(equation)
-        if called is not None:
-            given = zip(called.jaxpr.invars, operands, strict=True)
-            yield from _operations(called, dict(given))
-        elif equation.primitive.name not in _RESHAPING:
-            yield equation.primitive.name, *operands
-
-
-def _float_text(value: Any, aval: Any) -> str:
-    """Returns a float scalar as text, so that NaN equals NaN, and "" for the rest."""
-    is_float = aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
-    return str(float(value)) if is_float else ""
-
-
-def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bool]:
+def _moved_by_adding(
+    rule: _TracedRule, is_slot: list[bool], rows: np.ndarray, later: int
+) -> list[bool]:
     """Returns `ProbedSlot.is_moved_by_adding` of each leaf, False for a shared value.
 
     Doubling a slot variable should increase its new value by half to all of the old
@@ -566,8 +512,8 @@ def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bo
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     tested = [
         i
-        for i, (leaf, is_slot) in enumerate(zip(leaves, rule.is_slot, strict=True))
-        if is_slot and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for i, (leaf, by_row) in enumerate(zip(leaves, is_slot, strict=True))
+        if by_row and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     for i in tested:
         values = np.resize(np.float32(10.0**powers), leaves[i].shape)
