@@ -89,6 +89,10 @@ ROW_LOCAL = {
     "constants": lambda u, s: u * np.ones(u.shape, np.float32) + jnp.arange(8.0)[None],
     "vmap": lambda u, s: jax.vmap(lambda x, y: x * jnp.sum(y))(u, s),
     "scan over rows": lambda u, s: jax.lax.map(lambda x: x / (1 + x @ x), u),
+    # Positions may be bounded by the number of rows.
+    "own position": lambda u, s: (
+        u * u[jnp.arange(u.shape[0]), jnp.argmax(s, axis=1)][:, None]
+    ),
 }
 NOT_ROW_LOCAL = {
     "sort of rows": lambda u, s: u * jnp.sort(s, axis=0),
@@ -101,6 +105,7 @@ NOT_ROW_LOCAL = {
     "one row": lambda u, s: u.at[0].set(0.0),
     "rows by rows": lambda u, s: (u @ s.T) @ u,
     "scan that carries": lambda u, s: jax.lax.associative_scan(jnp.add, u),
+    "gradient of zeros": lambda u, s: jnp.where(jnp.any(u == 0), 2 * u, u),
 }
 
 
@@ -120,6 +125,16 @@ def test_is_row_local(name):
 def test_mixes_rows(name):
     with rejects(NotRowLocalError, fix="clip_by_global_norm"):
         check_row_local(rule_of(NOT_ROW_LOCAL[name]), DIM)
+
+
+def test_rows_that_are_mixed_late_in_training_or_by_a_large_row():
+    late = optax.conditionally_transform(
+        optax.clip_by_global_norm(1.0), lambda step: step > 2
+    )
+    large = optax.stateless(lambda g, rows: jnp.where(jnp.max(rows) > 0.7, g / 2, g))
+    for rule in (optax.chain(late, optax.sgd(0.1)), large):
+        with rejects(NotRowLocalError):
+            check_row_local(rule, DIM)
 
 
 MOVED_BY_ADDING = {
@@ -143,26 +158,56 @@ def test_slots_that_a_difference_moves(name):
     assert slot.initial_value == 1
 
 
-MIXED = {
-    "late in training": optax.chain(
-        optax.conditionally_transform(
-            optax.clip_by_global_norm(1.0), lambda step: step > 2
-        ),
-        optax.sgd(0.1),
+DEPENDS = {
+    "norm": lambda g, count: (g, count + jnp.sum(g * g)),
+    "any": lambda g, count: (g, jnp.where(jnp.isnan(g).any(), count, count + 1)),
+    "condition": lambda g, count: (
+        g,
+        jax.lax.cond(jnp.sum(g) > 0, lambda x: x + 1, lambda x: x, count),
     ),
-    "by a large row": optax.stateless(
-        lambda g, rows: jnp.where(jnp.max(rows) > 0.7, g / 2, g)
+    "branch": lambda g, count: jax.lax.cond(
+        count > 3, lambda g, x: (g, x + jnp.sum(g)), lambda g, x: (-g, x), g, count
     ),
-    "by a gradient of zeros": optax.stateless(
-        lambda g, rows: jnp.where(jnp.any(g == 0), 2 * g, g)
-    ),
+    "product with 0": lambda g, count: (g, count + 0 * jnp.sum(g)),
 }
 
 
-@pytest.mark.parametrize("case", MIXED)
-def test_rows_that_are_mixed_only_sometimes_are_rejected(case):
+@pytest.mark.parametrize("name", DEPENDS)
+def test_a_scalar_that_depends_on_rows_is_rejected(name):
+    rule = optax.GradientTransformation(
+        lambda rows: jnp.zeros(()), lambda g, s, rows: DEPENDS[name](g, s)
+    )
     with rejects(NotRowLocalError):
-        check_row_local(MIXED[case], DIM)
+        check_row_local(rule, DIM)
+
+
+def test_a_rule_is_called_a_few_times_before_the_first_step_is_done():
+    calls, adam = {"init": 0, "update": 0}, optax.adam(lambda count: 0.1 / (count + 1))
+
+    def init(rows):
+        calls["init"] += 1
+        return adam.init(rows)
+
+    def update(gradient, state, rows=None):
+        calls["update"] += 1
+        return adam.update(gradient, state, rows)
+
+    table = te.TableConfig(
+        vocabulary_size=50,
+        dim=DIM,
+        name="t",
+        optimizer=optax.GradientTransformation(init, update),
+    )
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, np.arange(8, dtype=np.int32), plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, jnp.ones((8, DIM)), plan
+    )
+    te.functional.apply_gradients(tables, slots, gradients, plan)
+    # Each with 136 and with 3 rows in the probe; then the slot variables and the step.
+    assert calls["init"] == 3 and calls["update"] <= 5
 
 
 def of_state(make_state):

@@ -31,8 +31,8 @@ The files, in reading order:
 * `row_optimizer`: optimizer types and drivers.
 * `learning_rates`: rates, and values that change between steps. `averages`: moving
   averages.
-* `resolve`: how the layer applies an optimizer. `probe` runs it on a few rows.
-* `rule_split`: splits a rule into per-step values and arithmetic on rows.
+* `resolve`: how the layer applies an optimizer. `probe` runs it on a few rows, with
+  operations that `jaxprs` evaluates.
 * `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
 * `checks`: checks arguments, and makes equal calls return the same rule.
 * `keras`: translates Keras optimizers and schedules.

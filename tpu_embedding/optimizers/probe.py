@@ -6,13 +6,12 @@ row-local. This means that its effect on a row depends only on the row, on the r
 gradient and slot variables, and on scalars of the state that do not depend on rows,
 such as a step count.
 
-A rule is traced once, and split into per-step values and arithmetic on rows. NumPy
-evaluates both halves, because compiling them would dominate the time to make a plan.
-The probe takes two steps on 136 rows, then repeats these steps with only three of the
-rows, in a different order. It does so early and late in training, with gradients that
-are small, large, zero or NaN. If the updates differ, the rule mixes rows. Equal updates
-are evidence but not proof: a rule may mix rows only at magnitudes that the probe does
-not try.
+A rule is traced for two numbers of rows. NumPy evaluates its operations, because
+compiling them would dominate the time to make a plan. The probe takes two steps on 136
+rows, then repeats these steps with only three of the rows, in a different order. It
+does so early and late in training, with gradients that are small, large, zero or NaN.
+If the updates differ, the rule mixes rows. Equal updates are evidence but not proof: a
+rule may mix rows only at magnitudes that the probe does not try.
 """
 
 import contextlib
@@ -31,18 +30,17 @@ from jax.core import eval_context
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
+from tpu_embedding.optimizers.jaxprs import (
+    ClosedJaxpr,
+    are_among,
+    dependent_values,
+    evaluate,
+    evaluate_by_numpy,
+)
 from tpu_embedding.optimizers.row_optimizer import (
     NotRowLocalError,
     RowOptimizer,
     row_optimizer_of,
-)
-from tpu_embedding.optimizers.rule_split import (
-    Program,
-    SplitRule,
-    evaluate_by_numpy,
-    partition,
-    split_program,
-    trace_program,
 )
 from tpu_embedding.optimizers.table_rows import (
     TableRows,
@@ -61,8 +59,7 @@ _NUM_ROWS: Final = 136
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
 """Rows that the probe runs without the rest, in a different order. The bad row is not
-among them. A rule is also traced for this number of rows, which is odd and below
-128."""
+among them. Their number is odd and below 128."""
 
 _BAD_ROW: Final = 1
 """A row of large values. Its gradient is NaN in one step and large in the other
@@ -107,18 +104,25 @@ class ProbedRule:
       state: the rule's state for some rows, as shapes and dtypes.
       leaves: for each leaf of the state, the slot variable, or `None` for a scalar.
       takes_totals: True if the rule asks for totals over a table's rows.
-      split: the rule, traced for some rows, in two halves. Totals are replaced by ones.
+      update: the rule's step for some rows, with totals replaced by ones. It maps
+        gradients, rows, `is_touched` and the state's leaves to updates and new leaves.
     """
 
     state: Any
     leaves: tuple[ProbedSlot | None, ...]
     takes_totals: bool
-    split: SplitRule
+    update: ClosedJaxpr
 
     @property
     def slots(self) -> tuple[ProbedSlot, ...]:
         """The slot variables."""
         return tuple(leaf for leaf in self.leaves if leaf is not None)
+
+    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Splits the leaves of a state into values that rows share, and slots."""
+        pairs = list(zip(leaves, self.leaves, strict=True))
+        shared = [leaf for leaf, slot in pairs if slot is None]
+        return shared, [leaf for leaf, slot in pairs if slot is not None]
 
 
 def probe_rule(
@@ -138,11 +142,11 @@ def rates_are_finite(
 ) -> Array | None:
     """Returns False if the next step's learning rate is NaN or infinite.
 
-    The step's hyperparameters are applied to rows of ones. A non-finite rate makes all
-    their updates NaN or infinite. Other hyperparameters may be non-finite without
-    making the updates non-finite: a bound may be infinite, and a branch that is not
-    taken may compute NaN, as in the first steps of `optax.radam`. `scalars` are the
-    state's leaves that are not slot variables.
+    The step is applied to rows of ones. A non-finite rate makes all their updates NaN
+    or infinite. Other values of the step may be non-finite without making the updates
+    non-finite: a bound may be infinite, and a branch that is not taken may compute NaN,
+    as in the first steps of `optax.radam`. `scalars` are the state's leaves that are
+    not slot variables.
 
     Returns:
       A bool scalar, or `None` if rows are updated with constants only, because
@@ -154,23 +158,23 @@ def rates_are_finite(
       [False, True]
     """
     probed = probe_rule(rule, dim)
-    split = probed.split
-    if not (scalars and split.num_hyperparameters):
+    jaxpr = probed.update.jaxpr
+    is_shared = [slot is None for slot in probed.leaves]
+    from_shared = dependent_values(jaxpr, [False, False, False, *is_shared])
+    updates, *leaves = are_among(jaxpr.outvars, from_shared)
+    if not (updates or any(probed.partition(leaves)[1])):
         return None
-    # The probe has a single table, so totals have shape [1].
-    known = [
-        jnp.asarray(now) if x.aval.shape == () else jnp.ones(x.aval.shape, x.aval.dtype)
-        for x, now in zip(split.value_program.inputs, scalars, strict=True)
-    ]
-    hyperparameters, _ = split.values(known)
-    gradient, rows, is_touched, *others = (
-        jnp.ones(x.aval.shape, x.aval.dtype) for x in split.row_program.inputs
-    )
-    slots = [
-        ones if slot.initial_value is None else jnp.full_like(ones, slot.initial_value)
-        for slot, ones in zip(probed.slots, others, strict=False)
-    ]
-    updates, new_slots = split.rows(gradient, rows, is_touched, slots, hyperparameters)
+    arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
+    remaining = iter(scalars)
+    for i, slot in enumerate(probed.leaves, start=3):
+        if slot is None:
+            scalar = jnp.asarray(next(remaining))
+            # The probe has a single table, so totals have shape [1].
+            arguments[i] = scalar if arguments[i].shape == () else arguments[i]
+        elif slot.initial_value is not None:
+            arguments[i] = jnp.full_like(arguments[i], slot.initial_value)
+    updates, *leaves = evaluate(probed.update, arguments)
+    _, new_slots = probed.partition(leaves)
     is_finite = [jnp.any(jnp.isfinite(x)) for x in (updates, *new_slots)]
     return jnp.all(jnp.stack(is_finite))
 
@@ -210,27 +214,22 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     asked: list[str] = []
     cases = list(_cases(dim))
     with on_its_own(), np.errstate(all="ignore"), _says_why_it_does_not_run(dim):
-        init, state = _trace_init(rule, (_NUM_ROWS, dim), asked)
-        update = _trace_update(rule, state, (_NUM_ROWS, dim), asked)
+        many = _trace_rule(rule, _NUM_ROWS, dim, asked)
         with _shapes_fit_any_number_of_rows():
-            few_init, few_state = _trace_init(rule, (len(_FEW_ROWS), dim), asked)
-        slot_rows = _slot_rows(state, few_state)
+            few = _trace_rule(rule, len(_FEW_ROWS), dim, asked)
+        slot_rows = _slot_rows(many.state, few.state)
         is_slot = [row is not None for row in slot_rows]
-        traced = _TracedRule(init, split_program(update, is_slot), is_slot)
-        _check_row_local(traced, cases)
-        with _shapes_fit_any_number_of_rows():
-            few = _trace_update(rule, few_state, (len(_FEW_ROWS), dim), asked)
-        if not split_program(few, is_slot).has_operations_of(traced.split):
-            raise _mixes_rows()
-        # The initial slot variables of each case, and of the few rows.
-        first_slots = [traced.start(rows)[1] for _, rows, _ in cases]
+        _check_row_local(many, few, is_slot, cases)
+        # The initial leaves of each case, and of the few rows.
+        first = [many.start(rows) for _, rows, _ in cases]
         small_rows = cases[0][1]
-        few_leaves = evaluate_by_numpy(few_init, [small_rows[_FEW_ROWS]])
-        first_slots.append(partition(few_leaves, is_slot)[1])
-        moved_early = _moved_by_adding(traced, small_rows, later=0)
-        moved_late = _moved_by_adding(traced, small_rows, later=_LATE)
-    slots = [
-        ProbedSlot(
+        first.append(few.start(small_rows[_FEW_ROWS]))
+        moved_early = _moved_by_adding(many, is_slot, small_rows, later=0)
+        moved_late = _moved_by_adding(many, is_slot, small_rows, later=_LATE)
+    leaves = [
+        None
+        if row is None
+        else ProbedSlot(
             row=row,
             initial_value=_one_value(values),
             # The third case has different rows from the first.
@@ -238,19 +237,14 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
             is_moved_by_adding=early and late,
         )
         for row, early, late, *values in zip(
-            [row for row in slot_rows if row is not None],
-            moved_early,
-            moved_late,
-            *first_slots,
-            strict=True,
+            slot_rows, moved_early, moved_late, *first, strict=True
         )
     ]
-    remaining = iter(slots)
     return ProbedRule(
-        state=state,
-        leaves=tuple(next(remaining) if x else None for x in is_slot),
+        state=many.state,
+        leaves=tuple(leaves),
         takes_totals=bool(asked),
-        split=traced.split,
+        update=many.update,
     )
 
 
@@ -290,30 +284,33 @@ def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
 
 
 class _TracedRule(NamedTuple):
-    """A rule traced for `_NUM_ROWS` rows and evaluated by NumPy.
+    """A rule traced for some number of rows and evaluated by NumPy.
 
     Attributes:
       init: maps rows to the state's leaves.
-      split: the two halves of `update`.
-      is_slot: True for each leaf of the state that is a slot variable.
+      update: see `ProbedRule.update`.
+      state: the state's shapes and dtypes.
     """
 
-    init: Program
-    split: SplitRule
-    is_slot: list[bool]
+    init: ClosedJaxpr
+    update: ClosedJaxpr
+    state: Any
 
-    def start(
-        self, rows: np.ndarray, later: int = 0
-    ) -> tuple[list[Any], list[np.ndarray]]:
-        """Returns an initial state's scalars and slot variables.
+    def start(self, rows: np.ndarray, later: int = 0) -> list[Any]:
+        """Returns the leaves of an initial state.
 
         `later` steps are added to each count, an integer scalar of the state.
         """
-        scalars, slots = partition(evaluate_by_numpy(self.init, [rows]), self.is_slot)
-        for i, scalar in enumerate(scalars):
-            if scalar.shape == () and jnp.issubdtype(scalar.dtype, jnp.integer):
-                scalars[i] = (scalar + np.int64(later)).astype(scalar.dtype)
-        return scalars, slots
+        leaves = evaluate_by_numpy(self.init, [rows])
+        for i, leaf in enumerate(leaves):
+            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer):
+                leaves[i] = (leaf + np.int64(later)).astype(leaf.dtype)
+        return leaves
+
+    def step(self, gradient: Any, rows: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Returns updates and new leaves if all rows are touched."""
+        is_touched = np.ones(len(rows), bool)
+        return evaluate_by_numpy(self.update, [gradient, rows, is_touched, *leaves])
 
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
@@ -325,47 +322,18 @@ class _TracedRule(NamedTuple):
           rows: `[rows, dim]`.
           later: number of steps before these two.
         """
-        scalars, slots = self.start(rows, later)
+        leaves = self.start(rows, later)
         updates = []
         for gradient in gradients:
-            hyperparameters, scalars = self.split.values(scalars, evaluate_by_numpy)
-            update, slots = self.rows(gradient, rows, slots, hyperparameters)
+            update, *leaves = self.step(gradient, rows, leaves)
             updates.append(update)
         return np.stack(updates)
 
-    def rows(
-        self, gradient: Any, rows: Any, slots: Any, hyperparameters: Any
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns updates and new slot variables if all rows are touched."""
-        is_touched = np.ones(_NUM_ROWS, bool)
-        return self.split.rows(
-            gradient, rows, is_touched, slots, hyperparameters, evaluate_by_numpy
-        )
 
-
-def _trace_init(
-    rule: optax.GradientTransformation, shape: tuple[int, int], asked: list[str]
-) -> tuple[Program, Any]:
-    """Returns the program of a rule's `init`, and the state's shapes and dtypes."""
-    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return trace_program(functools.partial(_init, rule, asked), rows)
-
-
-def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> Any:
-    with _as_in_layer(some_rows(len(rows)), asked):
-        return rule.init(rows)
-
-
-def _trace_update(
-    rule: optax.GradientTransformation,
-    state: Any,
-    shape: tuple[int, int],
-    asked: list[str],
-) -> Program:
-    """Returns the program of a rule's step.
-
-    It maps gradients, rows, `is_touched` and the state's leaves to updates and the new
-    leaves. Each total that the rule asks for adds an item to `asked`.
+def _trace_rule(
+    rule: optax.GradientTransformation, num_rows: int, dim: int, asked: list[str]
+) -> _TracedRule:
+    """Traces a rule. Each total that the rule asks for adds an item to `asked`.
 
     Raises:
       NotRowLocalError: if updates change after the rule asked how the table stores
@@ -375,11 +343,11 @@ def _trace_update(
     """
 
     def update(gradients: Array, rows: Array, is_touched: Array, state: Any) -> Any:
-        known = dataclasses.replace(some_rows(len(rows)), is_touched=is_touched)
+        known = dataclasses.replace(some_rows(num_rows), is_touched=is_touched)
         with _as_in_layer(known, asked) as stored:
             updates, new_state = rule.update(gradients, state, rows)
-        if getattr(updates, "shape", None) != shape:
-            raise TypeError(f"update must return one array of shape {shape}")
+        if getattr(updates, "shape", None) != rows.shape:
+            raise TypeError(f"update must return one array of shape {rows.shape}")
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
                 "adafactor must come last in a chain, without wrappers that change its "
@@ -388,9 +356,17 @@ def _trace_update(
             )
         return updates, jax.tree.structure(state).flatten_up_to(new_state)
 
-    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    is_touched = jax.ShapeDtypeStruct(shape[:1], bool)
-    return trace_program(update, rows, rows, is_touched, state)[0]
+    rows = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+    is_touched = jax.ShapeDtypeStruct((num_rows,), bool)
+    init = functools.partial(_init, rule, asked)
+    init_jaxpr, state = jax.make_jaxpr(init, return_shape=True)(rows)
+    update_jaxpr = jax.make_jaxpr(update)(rows, rows, is_touched, state)
+    return _TracedRule(init_jaxpr, update_jaxpr, state)
+
+
+def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> Any:
+    with _as_in_layer(some_rows(len(rows)), asked):
+        return rule.init(rows)
 
 
 @contextlib.contextmanager
@@ -480,24 +456,30 @@ def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def _check_row_local(
-    rule: _TracedRule, cases: Sequence[tuple[np.ndarray, np.ndarray, int]]
+    many: _TracedRule,
+    few: _TracedRule,
+    is_slot: list[bool],
+    cases: Sequence[tuple[np.ndarray, np.ndarray, int]],
 ) -> None:
     """Compares the updates of a few rows with and without the remaining rows."""
-    # The traced number of rows is fixed, so each of the few rows occurs many times.
-    places = _FEW_ROWS[np.arange(_NUM_ROWS) % len(_FEW_ROWS)]
     for gradients, rows, later in cases:
-        among_all = rule.updates(gradients, rows, later)[:, places]
-        alone = rule.updates(gradients[:, places], rows[places], later)
+        few_rows = rows[_FEW_ROWS]
+        among_all = many.updates(gradients, rows, later)[:, _FEW_ROWS]
+        alone = few.updates(gradients[:, _FEW_ROWS], few_rows, later)
         # Rounding may differ per row. A rule may subtract the old row from a new one,
         # which rounds by 1e-7 of the row.
         largest = np.nan_to_num(np.abs(among_all), posinf=0).max(-1, keepdims=True)
         tolerance = 1e-5 * largest
-        tolerance += 5e-7 * np.abs(rows[places]).max(-1, keepdims=True)
+        tolerance += 5e-7 * np.abs(few_rows).max(-1, keepdims=True)
         is_close = np.abs(alone - among_all) <= tolerance
         is_same = (alone == among_all) | (np.isnan(alone) & np.isnan(among_all))
         if not np.all(is_close | is_same):
             raise _mixes_rows()
-    if rule.split.scalars_depend_on_rows:
+    jaxpr = many.update.jaxpr
+    from_rows = dependent_values(jaxpr, [True, True, True, *is_slot])
+    _, *leaves = are_among(jaxpr.outvars, from_rows)
+    pairs = zip(leaves, is_slot, strict=True)
+    if any(is_dependent and not by_row for is_dependent, by_row in pairs):
         raise NotRowLocalError(
             "The optimizer is not row-local: a scalar of its state, such as a norm, "
             "depends on this step's rows, which differ between devices. Apply it to "
@@ -515,36 +497,36 @@ def _mixes_rows() -> NotRowLocalError:
     )
 
 
-def _moved_by_adding(rule: _TracedRule, rows: np.ndarray, later: int) -> list[bool]:
-    """Returns `ProbedSlot.is_moved_by_adding` for each slot variable.
+def _moved_by_adding(
+    rule: _TracedRule, is_slot: list[bool], rows: np.ndarray, later: int
+) -> list[bool]:
+    """Returns `ProbedSlot.is_moved_by_adding` of each leaf, False for a shared value.
 
     Doubling a slot variable should increase its new value by half to all of the old
     value. The tested step comes after `later` steps that did not touch any rows. The
     more such steps there are, the more of the old value a rule may forget.
     """
-    scalars, slots = rule.start(rows, later)
-    hyperparameters, _ = rule.split.values(scalars, evaluate_by_numpy)
+    leaves = rule.start(rows, later)
     gradient = _random(rows.shape)
     # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
-    is_float = [jnp.issubdtype(slot.dtype, jnp.floating) for slot in slots]
-    for i, slot in enumerate(slots):
-        if is_float[i]:
-            slots[i] = np.resize(np.float32(10.0**powers), slot.shape).astype(
-                slot.dtype
-            )
-    _, new_slots = rule.rows(gradient, gradient, slots, hyperparameters)
-    moved = []
-    for i, (old, new) in enumerate(zip(slots, new_slots, strict=True)):
-        if not is_float[i]:
-            moved.append(False)
-            continue
-        doubled = [*slots[:i], 2 * old, *slots[i + 1 :]]
-        larger = rule.rows(gradient, gradient, doubled, hyperparameters)[1][i]
-        before, larger = np.float64(old), np.float64(larger)
-        rounding = 2 * jnp.finfo(old.dtype).eps * (np.abs(larger) + before)
-        error = np.abs(larger - np.float64(new) - 0.75 * before)
-        moved.append(bool(np.all(error <= 0.26 * before + rounding)))
+    tested = [
+        i
+        for i, (leaf, by_row) in enumerate(zip(leaves, is_slot, strict=True))
+        if by_row and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    for i in tested:
+        values = np.resize(np.float32(10.0**powers), leaves[i].shape)
+        leaves[i] = values.astype(leaves[i].dtype)
+    _, *new = rule.step(gradient, gradient, leaves)
+    moved = [False] * len(leaves)
+    for i in tested:
+        doubled = [*leaves[:i], 2 * leaves[i], *leaves[i + 1 :]]
+        _, *larger = rule.step(gradient, gradient, doubled)
+        before, after = np.float64(leaves[i]), np.float64(larger[i])
+        rounding = 2 * jnp.finfo(leaves[i].dtype).eps * (np.abs(after) + before)
+        error = np.abs(after - np.float64(new[i]) - 0.75 * before)
+        moved[i] = bool(np.all(error <= 0.26 * before + rounding))
     return moved
 
 

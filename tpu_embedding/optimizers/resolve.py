@@ -104,8 +104,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     A row's update may depend on that row, its gradient and slot variables, on scalars
     of the state, and on totals that the rule gets from `table_rows`. The check runs the
     optimizer on some rows, and then on only a few of these rows. The few rows must get
-    the same updates in both runs. A second check traces the optimizer for a different
-    number of rows, which must give the same operations.
+    the same updates in both runs.
 
     Args:
       optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras

@@ -1,6 +1,6 @@
 """Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-`probe_rule` splits the rule into two parts. Values that don't depend on a row, such as
+`split_rule` splits the rule into two parts. Values that don't depend on a row, such as
 a scheduled learning rate, are computed once per step and passed to the rows as
 hyperparameters. The other part must be elementwise: the SparseCores apply it to each
 row as soon as the row's gradient is summed. This module evaluates that part on scalars,
@@ -15,18 +15,19 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array
 
+from tpu_embedding.optimizers.jaxprs import (
+    ClosedJaxpr,
+    are_among,
+    compute_by_jax,
+    dependent_values,
+    evaluate,
+)
 from tpu_embedding.optimizers.probe import on_its_own, probe_rule
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.rule_split import (
-    Constant,
-    Equation,
-    Program,
-    SplitRule,
-    compute_by_jax,
-    rows_dependence,
-)
+from tpu_embedding.sparse_core.rule_split import SplitRule, split_rule
 
 _ELEMENTWISE: Final = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type cos div eq exp exp2 "
@@ -123,8 +124,8 @@ def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
 def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     """Splits a rule; raises if its arithmetic on rows is not elementwise."""
     probed = probe_rule(optimizer, dim)
-    split, num_slots = probed.split, len(probed.slots)
-    _check_rows(split.row_program, num_slots, split.num_hyperparameters)
+    split, num_slots = split_rule(probed), len(probed.slots)
+    _check_rows(split.row_jaxpr, num_slots, split.num_hyperparameters)
     rows = functools.partial(_compute_rows, split, num_slots, dim)
     # The operation needs at least one hyperparameter.
     num_hyperparameters = max(1, split.num_hyperparameters)
@@ -141,27 +142,30 @@ def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     )
 
 
-def _check_rows(program: Program, num_slots: int, num_hyperparameters: int) -> None:
+def _check_rows(closed: ClosedJaxpr, num_slots: int, num_hyperparameters: int) -> None:
     """Rejects arithmetic on rows that needs more than one element of an operand.
 
     Args:
-      program: the rule's `SplitRule.row_program`.
+      closed: the rule's `SplitRule.row_jaxpr`.
       num_slots: number of slot variables.
       num_hyperparameters: number of hyperparameters.
     """
+    jaxpr = closed.jaxpr
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     # The third input tells whether a row was touched: always True in the operation.
     by_row = [True, True, False, *[True] * num_slots, *[False] * num_hyperparameters]
-    depends = rows_dependence(program, by_row)
-    for equation in program.equations:
-        for atom in equation.inputs:
-            if isinstance(atom, Constant):
-                _check_uniform(atom.aval, np.unique(atom.value).size == 1)
-        if depends.isdisjoint(equation.inputs):
-            is_uniform = equation.name in _ELEMENTWISE | _SAME_ELEMENTS
-            _check_uniform(equation.outputs[0].aval, is_uniform)
-        else:
+    depends = dependent_values(jaxpr, by_row)
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            value = atom.val if isinstance(atom, Literal) else constants.get(atom)
+            if value is not None:
+                _check_uniform(atom.aval, np.unique(value).size == 1)
+        if any(are_among(equation.invars, depends)):
             _check_elementwise(equation)
-    for given in program.inputs[len(program.inputs) - num_hyperparameters :]:
+        else:
+            is_uniform = equation.primitive.name in _ELEMENTWISE | _SAME_ELEMENTS
+            _check_uniform(equation.outvars[0].aval, is_uniform)
+    for given in jaxpr.invars[len(jaxpr.invars) - num_hyperparameters :]:
         _check_uniform(given.aval, given.aval.size == 1)
         if given.aval.dtype.name not in ("bool", "bfloat16", "float16", "float32"):
             raise _NotElementwiseError(
@@ -177,11 +181,11 @@ def _check_uniform(aval: Any, is_uniform: bool) -> None:
         )
 
 
-def _check_elementwise(equation: Equation) -> None:
+def _check_elementwise(equation: JaxprEqn) -> None:
     """Rejects an operation on rows that needs more than one element of an operand."""
-    name, results = equation.name, [x.aval for x in equation.outputs]
+    name, results = equation.primitive.name, [x.aval for x in equation.outvars]
     if name in _SAME_ELEMENTS:
-        if [x.aval.size for x in equation.inputs] != [x.size for x in results]:
+        if [x.aval.size for x in equation.invars] != [x.size for x in results]:
             raise _NotElementwiseError(f"{name} repeats the elements of a row")
     elif name not in _ELEMENTWISE:
         raise _NotElementwiseError(
@@ -209,15 +213,17 @@ def _compute_rows(
     def new_elements(*scalars: Array) -> tuple[Array, ...]:
         gradient, row, *others = scalars
         slots, hyperparameters = others[:num_slots], others[num_slots:]
-        types = split.row_program.inputs[3 + num_slots :]
+        types = split.row_jaxpr.in_avals[3 + num_slots :]
         # If the rule needs no hyperparameter, zip drops the unused one.
         given = [
-            x.astype(y.aval.dtype) for x, y in zip(hyperparameters, types, strict=False)
+            x.astype(y.dtype) for x, y in zip(hyperparameters, types, strict=False)
         ]
-        update, *new_slots = split.row_program.evaluate(
+        # All elements of a constant are equal.
+        consts = [np.ravel(x)[0] for x in split.row_jaxpr.consts]
+        update, *new_slots = evaluate(
+            ClosedJaxpr(split.row_jaxpr.jaxpr, consts),
             [gradient, row, np.bool_(True), *slots, *given],
             _compute_element,
-            lambda constant: np.ravel(constant.value)[0],
         )
         return tuple(jnp.asarray(x) for x in (row + update, *new_slots))
 
@@ -230,8 +236,8 @@ def _compute_rows(
     return tuple(jax.lax.select(is_column, *pair) for pair in pairs)
 
 
-def _compute_element(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _compute_element(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Evaluates an equation on one element of each operand."""
-    if equation.name in _SAME_ELEMENTS:
+    if equation.primitive.name in _SAME_ELEMENTS:
         return operands
     return compute_by_jax(equation, operands)

@@ -60,31 +60,6 @@ def adam(w, g, lr, t, slots, o):
     return w - alpha * slots["m"] / (np.sqrt(slots["v"]) + o["epsilon"])
 
 
-def rmsprop_denominator(g, slots, o):
-    rho = o["rho"]
-    slots["v"] = rho * slot(slots, "v", g) + (1 - rho) * g**2
-    if not o["centered"]:
-        return slots["v"]
-    slots["mg"] = rho * slot(slots, "mg", g) + (1 - rho) * g
-    return slots["v"] - slots["mg"] ** 2
-
-
-def rmsprop(w, g, lr, t, slots, o):
-    step = lr * g / np.sqrt(rmsprop_denominator(g, slots, o) + o["epsilon"])
-    slots["mom"] = o["momentum"] * slot(slots, "mom", w) + step
-    return w - slots["mom"]
-
-
-def ftrl(w, g, lr, t, slots, o):
-    p, l1 = -o["learning_rate_power"], o["l1_regularization_strength"]
-    l2 = o["l2_regularization_strength"] + o["beta"] / (2 * lr)
-    old = slot(slots, "a", w, o["initial_accumulator_value"])
-    new = slots["a"] = old + g**2
-    shrunk = g + 2 * o["l2_shrinkage_regularization_strength"] * w
-    slots["l"] = slot(slots, "l", w) + shrunk - (new**p - old**p) / lr * w
-    return (np.clip(slots["l"], -l1, l1) - slots["l"]) / (new**p / lr + 2 * l2)
-
-
 def gradients():
     generator = np.random.default_rng(3)
     for ids in STEPS:

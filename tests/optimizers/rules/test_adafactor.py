@@ -1,6 +1,5 @@
 """Adafactor: Keras' own runs, the lazy form, and totals over the rows of a table."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -11,13 +10,6 @@ import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tests.tiers import quick_cases
-from tpu_embedding.optimizers.row_optimizer import (
-    EveryRow,
-    RowOptimizer,
-    Touched,
-    row_optimizer_of,
-)
-from tpu_embedding.optimizers.rules.adafactor import adafactor
 
 RUNS = sorted(
     path.stem
@@ -84,27 +76,3 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
                 rtol=2e-6,
                 atol=1e-6,
             )
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {}),
-        ({"weight_decay": 0.1}, {}),
-        ({"mode": "exact", "weight_decay": 0.1}, {"driver": EveryRow()}),
-        ({"use_ema": True, "ema_overwrite_frequency": 3}, {"driver": EveryRow()}),
-        ({"ema_overwrite_frequency": 3}, {}),
-        ({"gradient_accumulation_steps": 2}, {"driver": EveryRow(gradient_steps=2)}),
-        (
-            {"clipnorm": 1.0, "clipnorm_of": "occurrences"},
-            {"driver": Touched(occurrence_norm=True)},
-        ),
-        ({"clipnorm_of": "occurrences"}, {}),
-        ({"global_clipnorm": 1.0}, {"takes_model_norm": True}),
-    ],
-    ids=str,
-)
-def test_asks_for_the_rows_that_it_moves(options, expected):
-    found = row_optimizer_of(adafactor(0.1, **options))
-    plain = RowOptimizer(transformation=found.transformation)
-    assert found == dataclasses.replace(plain, **expected)
