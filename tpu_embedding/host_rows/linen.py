@@ -8,7 +8,7 @@ from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
 from tpu_embedding.host_rows.feed import Key
 from tpu_embedding.host_rows.stack import FetchedRows
 from tpu_embedding.nn.linen.training import TrainState
-from tpu_embedding.nn.linen.variables import layer_tables, with_stacks
+from tpu_embedding.nn.linen.variables import LayerTables, layer_tables, with_tables
 
 
 def host_rows(
@@ -40,9 +40,12 @@ def host_rows(
     def bring(fetched: Mapping[Key, FetchedRows], state: TrainState) -> TrainState:
         layers = layer_tables(state.variables)
         stacks, slots = rows_brought(layers, state.slots, fetched)
-        return state.replace(
-            variables=with_stacks(state.variables, stacks), slots=slots
-        )
+        tables = {
+            path: LayerTables(stacks[path], layer.plan)
+            for path, layer in layers.items()
+        }
+        variables = with_tables(state.variables, tables)
+        return state.replace(variables=variables, slots=slots)
 
     with open_feed(batches, layer_tables(state.variables), features_of) as feed:
         for batch, fetched in feed:

@@ -6,13 +6,14 @@ different places, but share these steps.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from tpu_embedding import functional
 from tpu_embedding.functional import steps
+from tpu_embedding.functional.derived_state import with_table_values
 from tpu_embedding.gradients import (
     Gradients,
     TableGradients,
@@ -53,81 +54,152 @@ class LayerTables:
 
 ModelTables = Mapping[str, LayerTables]
 """Path of each layer in the model to its tables."""
-ModelSlots = dict[str, Any]
-"""Path of each layer in the model to the slot variables of its stacks."""
 
 
-def init_model_slots(layers: ModelTables) -> ModelSlots:
-    """Returns the slot variables before the first step."""
-    return {
-        path: functional.init_slots(tables.stacks, tables.plan)
-        for path, tables in layers.items()
-    }
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The tables and slot variables of all layers, by the layers' paths.
 
-
-def apply_model_gradients(
-    layers: ModelTables,
-    slots: Mapping[str, Any],
-    gradients: Gradients,
-    opt_state: Any,
-    update_dense: Callable[[Any], _Result],
-) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, _Result, Any]:
-    """Updates the dense parameters and the tables of a model, as one step.
-
-    The whole step is skipped if a lookup could not read all its rows, or if the dense
-    optimizer skips steps that are not finite and any gradient is not finite.
-
-    Args:
-      layers: tables of the model.
-      slots: slot variables of all layers.
-      gradients: gradients of the whole model. Layers without gradients also step.
-      opt_state: state of the dense optimizer.
-      update_dense: updates the dense parameters, given their gradients. During this
-        call, an optimizer with `global_clipnorm` can read the norm of the model's
-        gradients.
-
-    Returns:
-      New stacks and slot variables by layer, the result of `update_dense`, and a bool
-      scalar. If it is False, the caller must drop the dense update. It is None if the
-      dense update always counts.
+    The NNX `Optimizer` and the Linen `TrainState` load one, and store the new one that
+    each method returns.
     """
-    norm = only_if = keep_dense = None
-    if any(steps.takes_model_norm(tables.plan) for tables in layers.values()):
-        norm = global_norm(gradients)
-    if any(may_be_partial(tables.plan) for tables in layers.values()):
-        only_if = keep_dense = is_whole(gradients)
-    dense = gradients.dense
-    if skips_steps(opt_state):
-        finite = all_finite(gradients)
-        only_if = finite if only_if is None else only_if & finite
-        # The dense optimizer decides by its own gradients, and counts skipped steps.
-        # Lookups that fail are not in this count, which the caller drops.
-        dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
-    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
-        try:
-            result = update_dense(dense)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise TypeError(
-                f"The optimizer of the dense parameters needs more arguments: {error}. "
-                "Write optimizer.update(model, gradients, value=loss), or, in Linen, "
-                "state.apply_gradients(grads=grads, extra_args={'value': loss})."
-            ) from error
-    updated = {
-        path: functional.apply_gradients(
-            tables.stacks,
-            slots[path],
-            gradients.tables.get(path, TableGradients({}, tables.plan)),
-            tables.plan,
-            norm,
-            only_if,
-        )
-        for path, tables in layers.items()
+
+    tables: ModelTables
+    slots: dict[str, Any]
+
+    def with_layer(self, path: str, stacks: dict[str, PackedRows], slots: Any) -> Self:
+        """Returns the state with one layer's stacks and slot variables replaced."""
+        layer = dataclasses.replace(self.tables[path], stacks=stacks)
+        return type(self)({**self.tables, path: layer}, {**self.slots, path: slots})
+
+    def apply_gradients(
+        self,
+        gradients: Gradients,
+        opt_state: Any,
+        update_dense: Callable[[Any], _Result],
+    ) -> tuple[Self, _Result, Any]:
+        """Updates the dense parameters and the tables, as one step.
+
+        The whole step is skipped if a lookup could not read all its rows, or if the
+        dense optimizer skips steps that are not finite and any gradient is not finite.
+
+        Args:
+          gradients: gradients of the whole model. Layers without gradients also step.
+          opt_state: state of the dense optimizer.
+          update_dense: updates the dense parameters, given their gradients. During this
+            call, an optimizer with `global_clipnorm` can read the norm of the model's
+            gradients.
+
+        Returns:
+          New state, the result of `update_dense`, and a bool scalar. If it is False,
+          the caller must drop the dense update. It is None if the dense update always
+          counts.
+        """
+        plans = [tables.plan for tables in self.tables.values()]
+        norm = only_if = keep_dense = None
+        if any(map(steps.takes_model_norm, plans)):
+            norm = global_norm(gradients)
+        if any(map(may_be_partial, plans)):
+            only_if = keep_dense = is_whole(gradients)
+        dense = gradients.dense
+        if skips_steps(opt_state):
+            finite = all_finite(gradients)
+            only_if = finite if only_if is None else only_if & finite
+            # The dense optimizer decides by its own gradients, and counts skipped
+            # steps. Lookups that fail are not in this count, which the caller drops.
+            dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
+        with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
+            try:
+                result = update_dense(dense)
+            except TypeError as error:
+                if "required keyword-only argument" not in str(error):
+                    raise
+                raise TypeError(
+                    "The optimizer of the dense parameters needs more arguments: "
+                    f"{error}. Write optimizer.update(model, gradients, value=loss), "
+                    "or, in Linen, state.apply_gradients(grads=grads, "
+                    "extra_args={'value': loss})."
+                ) from error
+        state = self
+        for path, layer in self.tables.items():
+            new = functional.apply_gradients(
+                layer.stacks,
+                self.slots[path],
+                gradients.tables.get(path, TableGradients({}, layer.plan)),
+                layer.plan,
+                norm,
+                only_if,
+            )
+            state = state.with_layer(path, *new)
+        return state, result, keep_dense
+
+    def insert_ids(
+        self, features: Any, path: str | None, now: Any, owner: str
+    ) -> tuple[Self, str, functional.InsertResult]:
+        """Assigns rows to new ids of one layer, by default the only one that does so.
+
+        Returns:
+          New state, the layer's path, and the result of `functional.insert_ids`.
+
+        Raises:
+          ValueError: if no such layer has the path, or if the path is None and there
+            are several such layers.
+        """
+        fitting = [
+            path
+            for path, layer in self.tables.items()
+            if not all(stack.vocabulary.ids_are_rows for stack in layer.plan.stacks)
+        ]
+        if path is None and len(fitting) == 1:
+            (path,) = fitting
+        if path not in fitting:
+            raise ValueError(
+                f"{owner}: layer must be the path of a layer with a table whose "
+                f"vocabulary assigns rows to ids, one of {fitting}, got {path!r}. "
+                "Leave it out if there is only one."
+            )
+        stacks, plan = self.tables[path].stacks, self.tables[path].plan
+        result = functional.insert_ids(stacks, self.slots[path], features, plan, now)
+        return self.with_layer(path, result.tables, result.slots), path, result
+
+    def with_table_values(self, values: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Returns the state with the values of some tables replaced, by layer path."""
+        state = self
+        for path, layer_values in values.items():
+            stacks, plan = self.tables[path].stacks, self.tables[path].plan
+            slots = self.slots.get(path, {})
+            state = state.with_layer(
+                path, *with_table_values(stacks, layer_values, plan, slots)
+            )
+        return state
+
+    def finalize_variable_values(
+        self, params: Any, opt_state: Any
+    ) -> tuple[Self, Any, Any]:
+        """Sets tables and dense parameters to their moving averages.
+
+        Tables and dense parameters without averages don't change, as in Keras without
+        `use_ema`.
+
+        Returns:
+          New state, new dense parameters, and new state of the dense optimizer.
+        """
+        state = self
+        for path, layer in self.tables.items():
+            new = functional.finalize_variable_values(
+                layer.stacks, self.slots[path], layer.plan
+            )
+            state = state.with_layer(path, *new)
+        return state, *functional.finalize_variable_values(params, opt_state)
+
+
+def init_model_state(tables: ModelTables) -> ModelState:
+    """Returns the state before the first step."""
+    slots = {
+        path: functional.init_slots(layer.stacks, layer.plan)
+        for path, layer in tables.items()
     }
-    stacks = {path: new_stacks for path, (new_stacks, _) in updated.items()}
-    new_slots = {path: new for path, (_, new) in updated.items()}
-    return stacks, new_slots, result, keep_dense
+    return ModelState(tables, slots)
 
 
 def keep_if(condition: Any, new: Any, old: Any) -> Any:
@@ -189,49 +261,3 @@ def features_by_layer(
             f"layers, got {got}."
         )
     return dict(features)
-
-
-def layer_of_new_ids(layers: ModelTables, path: str | None, owner: str) -> str:
-    """Returns the path of the layer that assigns rows to new ids.
-
-    If the path is None, there must be only one such layer.
-
-    Raises:
-      ValueError: if no such layer has the path, or if the path is None and there are
-        several such layers.
-    """
-    fitting = [
-        path
-        for path, tables in layers.items()
-        if not all(stack.vocabulary.ids_are_rows for stack in tables.plan.stacks)
-    ]
-    if path is None and len(fitting) == 1:
-        (path,) = fitting
-    if path not in fitting:
-        raise ValueError(
-            f"{owner}: layer must be the path of a layer with a table whose vocabulary "
-            f"assigns rows to ids, one of {fitting}, got {path!r}. Leave it out if "
-            "there is only one."
-        )
-    return path
-
-
-def finalize_model_values(
-    layers: ModelTables, slots: Mapping[str, Any], params: Any, opt_state: Any
-) -> tuple[dict[str, dict[str, PackedRows]], ModelSlots, Any, Any]:
-    """Returns a model's values and state, with values set to their moving averages.
-
-    Tables and dense parameters without averages don't change, as in Keras without
-    `use_ema`.
-
-    Returns:
-      New stacks and slot variables by layer, new dense parameters, and new state of
-      the dense optimizer.
-    """
-    stacks, new_slots = {}, {}
-    for path, tables in layers.items():
-        stacks[path], new_slots[path] = functional.finalize_variable_values(
-            tables.stacks, slots[path], tables.plan
-        )
-    params, opt_state = functional.finalize_variable_values(params, opt_state)
-    return stacks, new_slots, params, opt_state

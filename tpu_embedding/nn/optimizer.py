@@ -7,23 +7,17 @@ import jax
 import optax
 from flax import nnx
 
-from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_mapping, right_names
-from tpu_embedding.functional.derived_state import (
-    tables_with_derived_state,
-    with_table_values,
-)
+from tpu_embedding.functional.derived_state import tables_with_derived_state
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.embedding import ShortRepr, TPUEmbedding
 from tpu_embedding.nn.model_tables import (
-    apply_model_gradients,
+    ModelState,
     check_gradients,
     check_names,
-    finalize_model_values,
-    init_model_slots,
+    init_model_state,
     keep_if,
-    layer_of_new_ids,
 )
 from tpu_embedding.nn.training import (
     check_filter,
@@ -118,7 +112,7 @@ class Optimizer(ShortRepr):
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
-        slots = init_model_slots(tables_of_layers(layers))
+        slots = init_model_state(tables_of_layers(layers)).slots
         check_dense_optimizer(
             "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 7
         )
@@ -177,7 +171,7 @@ class Optimizer(ShortRepr):
             "loss, gradients = te.value_and_grad(loss_fn)(model, ...)",
             "optimizer.update(model, gradients)",
         )
-        layers, slots = self._layers_and_slots(model, "update")
+        layers, state = self._load(model, "update")
         if set(layers) != set(gradients.tables):
             raise ValueError(
                 "Optimizer.update needs the gradients of the model, with layers "
@@ -191,9 +185,7 @@ class Optimizer(ShortRepr):
         old = jax.tree.leaves(dense_state())
         # The dense update is a callback because it may need the model's norm. It
         # changes the model in place and returns None.
-        stacks, slots, _, keep_dense = apply_model_gradients(
-            tables_of_layers(layers),
-            slots,
+        state, _, keep_dense = state.apply_gradients(
             gradients,
             self.dense.opt_state,
             lambda dense: self.dense.update(model, dense, **extra_args),
@@ -201,11 +193,9 @@ class Optimizer(ShortRepr):
         if keep_dense is not None:
             new, structure = jax.tree.flatten(dense_state())
             states = structure.unflatten(keep_if(keep_dense, new, old))
-            for module, state in zip((model, self.dense), states, strict=True):
-                nnx.update(module, state)
-        for path, layer in layers.items():
-            layer.tables.set_value(stacks[path])
-        self.slots.set_value(slots)
+            for module, new_state in zip((model, self.dense), states, strict=True):
+                nnx.update(module, new_state)
+        self._store(layers, state)
 
     def insert_ids(
         self,
@@ -245,14 +235,12 @@ class Optimizer(ShortRepr):
           >>> loss, grads = te.value_and_grad(lambda m: m(ids).sum())(model)
           >>> optimizer.update(model, grads)
         """
-        layers, slots = self._layers_and_slots(model, "insert_ids")
-        path = layer_of_new_ids(tables_of_layers(layers), layer, "Optimizer.insert_ids")
-        stacks, plan = layers[path].tables.get_value(), layers[path].plan
-        result = functional.insert_ids(stacks, slots[path], features, plan, now)
-        layers[path].tables.set_value(result.tables)
+        layers, state = self._load(model, "insert_ids")
+        owner = "Optimizer.insert_ids"
+        state, path, result = state.insert_ids(features, layer, now, owner)
+        self._store(layers, state)
         stats = layers[path].dynamic_stats
         stats.set_value(stats.get_value() | result.stats)
-        self.slots.set_value(slots | {path: result.slots})
         return result.features
 
     def finalize_variable_values(self, model: nnx.Module) -> None:
@@ -278,19 +266,15 @@ class Optimizer(ShortRepr):
           >>> optimizer = Optimizer(layer, rule)
           >>> optimizer.finalize_variable_values(layer)
         """
-        layers, slots = self._layers_and_slots(model, "finalize_variable_values")
+        layers, state = self._load(model, "finalize_variable_values")
         params = nnx.state(model, self.dense.wrt)
         variables, structure = jax.tree.flatten(
             (params, self.dense.opt_state),
             is_leaf=lambda x: isinstance(x, nnx.Variable),
         )
         arrays = [variable.get_value() for variable in variables]
-        stacks, slots, *dense = finalize_model_values(
-            tables_of_layers(layers), slots, *structure.unflatten(arrays)
-        )
-        for path, layer in layers.items():
-            layer.tables.set_value(stacks[path])
-        self.slots.set_value(slots)
+        state, *dense = state.finalize_variable_values(*structure.unflatten(arrays))
+        self._store(layers, state)
         arrays = structure.flatten_up_to(tuple(dense))
         for variable, array in zip(variables, arrays, strict=True):
             variable.set_value(array)
@@ -375,15 +359,8 @@ class Optimizer(ShortRepr):
         """
         line = "optimizer.set_embedding_tables(model, {'movie': array})"
         check_mapping("values", values, line)
-        layers, slots = self._layers_and_slots(model, "set_embedding_tables")
-        tables = {}
-        for path, own in self._by_layer(values).items():
-            tables[path], slots[path] = with_table_values(
-                layers[path].tables.get_value(), own, layers[path].plan, slots[path]
-            )
-        for path, stacks in tables.items():
-            layers[path].tables.set_value(stacks)
-        self.slots.set_value(slots)
+        layers, state = self._load(model, "set_embedding_tables")
+        self._store(layers, state.with_table_values(self._by_layer(values)))
 
     def set_slot_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces some slot variables, as `te.functional.with_slot_values` does.
@@ -404,10 +381,10 @@ class Optimizer(ShortRepr):
             slots[path] = with_slot_values(slots[path], own, plans[path])
         self.slots.set_value(slots)
 
-    def _layers_and_slots(
+    def _load(
         self, model: nnx.Module, method: str
-    ) -> tuple[dict[str, TPUEmbedding], dict[str, Any]]:
-        """Returns the layers of a model, and slots by layer; rejects a wrong model."""
+    ) -> tuple[dict[str, TPUEmbedding], ModelState]:
+        """Returns the layers of a model and their state; rejects a wrong model."""
         layers, slots = embedding_layers(model), dict(self.slots.get_value())
         if set(layers) != set(slots):
             raise ValueError(
@@ -415,7 +392,12 @@ class Optimizer(ShortRepr):
                 f"with layers {sorted(slots)}, got one with layers {sorted(layers)}. "
                 "Make an optimizer for this model: te.Optimizer(model, tx)."
             )
-        return layers, slots
+        return layers, ModelState(tables_of_layers(layers), slots)
+
+    def _store(self, layers: Mapping[str, TPUEmbedding], state: ModelState) -> None:
+        for path, layer in layers.items():
+            layer.tables.set_value(state.tables[path].stacks)
+        self.slots.set_value(state.slots)
 
     def _by_layer(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Returns the values of each layer by table name; rejects unknown keys."""

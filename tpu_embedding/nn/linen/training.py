@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.linen.layer import RecordingTables
@@ -21,16 +20,14 @@ from tpu_embedding.nn.linen.variables import (
     layer_tables,
     map_tables,
     with_embedding_tables,
-    with_stacks,
+    with_tables,
 )
 from tpu_embedding.nn.model_tables import (
-    apply_model_gradients,
+    ModelState,
     check_gradients,
     check_names,
-    finalize_model_values,
-    init_model_slots,
+    init_model_state,
     keep_if,
-    layer_of_new_ids,
 )
 from tpu_embedding.nn.recording import (
     LayerCalls,
@@ -167,7 +164,7 @@ class TrainState(struct.PyTreeNode):
         # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = moves_arrays(tx.init)(on_mesh.get("params", {}))
-        slots = init_model_slots(layers)
+        slots = init_model_state(layers).slots
         plans = {path: tables.plan for path, tables in layers.items()}
         check_dense_optimizer("te.linen.TrainState", tx, opt_state, plans, slots, 2)
         state = cls(
@@ -217,9 +214,8 @@ class TrainState(struct.PyTreeNode):
         check_names("Updates", updates or {}, "collections", others)
         params = self.variables.get("params", {})
         tx = with_extra_args(self.tx)
-        stacks, slots, (changes, opt_state), keep_dense = apply_model_gradients(
-            layers,
-            self.slots,
+        state = ModelState(layers, self.slots)
+        state, (changes, opt_state), keep_dense = state.apply_gradients(
             grads,
             self.opt_state,
             lambda dense: tx.update(
@@ -234,9 +230,9 @@ class TrainState(struct.PyTreeNode):
             variables["params"] = keep_if(keep_dense, new, params)
         return self.replace(
             step=keep_if(keep_dense, self.step + 1, self.step),
-            variables=with_stacks(variables, stacks),
+            variables=with_tables(variables, state.tables),
             opt_state=keep_if(keep_dense, opt_state, self.opt_state),
-            slots=slots,
+            slots=state.slots,
         )
 
     def insert_ids(
@@ -264,14 +260,11 @@ class TrainState(struct.PyTreeNode):
           ValueError: if the variables have no such layer, or if `layer` is missing and
             there are several.
         """
-        layers = layer_tables(self.variables)
-        path = layer_of_new_ids(layers, layer, "TrainState.insert_ids")
-        stacks, plan = layers[path].stacks, layers[path].plan
-        result = functional.insert_ids(stacks, self.slots[path], features, plan, now)
-        state = self.replace(
-            variables=with_stacks(self.variables, {path: result.tables}),
-            slots=self.slots | {path: result.slots},
-        )
+        new, _, result = ModelState(
+            layer_tables(self.variables), self.slots
+        ).insert_ids(features, layer, now, "TrainState.insert_ids")
+        variables = with_tables(self.variables, new.tables)
+        state = self.replace(variables=variables, slots=new.slots)
         if with_stats:
             return state, result.features, result.stats
         return state, result.features
@@ -282,18 +275,14 @@ class TrainState(struct.PyTreeNode):
         `with_ema` and `adafactor(use_ema=True)` keep averages. Tables and dense
         parameters of other optimizers don't change.
         """
-        stacks, slots, params, opt_state = finalize_model_values(
-            layer_tables(self.variables),
-            self.slots,
-            self.variables.get("params", {}),
-            self.opt_state,
+        state = ModelState(layer_tables(self.variables), self.slots)
+        state, params, opt_state = state.finalize_variable_values(
+            self.variables.get("params", {}), self.opt_state
         )
-        variables = dict(self.variables)
+        variables = with_tables(self.variables, state.tables)
         if "params" in variables:
             variables["params"] = params
-        return self.replace(
-            variables=with_stacks(variables, stacks), opt_state=opt_state, slots=slots
-        )
+        return self.replace(variables=variables, opt_state=opt_state, slots=state.slots)
 
     def with_embedding_tables(
         self, values: Mapping[str, Mapping[str, Any]]

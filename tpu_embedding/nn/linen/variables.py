@@ -12,11 +12,9 @@ from tpu_embedding.argument_checks import check_mapping
 from tpu_embedding.functional.derived_state import (
     check_has_slots,
     tables_with_derived_state,
-    with_table_values,
 )
 from tpu_embedding.nn.model_tables import LayerTables as LayerTables
-from tpu_embedding.nn.model_tables import check_names
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.nn.model_tables import ModelState, ModelTables, check_names
 from tpu_embedding.tables.table_values import unstack_tables
 
 TABLES: Final = "embedding_tables"
@@ -98,19 +96,13 @@ def with_embedding_tables(
         check_mapping("values of each layer", layer_values, line)
     layers = layer_tables(variables)
     check_names("Values", values, "layers", layers)
-    new_stacks, new_slots = {}, {}
-    for path, layer_values in values.items():
-        stacks, plan = layers[path].stacks, layers[path].plan
-        if slots is None:
-            derived = tables_with_derived_state(plan)
+    if slots is None:
+        for path, layer_values in values.items():
+            derived = tables_with_derived_state(layers[path].plan)
             check_has_slots(derived & set(layer_values), _SET_WITH_SLOTS)
-        new_stacks[path], layer_slots = with_table_values(
-            stacks, layer_values, plan, (slots or {}).get(path, {})
-        )
-        if layer_slots:
-            new_slots[path] = layer_slots
-    replaced = with_stacks(variables, new_stacks)
-    return replaced if slots is None else (replaced, {**slots, **new_slots})
+    state = ModelState(layers, dict(slots or {})).with_table_values(values)
+    replaced = with_tables(variables, state.tables)
+    return replaced if slots is None else (replaced, state.slots)
 
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
@@ -150,15 +142,9 @@ def map_tables(
     return {**variables, TABLES: tables}
 
 
-def with_stacks(
-    variables: Mapping[str, Any], stacks: Mapping[str, dict[str, PackedRows]]
-) -> dict[str, Any]:
-    """Returns the variables with some layers' stacks replaced, by layer path."""
-
-    def new_tables(path: str, old: LayerTables) -> LayerTables:
-        return dataclasses.replace(old, stacks=stacks.get(path, old.stacks))
-
-    return map_tables(new_tables, variables)
+def with_tables(variables: Mapping[str, Any], tables: ModelTables) -> dict[str, Any]:
+    """Returns the variables with the tables of all layers replaced."""
+    return map_tables(lambda path, _: tables[path], variables)
 
 
 def _state_of_tables(tables: LayerTables) -> dict[str, Any]:
