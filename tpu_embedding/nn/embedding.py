@@ -6,7 +6,6 @@ Linen layer also uses the warning about unintended pooling.
 """
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -301,23 +300,43 @@ class TPUEmbedding(ShortRepr):
             owner, line = "te.TPUEmbedding: feature_config", f"Write {_MAKE_FEATURES}."
             rule = "be a nest of te.FeatureConfig"
             raise invalid(owner, rule, feature_config, line, TypeError)
-        _check_arguments(pipeline_execution_with_tensor_core, rngs, plan)
+        if current_linen_module() is not None:
+            raise ValueError(
+                "te.TPUEmbedding cannot be made inside a Linen module, such as "
+                "nnx.bridge.ToLinen, which would make new tables in every call; use "
+                "te.linen.TPUEmbedding(plan) there."
+            )
+        if pipeline_execution_with_tensor_core:
+            raise invalid(
+                "pipeline_execution_with_tensor_core",
+                "be False, because a layer alone cannot look ahead",
+                pipeline_execution_with_tensor_core,
+                "Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
+                "mode='stale'), which computes what TensorFlow does, or with "
+                "mode='exact'.",
+            )
+        line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
+        check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
         if plan is None:
             placement = placement_of_embedding_feature(embedding_feature)
             plan = make_plan(
                 feature_config, mesh, optimizer=optimizer, placement=placement
             )
-        elif (optimizer, mesh, embedding_feature) != (None, None, None):
-            raise ValueError(
-                "TPUEmbedding got a plan together with optimizer, mesh or "
-                "embedding_feature; pass them to make_plan, whose placement "
-                "replaces embedding_feature."
-            )
-        elif feature_config is not None and not plan.is_for(feature_config):
-            raise ValueError(
-                "TPUEmbedding's plan must have been made from the same feature_config, "
-                f"got\n  {feature_config}\nand a plan for {plan.feature_tree}."
-            )
+        else:
+            line = "te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))"
+            check_type("te.TPUEmbedding: plan", PLAN, plan, line)
+            if (optimizer, mesh, embedding_feature) != (None, None, None):
+                raise ValueError(
+                    "TPUEmbedding got a plan together with optimizer, mesh or "
+                    "embedding_feature; pass them to make_plan, whose placement "
+                    "replaces embedding_feature."
+                )
+            if feature_config is not None and not plan.is_for(feature_config):
+                raise ValueError(
+                    "TPUEmbedding's plan must have been made from the same "
+                    f"feature_config, got\n  {feature_config}\nand a plan for "
+                    f"{plan.feature_tree}."
+                )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # The stats are on the mesh from the start, as they are after the first lookup.
@@ -554,11 +573,11 @@ class TPUEmbedding(ShortRepr):
                 zeros = replicate_on_mesh(zeros, self.plan)
             stats = LookupStats(
                 **{
-                    field.name: {
-                        name: getattr(stats, field.name).get(name, zero)
-                        for name, zero in getattr(zeros, field.name).items()
+                    field: {
+                        name: getattr(stats, field).get(name, zero)
+                        for name, zero in counts.items()
                     }
-                    for field in dataclasses.fields(LookupStats)
+                    for field, counts in vars(zeros).items()
                 }
             )
         # A JAX transformation that closes over the layer cannot change its variables.
@@ -595,28 +614,3 @@ class TPUEmbedding(ShortRepr):
         self.recorded.set_value(())
         self.prefetched.set_value(())
         return calls
-
-
-def _check_arguments(
-    pipeline_execution_with_tensor_core: bool, rngs: Any, plan: Any
-) -> None:
-    """Rejects a layer inside Linen modules, and arguments of wrong types."""
-    if current_linen_module() is not None:
-        raise ValueError(
-            "te.TPUEmbedding cannot be made inside a Linen module, such as "
-            "nnx.bridge.ToLinen, which would make new tables in every call; use "
-            "te.linen.TPUEmbedding(plan) there."
-        )
-    if pipeline_execution_with_tensor_core:
-        raise invalid(
-            "pipeline_execution_with_tensor_core",
-            "be False, because a layer alone cannot look ahead",
-            pipeline_execution_with_tensor_core,
-            "Train with te.PipelinedTrainStep(loss_fn, features_of=..., mode='stale'), "
-            "which computes what TensorFlow does, or with mode='exact'.",
-        )
-    line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
-    check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
-    if plan is not None:
-        line = "te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))"
-        check_type("te.TPUEmbedding: plan", PLAN, plan, line)

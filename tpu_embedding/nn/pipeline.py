@@ -13,7 +13,7 @@ of the next one.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -26,7 +26,12 @@ from tpu_embedding.argument_checks import invalid
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.model_tables import features_by_layer
 from tpu_embedding.nn.optimizer import Optimizer
-from tpu_embedding.nn.training import embedding_layers, put_on_mesh, value_and_grad
+from tpu_embedding.nn.training import (
+    checked_layers,
+    embedding_layers,
+    put_on_mesh,
+    value_and_grad,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain_samples
 from tpu_embedding.xla import read_before_write
@@ -240,7 +245,16 @@ class PipelinedTrainStep:
         if self._pending is None:
             own_batch = jax.tree.map(_own_copy, batch)
             in_flight, agreements = begin(graph, state, own_batch)
-            _check_agreements(agreements)
+            for path, agrees in agreements.items():
+                if not agrees:
+                    raise ValueError(
+                        "PipelinedTrainStep's features_of must return the features of "
+                        f"the first call of layer {path!r}, but the loss calls it with "
+                        "different features or not at all. Include weights: "
+                        "te.DenseIds(ids=..., weights=...). Features that depend on "
+                        "activations, parameters or random numbers can't be looked up "
+                        "ahead: use te.value_and_grad for such a model."
+                    )
         else:
             self._check_pending(self._pending, optimizer, batch)
             _, own_batch, in_flight, _ = self._pending
@@ -295,12 +309,9 @@ class PipelinedTrainStep:
             )
         if structure in self._jitted:
             return self._jitted[structure]
-        plans = [layer.plan for layer in embedding_layers(model).values()]
-        if not plans:
-            raise ValueError(
-                "The model has no TPUEmbedding layer, so PipelinedTrainStep has "
-                "nothing to look up ahead."
-            )
+        line = "step(model, optimizer, batch, next_batch)"
+        layers = checked_layers("te.PipelinedTrainStep", model, line)
+        plans = [layer.plan for layer in layers.values()]
         for vocabulary in (x.vocabulary for plan in plans for x in plan.stacks):
             if not vocabulary.ids_are_rows:
                 raise NotImplementedError(
@@ -414,20 +425,6 @@ class _Pending(NamedTuple):
 def _own_copy(leaf: Any) -> Any:
     # The next call reads the array again, and the user may change it until then.
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def _check_agreements(agreements: Mapping[str, Any]) -> None:
-    """Rejects a loss that calls a layer without the features of `features_of`."""
-    for path, agrees in agreements.items():
-        if not agrees:
-            raise ValueError(
-                "PipelinedTrainStep's features_of must return the features of the "
-                f"first call of layer {path!r}, but the loss calls it with different "
-                "features or not at all. Include weights: te.DenseIds("
-                "ids=..., weights=...). Features that depend on activations, "
-                "parameters or random numbers can't be looked up ahead: use "
-                "te.value_and_grad for such a model."
-            )
 
 
 def _take_agreements(model: nnx.Module) -> dict[str, Any]:
