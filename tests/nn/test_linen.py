@@ -241,6 +241,12 @@ MISUSE = {
         lambda m, v, b: te.linen.value_and_grad(jax.jit(linen_loss(m, b)))(v),
         "jax.jit to the whole step",
     ),
+    "penalty of the tables": (
+        lambda m, v, b: te.linen.value_and_grad(
+            lambda v: linen_loss(m, b)(v) + optax.tree.norm(v["embedding_tables"])
+        )(v),
+        "weight_decay_factor",
+    ),
     "state without tables": (
         lambda m, v, b: te.linen.TrainState.create(
             apply_fn=m.apply, variables={"params": v["params"]}, tx=optax.sgd(0.1)
