@@ -300,26 +300,17 @@ def test_gradients_of_tables_that_nobody_uses_are_warned_of():
 )
 def test_annotated_parameters(tx):
     """Only state shaped like a parameter is sharded like it."""
-
-    def make(annotate, num_devices):
-        model = Model(num_devices=num_devices)
-        initializers = {"kernel_init": nnx.initializers.ones_init()}
-        if annotate:
-            initializers = {
-                "kernel_init": nnx.with_partitioning(
-                    nnx.initializers.ones_init(), (None, "shard")
-                ),
-                "bias_init": nnx.with_partitioning(
-                    nnx.initializers.zeros_init(), ("shard",)
-                ),
-            }
-        model.dense = nnx.Linear(4, 8, rngs=nnx.Rngs(0), **initializers)
-        return model
-
     found = []
     for annotate in (True, False):
+        kernel_init, bias_init = nnx.initializers.ones, nnx.initializers.zeros
+        if annotate:
+            kernel_init = nnx.with_partitioning(kernel_init, (None, "shard"))
+            bias_init = nnx.with_partitioning(bias_init, ("shard",))
         with jax.set_mesh(mesh_of(2)):
-            model = make(annotate, 2)
+            model = Model(num_devices=2)
+            model.dense = nnx.Linear(
+                4, 8, kernel_init=kernel_init, bias_init=bias_init, rngs=nnx.Rngs(0)
+            )
             optimizer = te.Optimizer(model, tx)
             for factor in (1.0, 0.5):
                 train_step(model, optimizer, factor)

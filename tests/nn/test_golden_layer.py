@@ -198,23 +198,18 @@ def test_quantization(results):
     np.testing.assert_allclose(after, expected, rtol=1e-6)
 
 
-def sparse_ids(run, step_number):
-    prefix = f"in{step_number}__c_sparse_"
-    return te.SparseIds(
-        indices=run[prefix + "indices"],
-        values=run[prefix + "values"],
-        dense_shape=run["meta"]["sparse_dense_shape"],
-    )
-
-
 def layer_batch(run, step_number):
-    ragged = f"in{step_number}__b_ragged_"
+    ragged, sparse = (f"in{step_number}__{x}_" for x in ("b_ragged", "c_sparse"))
     return {
         "a_dense": run[f"in{step_number}__a_dense"],
         "b_ragged": te.RaggedIds(
             values=run[ragged + "values"], row_splits=run[ragged + "row_splits"]
         ),
-        "c_sparse": sparse_ids(run, step_number),
+        "c_sparse": te.SparseIds(
+            indices=run[sparse + "indices"],
+            values=run[sparse + "values"],
+            dense_shape=run["meta"]["sparse_dense_shape"],
+        ),
     }
 
 

@@ -165,21 +165,16 @@ ON_TABLES = {
 }
 
 
-def narrow_layer(dtype="bfloat16"):
-    table = te.TableConfig(vocabulary_size=9, dim=2, name="t", dtype=dtype)
-    optimizer = "adagrad" if dtype == "bfloat16" else None
-    return te.TPUEmbedding(
-        te.FeatureConfig(table=table), optimizer, mesh=mesh_of(2), rngs=nnx.Rngs(0)
-    )
-
-
 @pytest.mark.parametrize(
     ("function", "dtype", "where"),
     each_once(with_ids(ON_TABLES), ["bfloat16", "int8"], ["eager", "jit", "loss"]),
 )
 def test_arithmetic_on_packed_tables_raises(function, dtype, where):
     """Several values share a word, so a number would mean nothing."""
-    layer = narrow_layer(dtype)
+    table = te.TableConfig(vocabulary_size=9, dim=2, name="t", dtype=dtype)
+    feature = te.FeatureConfig(table=table)
+    rule = "adagrad" if dtype == "bfloat16" else None
+    layer = te.TPUEmbedding(feature, rule, mesh=mesh_of(2), rngs=nnx.Rngs(0))
     tables = nnx.state(layer, TABLES)
 
     def loss_fn(layer):

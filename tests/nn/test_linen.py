@@ -12,80 +12,50 @@ from flax import nnx, serialization
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.nn.test_dense_optimizer import LinenModel
 from tests.rejections import rejects
 from tests.tiers import full_cases
 
-BATCH, DIM = 12, 4
-VOCABULARY_SIZE = 50
+IDS = np.arange(12)
+TABLE = te.TableConfig(vocabulary_size=20, dim=4, name="item")
+SGD = te.optimizers.sgd(0.5)
+ADAM = optax.adam(0.01)
 # Its state has counts of steps next to the slot variables.
-ADAGRAD = te.optimizers.adagrad(0.1)
 SCHEDULED = te.optimizers.adagrad(optax.linear_schedule(0.2, 0.1, 9))
 
 
-def make_config():
-    item, user = (
-        te.TableConfig(vocabulary_size=size, dim=DIM, combiner="sum", name=name)
-        for name, size in (("item", VOCABULARY_SIZE), ("user", 30))
-    )
-    return {"past": te.FeatureConfig(table=item), "user": te.FeatureConfig(table=user)}
-
-
 @functools.cache
-def plan_of(num_devices, optimizer=None):
-    return te.make_plan(make_config(), mesh_of(num_devices), optimizer=optimizer)
+def plan_of(num_devices=1, optimizer=SGD):
+    feature = te.FeatureConfig(table=TABLE)
+    return te.make_plan(feature, mesh_of(num_devices), optimizer=optimizer)
 
 
-def trained_plan(num_devices=1):
-    return plan_of(num_devices, ADAGRAD)
+def linen_loss(model):
+    return lambda variables: jnp.sum(model.apply(variables, IDS) ** 2)
 
 
-def make_batch(seed=0):
-    generator = np.random.default_rng(seed)
-    past = generator.integers(0, VOCABULARY_SIZE, (BATCH, 3))
-    past[generator.random(past.shape) < 0.5] = te.inputs.PADDING_ROW_ID
-    labels = generator.integers(0, 2, BATCH).astype(np.float32)
-    return {"ids": {"past": past, "user": np.arange(BATCH)}, "labels": labels}
-
-
-def loss_of(logits, batch):
-    return optax.sigmoid_binary_cross_entropy(logits[:, 0], batch["labels"]).mean()
-
-
-class LinenModel(nn.Module):
-    plan: te.EmbeddingPlan
-
-    @nn.compact
-    def __call__(self, batch):
-        activations = te.linen.TPUEmbedding(self.plan, name="embedding")(batch["ids"])
-        joined = jnp.concatenate([activations["past"], activations["user"]], axis=1)
-        return nn.Dense(1, name="top")(joined)
-
-
-def linen_loss(model, batch):
-    return lambda variables: loss_of(model.apply(variables, batch), batch)
-
-
-def make_state(model, batch, tx=None):
-    variables = jax.jit(model.init)(jax.random.key(0), batch)
-    tx = tx or optax.adam(0.01)
-    return te.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+def make_state(model):
+    variables = jax.jit(model.init)(jax.random.key(0), IDS)
+    return te.linen.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=ADAM
+    )
 
 
 @pytest.mark.full
 def test_a_step_compiles_once_and_donates():
-    model, traces = LinenModel(trained_plan(2)), []
-    state = make_state(model, make_batch())
+    model, traces = LinenModel(plan_of(2, SCHEDULED)), []
+    state = make_state(model)
 
-    def step(state, batch):
+    def step(state):
         traces.append(1)
-        compute = te.linen.value_and_grad(linen_loss(model, batch))
+        compute = te.linen.value_and_grad(linen_loss(model))
         loss, gradients = compute(state.variables)
         return state.apply_gradients(grads=gradients), loss
 
     step = jax.jit(step, donate_argnums=0)
     for _ in range(3):
         old = jax.tree.leaves((state.variables, state.slots))
-        state, _ = step(state, make_batch())
+        state, _ = step(state)
         assert all(leaf.is_deleted() for leaf in old if leaf.ndim)
     assert len(traces) == 1
     assert step._cache_size() == 1
@@ -128,21 +98,13 @@ class Towers(nn.Module):
         return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
-@functools.cache
-def towers_plan(num_devices=1):
-    table = te.TableConfig(vocabulary_size=20, dim=4, name="item")
-    feature = te.FeatureConfig(table=table)
-    rule = te.optimizers.sgd(0.5)
-    return te.make_plan(feature, mesh_of(num_devices), optimizer=rule)
-
-
 def test_gradients_of_several_calls_and_layers_are_added():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, left, right):
-            towers = Towers(towers_plan(), name="towers")(left, right)
-            other = te.linen.TPUEmbedding(towers_plan(), name="other")(left)
-            te.linen.TPUEmbedding(towers_plan(), name="idle")
+            towers = Towers(plan_of(), name="towers")(left, right)
+            other = te.linen.TPUEmbedding(plan_of(), name="other")(left)
+            te.linen.TPUEmbedding(plan_of(), name="idle")
             return towers + jnp.sum(other, axis=1)
 
     left, right = np.array([[1, 5, 1, 7], [5, 2, 2, 9]])
@@ -176,10 +138,9 @@ def test_gradients_of_several_calls_and_layers_are_added():
 
 @pytest.mark.full
 def test_flax_bytes_restore_under_the_same_plan_only():
-    batch, tx = make_batch(), optax.adam(0.01)
     model = LinenModel(plan_of(2, SCHEDULED))
-    state = make_state(model, batch, tx)
-    _, gradients = te.linen.value_and_grad(linen_loss(model, batch))(state.variables)
+    state = make_state(model)
+    _, gradients = te.linen.value_and_grad(linen_loss(model))(state.variables)
     trained = state.apply_gradients(grads=gradients)
     saved = serialization.to_bytes(trained)
     restored = serialization.from_bytes(state, saved)
@@ -188,7 +149,7 @@ def test_flax_bytes_restore_under_the_same_plan_only():
         jax.tree.leaves(x.variables["embedding_tables"]) for x in (restored, trained)
     )
     assert [x.sharding for x in found] == [x.sharding for x in wanted]
-    other = make_state(LinenModel(plan_of(3, SCHEDULED)), batch, tx)
+    other = make_state(LinenModel(plan_of(3, SCHEDULED)))
     with rejects(fix="te.linen.embedding_tables"):
         serialization.from_bytes(other, saved)
 
@@ -198,7 +159,7 @@ class Remat(nn.Module):
 
     @nn.compact
     def __call__(self, ids):
-        return nn.remat(te.linen.TPUEmbedding)(towers_plan())(ids)
+        return nn.remat(te.linen.TPUEmbedding)(plan_of())(ids)
 
 
 def test_a_transformed_layer_looks_up_and_raises_instead_of_losing_gradients():
@@ -210,45 +171,42 @@ def test_a_transformed_layer_looks_up_and_raises_instead_of_losing_gradients():
         te.linen.value_and_grad(lambda v: jnp.sum(model.apply(v, ids)))(variables)
 
 
-def plain_gradients(model, variables, batch):
+def plain_gradients(model, variables):
     rest = {"embedding_tables": variables["embedding_tables"]}
-    jax.grad(lambda params: linen_loss(model, batch)({"params": params, **rest}))(
+    jax.grad(lambda params: linen_loss(model)({"params": params, **rest}))(
         variables["params"]
     )
 
 
-def apply_with_tables_of(plan, variables):
-    other = LinenModel(plan).init(jax.random.key(0), make_batch())
+def apply_with_tables_of(plan, model, variables):
+    other = LinenModel(plan).init(jax.random.key(0), IDS)
     tables = {"embedding_tables": other["embedding_tables"]}
-    LinenModel(trained_plan()).apply({**variables, **tables}, make_batch())
+    model.apply({**variables, **tables}, IDS)
 
 
 MISUSE = {
     "plain gradients": (plain_gradients, "te.linen.value_and_grad"),
     "loss by parameters only": (
-        lambda m, v, b: te.linen.value_and_grad(linen_loss(m, b))(v["params"]),
+        lambda m, v: te.linen.value_and_grad(linen_loss(m))(v["params"]),
         "model.init",
     ),
-    "tables of another plan": (
-        lambda m, v, b: apply_with_tables_of(trained_plan(2), v),
-        "",
-    ),
+    "tables of another plan": (lambda m, v: apply_with_tables_of(plan_of(2), m, v), ""),
     "gradients of jax.grad": (
-        lambda m, v, b: make_state(m, b).apply_gradients(grads=v["params"]),
+        lambda m, v: make_state(m).apply_gradients(grads=v["params"]),
         "value_and_grad",
     ),
     "jit inside": (
-        lambda m, v, b: te.linen.value_and_grad(jax.jit(linen_loss(m, b)))(v),
+        lambda m, v: te.linen.value_and_grad(jax.jit(linen_loss(m)))(v),
         "jax.jit to the whole step",
     ),
     "penalty of the tables": (
-        lambda m, v, b: te.linen.value_and_grad(
-            lambda v: linen_loss(m, b)(v) + optax.tree.norm(v["embedding_tables"])
+        lambda m, v: te.linen.value_and_grad(
+            lambda v: linen_loss(m)(v) + optax.tree.norm(v["embedding_tables"])
         )(v),
         "weight_decay_factor",
     ),
     "state without tables": (
-        lambda m, v, b: te.linen.TrainState.create(
+        lambda m, v: te.linen.TrainState.create(
             apply_fn=m.apply, variables={"params": v["params"]}, tx=optax.sgd(0.1)
         ),
         "model.init",
@@ -258,8 +216,8 @@ MISUSE = {
 
 @pytest.fixture(scope="module")
 def untrained():
-    model, batch = LinenModel(trained_plan()), make_batch()
-    return model, jax.jit(model.init)(jax.random.key(0), batch), batch
+    model = LinenModel(plan_of())
+    return model, jax.jit(model.init)(jax.random.key(0), IDS)
 
 
 @pytest.mark.parametrize("case", full_cases(MISUSE, "tables of another plan"))
@@ -271,7 +229,7 @@ def test_misuse_gives_one_clear_error(case, untrained):
 
 def test_linen_layer_in_an_nnx_model_looks_up_and_raises_in_training():
     ids = np.arange(4)
-    layer = te.linen.TPUEmbedding(towers_plan())
+    layer = te.linen.TPUEmbedding(plan_of())
     model = nnx.bridge.ToNNX(layer, rngs=nnx.Rngs(0)).lazy_init(ids)
     assert model(ids).shape == (4, 4)
 
