@@ -193,13 +193,12 @@ class ModelState:
         return state, *functional.finalize_variable_values(params, opt_state)
 
 
-def init_model_state(tables: ModelTables) -> ModelState:
-    """Returns the state before the first step."""
-    slots = {
+def init_model_slots(tables: ModelTables) -> dict[str, Any]:
+    """Returns the slot variables of all layers before the first step."""
+    return {
         path: functional.init_slots(layer.stacks, layer.plan)
         for path, layer in tables.items()
     }
-    return ModelState(tables, slots)
 
 
 def keep_if(condition: Any, new: Any, old: Any) -> Any:

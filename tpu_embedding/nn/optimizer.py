@@ -16,7 +16,7 @@ from tpu_embedding.nn.model_tables import (
     ModelState,
     check_gradients,
     check_names,
-    init_model_state,
+    init_model_slots,
     keep_if,
 )
 from tpu_embedding.nn.training import (
@@ -112,7 +112,7 @@ class Optimizer(ShortRepr):
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
-        slots = init_model_state(tables_of_layers(layers)).slots
+        slots = init_model_slots(tables_of_layers(layers))
         check_dense_optimizer(
             "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 7
         )

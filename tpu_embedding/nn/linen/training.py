@@ -26,7 +26,7 @@ from tpu_embedding.nn.model_tables import (
     ModelState,
     check_gradients,
     check_names,
-    init_model_state,
+    init_model_slots,
     keep_if,
 )
 from tpu_embedding.nn.recording import (
@@ -164,7 +164,7 @@ class TrainState(struct.PyTreeNode):
         # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = moves_arrays(tx.init)(on_mesh.get("params", {}))
-        slots = init_model_state(layers).slots
+        slots = init_model_slots(layers)
         plans = {path: tables.plan for path, tables in layers.items()}
         check_dense_optimizer("te.linen.TrainState", tx, opt_state, plans, slots, 2)
         state = cls(
