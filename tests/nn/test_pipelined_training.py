@@ -18,23 +18,6 @@ BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
-@pytest.mark.full
-def test_statistics_are_those_of_the_batch_that_was_trained():
-    table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
-    features = {"f": te.FeatureConfig(table=table)}
-    layer = te.TPUEmbedding(features, te.optimizers.sgd(0.1), rngs=nnx.Rngs(0))
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    step = te.PipelinedTrainStep(
-        lambda model, ids: jnp.sum(model(ids)["f"]), features_of=lambda ids: ids
-    )
-    found = []
-    batches = [{"f": np.where(np.arange(8) < n, 99, 0)} for n in (1, 2, 3)]
-    for batch, next_batch in itertools.pairwise([*batches, None]):
-        step(layer, optimizer, batch, next_batch)
-        found.append(int(layer.stats.get_value().out_of_range["f"]))
-    assert found == [1, 2, 3]
-
-
 def values_of(model, optimizer):
     state = nnx.state((model, optimizer))
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
@@ -107,9 +90,25 @@ def one_table_step(loss_fn=one_table_loss, **options):
 SMALL_BATCH = np.arange(4), np.ones(4, np.float32)
 
 
+def make(num_devices=1):
+    model = OneTable(num_devices)
+    return model, te.Optimizer(model, optax.sgd(0.1))
+
+
+@pytest.mark.full
+def test_statistics_are_those_of_the_batch_that_was_trained():
+    model, optimizer = make()
+    step, labels, found = one_table_step(), np.ones(8, np.float32), []
+    batches = [(np.where(np.arange(8) < n, 99, 0), labels) for n in (1, 2, 3)]
+    for batch, next_batch in itertools.pairwise([*batches, None]):
+        step(model, optimizer, batch, next_batch)
+        (count,) = model.embedding.stats.get_value().out_of_range.values()
+        found.append(int(count))
+    assert found == [1, 2, 3]
+
+
 def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
-    model = OneTable(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make()
     values = model.embedding.embedding_tables()["items"]
     kernel, bias = model.linear.kernel.get_value(), model.linear.bias.get_value()
     reference = DenseReference(
@@ -131,8 +130,7 @@ def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
 
 @pytest.mark.full
 def test_gradients_are_transformed_before_the_update():
-    model = OneTable(2)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make(num_devices=2)
     before = model.embedding.embedding_tables()["items"]
     step = one_table_step(
         transform_gradients=lambda gradients: te.gradients.scale(gradients, 0.0)
@@ -159,8 +157,7 @@ UNKNOWN_AHEAD = {
 
 @pytest.mark.parametrize("loss_fn", UNKNOWN_AHEAD.values(), ids=UNKNOWN_AHEAD)
 def test_features_that_cannot_be_known_ahead_are_rejected(loss_fn):
-    model = OneTable(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make()
     with rejects():
         one_table_step(loss_fn)(model, optimizer, SMALL_BATCH, None)
 
@@ -188,8 +185,7 @@ MISUSE = {
     "misuse", full_cases(with_ids(MISUSE), "another optimizer", "inside jit")
 )
 def test_misuse_gives_one_clear_error(misuse):
-    model = OneTable(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make()
     step = one_table_step(mode="stale")
     step(model, optimizer, SMALL_BATCH, SMALL_BATCH)
     with rejects():
@@ -199,8 +195,7 @@ def test_misuse_gives_one_clear_error(misuse):
 @pytest.mark.full
 def test_mode_exact_goes_on_with_tables_that_were_set():
     """Only the ids of the next batch are in flight, and those depend on no table."""
-    model = OneTable(1)
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    model, optimizer = make()
     step = one_table_step()
     step(model, optimizer, SMALL_BATCH, SMALL_BATCH)
     zeros = {"items": np.zeros((VOCABULARY_SIZE, DIM))}
@@ -243,12 +238,11 @@ def test_mode_exact_equals_a_plain_loop_and_compiles_once(model_class):
         optimizer.update(model, gradients)
         return loss
 
-    def make():
-        model = model_class(2)
-        return model, te.Optimizer(model, optax.adam(0.1))
-
     batches = [(np.arange(6) + i, np.full(6, i, np.float32)) for i in range(6)]
-    plain, piped = make(), make()
+    plain, piped = (
+        (model, te.Optimizer(model, optax.adam(0.1)))
+        for model in (model_class(2), model_class(2))
+    )
     expected = [plain_step(*plain, batch) for batch in batches]
     step = one_table_step(counting_loss)
     pairs = list(itertools.pairwise([*batches, None]))

@@ -183,50 +183,35 @@ def test_misuse_gives_one_clear_error(case, untrained):
         call(untrained, make_batch())
 
 
+def make_layer():
+    table = te.TableConfig(
+        vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="sum", name="items"
+    )
+    feature, rule = te.FeatureConfig(table=table), te.optimizers.adagrad(0.3)
+    return te.TPUEmbedding(feature, rule, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+
+
 def test_a_function_that_closes_over_a_model_may_be_differentiated():
-    model = Towers(mesh_of(1), te.optimizers.sgd(0.1))
     head = nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))
 
-    def gradients(head, model, ids):
-        def loss_of(head):
-            return jnp.sum(head(model.embedding(ids)))
+    def gradients(head, layer, ids):
+        return nnx.grad(lambda head: jnp.sum(head(layer(ids))))(head)
 
-        return nnx.grad(loss_of)(head)
-
-    found = nnx.eval_shape(gradients, head, model, np.zeros((2, 3), int))
+    found = nnx.eval_shape(gradients, head, make_layer(), np.zeros((2, 3), int))
     assert set(found) == {"bias", "kernel"}
 
 
 def test_weights_of_ids_can_be_learned():
-    table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
-    feature, rule = te.FeatureConfig(table=table), te.optimizers.sgd(0.1)
-    model = nnx.Dict(
-        embedding=te.TPUEmbedding(feature, rule, rngs=nnx.Rngs(0)),
-        weights=nnx.Param(jnp.full((4, 2), 0.5)),
-    )
+    weights = nnx.Param(jnp.full((4, 2), 0.5))
+    model = nnx.Dict(embedding=make_layer(), weights=weights)
     ids = np.arange(8).reshape(4, 2)
     _, gradients = te.value_and_grad(
         lambda m: jnp.sum(m.embedding(ids, m.weights.get_value()))
     )(model)
-    rows = model.embedding.embedding_tables()["t"][ids]
+    rows = model.embedding.embedding_tables()["items"][ids]
     np.testing.assert_allclose(
         gradients["weights"].get_value(), rows.sum(axis=2), rtol=1e-5, atol=1e-6
     )
-
-
-class Towers(nnx.Module):
-    """Two towers that call one layer: a sample's item, and one of its past."""
-
-    def __init__(self, mesh, optimizer):
-        table = te.TableConfig(
-            vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="sum", name="items"
-        )
-        self.embedding = te.TPUEmbedding(
-            te.FeatureConfig(table=table), optimizer, mesh=mesh, rngs=nnx.Rngs(0)
-        )
-
-    def __call__(self, left, right):
-        return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
 @pytest.mark.full
@@ -235,21 +220,20 @@ def test_two_calls_equal_one_call_over_both():
     left, right = generator.integers(0, VOCABULARY_SIZE, (2, BATCH, 3))
     targets = generator.normal(size=BATCH).astype(np.float32)
 
-    def loss_of(scores):
-        return jnp.mean((scores - targets) ** 2)
+    def loss_of(left, right):
+        return jnp.mean((jnp.sum(left * right, axis=1) - targets) ** 2)
 
-    def two_calls(model):
-        return loss_of(model(left, right))
+    def two_calls(layer):
+        return loss_of(layer(left), layer(right))
 
-    def one_call(model):
-        both = model.embedding(np.concatenate([left, right]))
-        return loss_of(jnp.sum(both[:BATCH] * both[BATCH:], axis=1))
+    def one_call(layer):
+        both = layer(np.concatenate([left, right]))
+        return loss_of(both[:BATCH], both[BATCH:])
 
-    model = Towers(mesh_of(1), te.optimizers.adagrad(0.3))
-    updates = []
+    layer, updates = make_layer(), []
     for loss_fn in (two_calls, one_call):
-        gradients = nnx.jit(te.grad(loss_fn))(model)
-        updates.append(gradients.tables["embedding"].row_updates("stack_0"))
+        gradients = nnx.jit(te.grad(loss_fn))(layer)
+        updates.append(gradients.tables[""].row_updates("stack_0"))
     # A row's gradients are summed in the order of its samples, which differs.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *updates
