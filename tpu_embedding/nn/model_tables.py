@@ -133,13 +133,10 @@ class ModelState:
             state = state.with_layer(path, *new)
         return state, result, keep_dense
 
-    def insert_ids(
-        self, features: Any, path: str | None, now: Any, owner: str
-    ) -> tuple[Self, str, functional.InsertResult]:
-        """Assigns rows to new ids of one layer, by default the only one that does so.
+    def layer_of_new_ids(self, path: str | None, owner: str) -> str:
+        """Returns the path of the layer that assigns rows to new ids.
 
-        Returns:
-          New state, the layer's path, and the result of `functional.insert_ids`.
+        If the path is None, there must be only one such layer.
 
         Raises:
           ValueError: if no such layer has the path, or if the path is None and there
@@ -158,9 +155,7 @@ class ModelState:
                 f"vocabulary assigns rows to ids, one of {fitting}, got {path!r}. "
                 "Leave it out if there is only one."
             )
-        stacks, plan = self.tables[path].stacks, self.tables[path].plan
-        result = functional.insert_ids(stacks, self.slots[path], features, plan, now)
-        return self.with_layer(path, result.tables, result.slots), path, result
+        return path
 
     def with_table_values(self, values: Mapping[str, Mapping[str, Any]]) -> Self:
         """Returns the state with the values of some tables replaced, by layer path."""

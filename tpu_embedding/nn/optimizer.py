@@ -7,6 +7,7 @@ import jax
 import optax
 from flax import nnx
 
+from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_mapping, right_names
 from tpu_embedding.functional.derived_state import tables_with_derived_state
 from tpu_embedding.gradients import Gradients
@@ -236,9 +237,10 @@ class Optimizer(ShortRepr):
           >>> optimizer.update(model, grads)
         """
         layers, state = self._load(model, "insert_ids")
-        owner = "Optimizer.insert_ids"
-        state, path, result = state.insert_ids(features, layer, now, owner)
-        self._store(layers, state)
+        path = state.layer_of_new_ids(layer, "Optimizer.insert_ids")
+        stacks, plan = state.tables[path].stacks, state.tables[path].plan
+        result = functional.insert_ids(stacks, state.slots[path], features, plan, now)
+        self._store(layers, state.with_layer(path, result.tables, result.slots))
         stats = layers[path].dynamic_stats
         stats.set_value(stats.get_value() | result.stats)
         return result.features

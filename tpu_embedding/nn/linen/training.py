@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from tpu_embedding import functional
 from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_args
 from tpu_embedding.nn.linen.layer import RecordingTables
@@ -260,11 +261,13 @@ class TrainState(struct.PyTreeNode):
           ValueError: if the variables have no such layer, or if `layer` is missing and
             there are several.
         """
-        new, _, result = ModelState(
-            layer_tables(self.variables), self.slots
-        ).insert_ids(features, layer, now, "TrainState.insert_ids")
-        variables = with_tables(self.variables, new.tables)
-        state = self.replace(variables=variables, slots=new.slots)
+        model = ModelState(layer_tables(self.variables), self.slots)
+        path = model.layer_of_new_ids(layer, "TrainState.insert_ids")
+        stacks, plan = model.tables[path].stacks, model.tables[path].plan
+        result = functional.insert_ids(stacks, self.slots[path], features, plan, now)
+        model = model.with_layer(path, result.tables, result.slots)
+        variables = with_tables(self.variables, model.tables)
+        state = self.replace(variables=variables, slots=model.slots)
         if with_stats:
             return state, result.features, result.stats
         return state, result.features
