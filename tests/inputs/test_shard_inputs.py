@@ -8,27 +8,16 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.stages import PADDING
 from tpu_embedding.inputs import shard_inputs
-from tpu_embedding.inputs.shard_inputs import (
-    FeatureShape,
-    feature_shape,
-    fill_up,
-    to_feature_input,
-)
+from tpu_embedding.inputs.batch import FeatureShape, parse_batch
+from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
 
 P = PADDING
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, combiner="sum", name="table")
 
 
-def plan_for(num_devices=1, num_features=1, **options):
-    config = {
-        f"f{i}": te.FeatureConfig(table=TABLE, name=f"f{i}", **options)
-        for i in range(num_features)
-    }
+def plan_for(num_devices=1, **options):
+    config = te.FeatureConfig(table=TABLE, name="f", **options)
     return te.make_plan(config, mesh_of(num_devices))
-
-
-def shape_of(ids, plan):
-    return feature_shape(ids, plan.features[0], plan)
 
 
 def sharded(values, row_splits, batch_size, weights=None):
@@ -46,29 +35,23 @@ RAGGED = sharded([[1, 2, P], [3, P, P]], [[0, 1, 2], [0, 1, 1]], 3)
 @pytest.mark.parametrize(
     ("ids", "num_devices", "options", "expected"),
     [
-        (np.zeros(7, int), 2, {}, (7, 4, 0, (7, 4))),
-        (np.zeros((1, 3), int), 8, {}, (1, 1, 0, (1, 4))),
-        (np.zeros((7, 0), int), 2, {}, (7, 4, 0, (7, 4))),
-        (np.zeros((7, 3), int), 2, dict(max_sequence_length=5), (7, 4, 5, (7, 5, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(2, 3)), (6, 3, 0, (2, 3, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(12,)), (6, 3, 2, (12, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(6, 5)), (6, 3, 5, (6, 5, 4))),
-        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(6,)), (6, 3, 0, (6, 4))),
-        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(30,)), (6, 3, 5, (30, 4))),
-        (RAGGED, 2, {}, (3, 2, 0, (3, 4))),
-        (RAGGED, 2, dict(max_sequence_length=5), (3, 2, 5, (3, 5, 4))),
-        (RAGGED, 2, dict(output_shape=(3, 2)), (3, 2, 2, (3, 2, 4))),
+        (np.zeros(7, int), 2, {}, (7, 0, (7, 4))),
+        (np.zeros((1, 3), int), 8, {}, (1, 0, (1, 4))),
+        (np.zeros((7, 0), int), 2, {}, (7, 0, (7, 4))),
+        (np.zeros((7, 3), int), 2, dict(max_sequence_length=5), (7, 5, (7, 5, 4))),
+        (np.zeros((6, 2), int), 2, dict(output_shape=(2, 3)), (6, 0, (2, 3, 4))),
+        (np.zeros((6, 2), int), 2, dict(output_shape=(12,)), (6, 2, (12, 4))),
+        (np.zeros((6, 2), int), 2, dict(output_shape=(6, 5)), (6, 5, (6, 5, 4))),
+        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(6,)), (6, 0, (6, 4))),
+        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(30,)), (6, 5, (30, 4))),
+        (RAGGED, 2, {}, (3, 0, (3, 4))),
+        (RAGGED, 2, dict(max_sequence_length=5), (3, 5, (3, 5, 4))),
+        (RAGGED, 2, dict(output_shape=(3, 2)), (3, 2, (3, 2, 4))),
     ],
 )
 def test_sizes_of_a_feature(ids, num_devices, options, expected):
-    shape = shape_of(ids, plan_for(num_devices, **options))
-    batch_size, samples_per_shard, sequence_length, output_shape = expected
-    assert shape == FeatureShape(
-        batch_size=batch_size,
-        samples_per_shard=samples_per_shard,
-        sequence_length=sequence_length,
-        output_shape=output_shape,
-    )
+    (shape,) = parse_batch(ids, plan_for(num_devices, **options)).shapes
+    assert (shape.batch_size, shape.sequence_length, shape.output_shape) == expected
 
 
 LOW, HIGH = -1, P - 1  # Ids out of range stay at their end.
@@ -99,25 +82,22 @@ def test_integers_of_any_type(values, expected):
 
 
 def test_batches_without_a_place_for_ids_get_one():
-    plan = plan_for(2)
     empty = np.zeros((3, 0), int)
     for given in (empty, te.DenseIds(ids=empty, weights=np.zeros((3, 0)))):
-        filled = fill_up(given, shape_of(given, plan), 2)
+        filled = fill_up(given, 2)
         assert filled.ids.tolist() == [[P]] * 4
         assert filled.weights is None
     none = sharded(np.zeros((2, 0)), np.zeros((2, 3)), 3, np.zeros((2, 0)))
-    filled = fill_up(none, shape_of(none, plan), 2)
+    filled = fill_up(none, 2)
     assert filled.values.tolist() == [[P], [P]]
     assert filled.weights is None
 
 
 def test_a_batch_is_filled_up_once():
-    plan = plan_for(2)
     ids = te.DenseIds(ids=np.array([[1, 2], [3, 4], [5, 6]]), weights=np.ones((3, 2)))
-    shape = shape_of(ids, plan)
-    filled = fill_up(ids, shape, 2)
+    filled = fill_up(ids, 2)
     assert filled.ids.tolist() == [[1, 2], [3, 4], [5, 6], [P, P]]
-    again = fill_up(filled, shape, 2)
+    again = fill_up(filled, 2)
     np.testing.assert_array_equal(again.ids, filled.ids)
     np.testing.assert_array_equal(again.weights, filled.weights)
 
@@ -135,7 +115,6 @@ def stage_input(ids, row_splits=None, weights=None, samples=2, length=0, **optio
         )
     shape = FeatureShape(
         batch_size=samples,
-        samples_per_shard=samples,
         sequence_length=length,
         output_shape=(),
         **options,

@@ -52,11 +52,8 @@ from tpu_embedding.dynamic.ids_64 import (
 )
 from tpu_embedding.dynamic.new_rows import init_new_rows
 from tpu_embedding.dynamic.vocabulary import Dynamic
-from tpu_embedding.inputs.shard_inputs import (
-    check_prepared,
-    feature_shape,
-    positions_of,
-)
+from tpu_embedding.inputs.batch import check_prepared, feature_shape
+from tpu_embedding.inputs.shard_inputs import positions_of
 from tpu_embedding.lookup._forward import leaves_out_weights, split_by_feature
 from tpu_embedding.lookup._rounds import (
     Round,
@@ -431,9 +428,8 @@ def _with_rows(
 
     Features that already hold rows are unchanged.
     """
-    plan = plan.for_batch(features)
-    leaves, stats = plan.flatten(features), {}
-    sources = {}
+    plan, leaves = plan.match(features)
+    sources, stats = {}, {}
     for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
         if _holds_ids(leaf, feature):
             flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
@@ -472,8 +468,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
 
     Rejects 32-bit integers, which may be the lower halves of ids.
     """
-    plan = plan.for_batch(features)
-    leaves = plan.flatten(features)
+    plan, leaves = plan.match(features)
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):
             continue
@@ -496,7 +491,7 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
     if weights is not None:
         weights = jnp.asarray(weights)
         inserts &= weights > 0 if leaves_out_weights(feature) else weights != 0
-    if length := feature_shape(leaf, feature, plan).sequence_length:
+    if length := feature_shape(leaf, feature, plan.num_shards).sequence_length:
         inserts &= _positions(leaf, plan) < length
     room = -ids.high.size % plan.num_shards
 

@@ -17,7 +17,7 @@ step groups features by stack, and returns results by feature.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,13 +32,8 @@ from tpu_embedding.gradients import (
     is_whole,
     may_be_partial,
 )
-from tpu_embedding.inputs.shard_inputs import (
-    FeatureShape,
-    check_equal_batches,
-    feature_shape,
-    fill_up,
-    to_feature_input,
-)
+from tpu_embedding.inputs.batch import Batch, FeatureShape, parse_batch
+from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
     StackLookup,
@@ -151,22 +146,20 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       >>> te.functional.activation_shapes(ids, plan)["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = [
-        ids
-        if feature.inputs.needs_rows(ids)
-        else feature.inputs.row_numbers(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
+    return shapes_of_activations(parse_batch(features, plan))
+
+
+def shapes_of_activations(batch: Batch) -> Any:
+    """Returns the result of `activation_shapes`."""
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=plan.sharding_of_samples(shape.output_shape),
+            sharding=batch.plan.sharding_of_samples(shape.output_shape),
         )
-        for shape in _feature_shapes(leaves, plan)
+        for shape in batch.shapes
     ]
-    return plan.unflatten(structs)
+    return batch.plan.unflatten(structs)
 
 
 def lookup(
@@ -200,20 +193,19 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    batch_plan = plan.for_batch(features)
-    raw_features = [
-        feature.name
-        for ids, feature in zip(
-            batch_plan.flatten(features), batch_plan.features, strict=True
-        )
-        if feature.inputs.needs_rows(ids)
-    ]
-    if not raw_features:
-        return read_rows(tables, route(features, plan), plan)
+    return look_up(tables, parse_batch(features, plan))
+
+
+def look_up(tables: dict[str, PackedRows], batch: Batch) -> LookupResult:
+    """Returns the result of `lookup`."""
+    plan, raw = batch.plan, batch.raw_feature
+    if raw is None:
+        return read_rows(tables, route_batch(batch), plan)
+    features = plan.unflatten(batch.leaves)
     # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
-    routed = dataclasses.replace(route(features, plan), raw_feature=raw_features[0])
+    routed = dataclasses.replace(route(features, plan), raw_feature=raw.name)
     return read_rows(tables, routed, plan)
 
 
@@ -243,45 +235,24 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = on_plan_mesh(row_numbers(features, plan), plan)
-    shapes = _feature_shapes(leaves, plan)
-    for i, ids in enumerate(leaves):
-        if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
-            # `jit` would truncate NumPy's 64-bit ids.
-            leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
-    with unchecked_values():
-        stacks = _route(leaves, shapes, plan)
-    return Routing(stacks=stacks, shapes=shapes, plan=plan)
+    return route_batch(parse_batch(features, plan))
 
 
-def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the row numbers of each feature of a batch.
+def route_batch(batch: Batch) -> Routing:
+    """Returns the result of `route`.
 
     Raises:
       TypeError: if a feature holds ids whose rows are not known.
     """
-    plan = plan.for_batch(features)
-    return [
-        feature.inputs.row_numbers(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def _feature_shapes(
-    leaves: Sequence[Any], plan: EmbeddingPlan
-) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch, from its shapes and dtypes.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
-    """
-    shapes = tuple(
-        feature_shape(ids, feature, plan)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    )
-    check_equal_batches(shapes, plan.features)
-    return shapes
+    plan, shapes = batch.plan, batch.shapes
+    ids_of_features = on_plan_mesh(batch.row_numbers(), plan)
+    for i, ids in enumerate(ids_of_features):
+        if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
+            # `jit` would truncate NumPy's 64-bit ids.
+            ids_of_features[i] = fill_up(ids, plan.num_shards)
+    with unchecked_values():
+        stacks = _route(ids_of_features, shapes, plan)
+    return Routing(stacks=stacks, shapes=shapes, plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -308,10 +279,7 @@ def _route(
     def fill_up_and_route(leaves):
         # Pad the batch, because its size may not be a multiple of the number of shards.
         # Ids that `route` has already padded don't change.
-        filled = [
-            fill_up(ids, shape, plan.num_shards)
-            for ids, shape in zip(leaves, shapes, strict=True)
-        ]
+        filled = [fill_up(ids, plan.num_shards) for ids in leaves]
         return on_shards(
             route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
         )(filled)
@@ -508,8 +476,7 @@ def _cotangent_of_samples(
         raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
-    per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
-    missing = plan.num_shards * per_shard - cotangent.shape[0]
+    missing = -shape.batch_size % plan.num_shards * max(1, shape.sequence_length)
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import about, invalid
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
-from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
-from tpu_embedding.inputs.shard_inputs import (
+from tpu_embedding.inputs.batch import (
     FeatureShape,
     check_equal_batches,
     checked_shape,
 )
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
+from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -89,19 +89,15 @@ def prepare_features(
       >>> prepare_features({"watched": [[1, 2], [3]]}, plan)["watched"].batch_size
       2
     """
-    plan = plan.for_batch(features)
+    plan, leaves = plan.match(features)
     num_parts = num_parts_of(samples, plan)
     num_shards = plan.num_shards // num_parts
-    leaves = plan.flatten(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
     read = list(map(_read_feature, leaves, weight_leaves, plan.features))
     # Check all forms first, so that an invalid batch doesn't change sizes.
-    shapes = [
-        checked_shape(ids, feature, num_shards)
-        for ids, feature in zip(read, plan.features, strict=True)
-    ]
+    shapes = list(map(checked_shape, read, plan.features))
     check_equal_batches(shapes, plan.features)
     if num_parts > 1:
         _check_parts(shapes, num_shards, plan.features)

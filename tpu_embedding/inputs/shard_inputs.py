@@ -1,7 +1,4 @@
-"""Checks a feature's form and converts it to the input of each shard.
-
-`checked_shape` has the rules for shapes and dtypes. `prepare` applies it before any
-conversion, and lookups apply it to their arguments.
+"""Converts the ids of a parsed feature to the input of each shard.
 
 Each shard gets consecutive samples. If the batch size is not a multiple of the number
 of shards, samples without ids fill up the last shards. Their activations are cut off.
@@ -9,7 +6,6 @@ of shards, samples without ids fill up the last shards. Their activations are cu
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,231 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.argument_checks import invalid
-from tpu_embedding.inputs.containers import check_unmasked
+from tpu_embedding.inputs.batch import FeatureShape
 from tpu_embedding.lookup._forward import FeatureInput
-from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     AxisSize,
     DenseIds,
     FeatureIds,
     IdArray,
-    RaggedIds,
     ShardedRaggedIds,
-    SparseIds,
-    batch_shape_of,
     ids_of,
-    is_integer,
 )
 from tpu_embedding.xla import running_sum
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureShape:
-    """The sizes of one feature in one batch.
-
-    Attributes:
-      batch_size: samples of the batch.
-      samples_per_shard: samples per shard, including padding.
-      sequence_length: ids per sample that are looked up one by one. 0 means that a
-        sample's ids are combined.
-      output_shape: shape of the activations, `dim` included.
-      default_id: row of samples without ids, or None.
-    """
-
-    batch_size: AxisSize
-    samples_per_shard: AxisSize
-    sequence_length: int
-    output_shape: tuple[AxisSize, ...]
-    default_id: int | None = None
-
-
-def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Adds weights to a nest of dense ids; the weights of a feature may be None.
-
-    Raises:
-      TypeError: if a feature with weights is ragged.
-    """
-    joined = []
-    plan = plan.for_batch(features)  # A batch may lack features of the plan.
-    leaves = plan.flatten(features)
-    for ids, weight, feature in zip(
-        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
-    ):
-        if weight is None:
-            joined.append(ids)
-            continue
-        if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
-            name = f"Weights of ragged feature {feature.name!r}"
-            rule = "be passed to prepare, together with its ids"
-            raise invalid(name, rule, weight, kind=TypeError)
-        joined.append(DenseIds(ids=ids_of(ids), weights=weight))
-    return jax.tree.unflatten(plan.feature_tree, joined)
-
-
-def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
-    """Checks the form of a feature in a lookup and returns its sizes.
-
-    Raises:
-      TypeError: if the ids are not integers, or ragged ids were not prepared.
-      ValueError: if the shape of the ids does not fit the feature's configuration.
-    """
-    check_prepared(ids, feature)
-    shape = checked_shape(ids, feature, plan.num_shards)
-    if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != plan.num_shards:
-        rule = f"be prepared with the layer's plan, for {plan.num_shards} shards"
-        raise invalid(f"Feature {feature.name!r}", rule, ids.values.shape[0])
-    return shape
-
-
-def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
-    """Raises TypeError for ids without a static shape."""
-    if isinstance(ids, RaggedIds | SparseIds):
-        fix = "Pass the batch through te.inputs.prepare_features on the host first."
-        rule = "have the same size in each batch"
-        raise invalid(f"Feature {feature.name!r}", rule, ids, fix, TypeError)
-
-
-def checked_shape(
-    ids: FeatureIds, feature: FeaturePlan, num_shards: int
-) -> FeatureShape:
-    """Checks the form of a feature on the host or in a lookup and returns its sizes.
-
-    It reads only shapes and dtypes.
-
-    Raises:
-      TypeError: if ids are not integers, or weights not real numbers.
-      ValueError: if a shape does not fit the feature's configuration.
-    """
-    values, config = ids_of(ids), feature.config
-    name = f"Ids of feature {feature.name!r}"
-    _check_ids(values, feature)
-    weights = getattr(ids, "weights", None)
-    if weights is not None:
-        _check_weights(weights, values.shape, feature)
-    is_dense = not isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds)
-    batch_shape = batch_shape_of(ids)
-    batch_size = math.prod(batch_shape)
-    if batch_size == 0:
-        raise invalid(name, "have at least one sample", list(batch_shape))
-    if config.output_shape is None and len(batch_shape) > 1:
-        raise invalid(
-            name,
-            "have one axis of samples",
-            list(batch_shape),
-            f"Set FeatureConfig.output_shape to {batch_shape} to combine the ids of "
-            "each sample, or to the whole shape of the ids to look up each id.",
-        )
-    length = config.max_sequence_length
-    if config.output_shape is None or config.has_own_batch:
-        if length and is_dense and values.ndim == 1:
-            rule = f"be ragged or [batch, valence] for max_sequence_length={length}"
-            raise invalid(name, rule, values)
-        output_shape = (batch_size, length) if length else (batch_size,)
-    else:
-        output_shape = config.output_shape
-        # One output per sample combines its ids. A multiple returns sequences.
-        num_outputs = math.prod(output_shape)
-        length = 0 if num_outputs == batch_size else num_outputs // batch_size
-        has_deep_ids = is_dense and values.ndim > 2
-        if num_outputs % batch_size or (
-            length and has_deep_ids and num_outputs != math.prod(values.shape)
-        ):
-            rule = f"hold the {batch_size} samples of its ids, or a multiple of them, "
-            rule += f"for ids of shape {list(values.shape)}"
-            field = f"FeatureConfig.output_shape of feature {feature.name!r}"
-            raise invalid(field, rule, list(output_shape))
-        if length and config.default_id is not None:
-            rule = f"be None, because output_shape={output_shape} makes sequences"
-            field = f"FeatureConfig.default_id of feature {feature.name!r}"
-            raise invalid(field, rule, config.default_id)
-    return FeatureShape(
-        batch_size=batch_size,
-        samples_per_shard=-(-batch_size // num_shards),
-        sequence_length=length,
-        output_shape=(*output_shape, feature.table.dim),
-        default_id=config.default_id,
-    )
-
-
-def check_equal_batches(
-    shapes: Sequence[FeatureShape], features: Sequence[FeaturePlan]
-) -> None:
-    """Raises ValueError if features without an output shape have unequal batches.
-
-    Symbolic sizes in exported programs are not compared.
-    """
-    known = {
-        feature.name: shape.batch_size
-        for shape, feature in zip(shapes, features, strict=True)
-        if feature.config.output_shape is None and isinstance(shape.batch_size, int)
-    }
-    if len(set(known.values())) > 1:
-        first, *others = known
-        unequal = [name for name in others if known[name] != known[first]]
-        other = unequal[0]
-        raise invalid(
-            f"Samples of feature {other!r}",
-            f"be {known[first]}, as many as feature {first!r} has",
-            known[other],
-            f"Features that differ from {first!r}: {unequal}. Set "
-            "FeatureConfig.output_shape if a feature's number should differ.",
-        )
-
-
-def _check_ids(ids: Any, feature: FeaturePlan) -> None:
-    """Rejects ids that are not an array of integers with a batch axis."""
-    # Series of pandas and tensors of PyTorch also have a dtype.
-    arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
-    is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
-    field = f"Ids of feature {feature.name!r}"
-    if not is_read or not hasattr(ids, "dtype"):
-        fix = "layer.prepare(features) takes lists and other arrays."
-        raise invalid(field, "be a NumPy or JAX array", ids, fix, TypeError)
-    check_unmasked(type(ids), field)
-    if not is_integer(ids.dtype):
-        fix = "Convert them with .astype(int) if they are whole numbers."
-        kind = getattr(ids.dtype, "kind", "")
-        if kind in ("S", "U", "T"):
-            fix = f"Turn strings into ids with {feature.inputs.text_to_ids}."
-        elif kind == "O":
-            values = ids.ravel().tolist()
-            example = next((v for v in values if not isinstance(v, int)), values[:1])
-            fix = f"They hold {example!r}. Strings need {feature.inputs.text_to_ids}."
-        raise invalid(field, "be integers", ids, fix, TypeError)
-    if ids.ndim == 0:
-        raise invalid(field, "have a batch axis", ids)
-
-
-def _check_weights(
-    weights: Any, shape: tuple[AxisSize, ...], feature: FeaturePlan
-) -> None:
-    """Rejects weights that are not real numbers in the shape of the ids."""
-    field = f"Weights of feature {feature.name!r}"
-    if not hasattr(weights, "dtype"):
-        fix = "Pass other forms through prepare."
-        raise invalid(field, "be an array", weights, fix, TypeError)
-    check_unmasked(type(weights), field)
-    is_float = jnp.issubdtype(weights.dtype, np.floating)
-    if not (is_float or weights.dtype == bool or is_integer(weights.dtype)):
-        raise invalid(field, "be real numbers", weights, kind=TypeError)
-    if length := feature.config.max_sequence_length:
-        rule = f"be None, because max_sequence_length={length} combines no ids"
-        raise invalid(field, rule, weights)
-    if weights.shape != shape:
-        raise invalid(field, f"have the shape of its ids, {list(shape)}", weights)
-
-
-def fill_up(
-    ids: FeatureIds, shape: FeatureShape, num_shards: int
-) -> DenseIds | ShardedRaggedIds:
+def fill_up(ids: FeatureIds, num_shards: int) -> DenseIds | ShardedRaggedIds:
     """Returns int32 ids and float32 weights that can be split by shard. Global.
 
     Returns:
       Ragged ids in their form, or dense ids of shape
-      `[num_shards * samples_per_shard, valence]`, with a valence of at least 1 and
+      `[padded batch, valence]`, with a valence of at least 1 and
       padding in the last shards. A call with such a result changes nothing.
     """
     values = _to_int32(ids_of(ids))
@@ -262,7 +53,8 @@ def fill_up(
         return dataclasses.replace(
             ids, values=values, weights=weights, row_splits=row_splits
         )
-    missing = num_shards * shape.samples_per_shard - values.shape[0]
+    num_samples = values.shape[0]
+    missing = -(-num_samples // num_shards) * num_shards - num_samples
     room = ((0, missing), (0, 0))
     return DenseIds(
         ids=jnp.pad(values, room, constant_values=PADDING_ROW_ID),
@@ -285,6 +77,7 @@ def to_feature_input(
     ids: Any = ids_of(filled)
     weights: Any = filled.weights
     sample_ids, valence = None, 1
+    num_samples = _num_samples_of(filled)
     if isinstance(filled, DenseIds):
         # The first ids of all samples come first, then the second ids, and so on.
         valence = ids.shape[1]
@@ -292,10 +85,10 @@ def to_feature_input(
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
-        ids = jnp.where(sample_ids < shape.samples_per_shard, ids, PADDING_ROW_ID)
+        ids = jnp.where(sample_ids < num_samples, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
             # Each sample gets an extra position for the default id.
-            size = ids.shape[0] + shape.samples_per_shard
+            size = ids.shape[0] + num_samples
             positions = jnp.arange(ids.shape[0]) + sample_ids
 
             def move(array: Array, padding: int) -> Array:
@@ -309,29 +102,33 @@ def to_feature_input(
             sample_ids = sample_ids_of(row_splits, size)
     is_sample = None
     num_shards = math.prod(map(jax.lax.axis_size, sample_axes))
-    if (
-        shape.default_id is not None
-        and num_shards * shape.samples_per_shard != shape.batch_size
-    ):
+    if shape.default_id is not None and num_shards * num_samples != shape.batch_size:
         # Padding samples get no default id.
-        first = jax.lax.axis_index(sample_axes) * shape.samples_per_shard
-        numbers = first + jnp.arange(shape.samples_per_shard, dtype=jnp.int32)
+        first = jax.lax.axis_index(sample_axes) * num_samples
+        numbers = first + jnp.arange(num_samples, dtype=jnp.int32)
         is_sample = numbers < shape.batch_size
     return FeatureInput(
         ids=ids.reshape(-1),
         weights=None if weights is None else weights.reshape(-1),
         sample_ids=sample_ids,
-        num_samples=shape.samples_per_shard,
+        num_samples=num_samples,
         valence=valence,
         is_sample=is_sample,
     )
+
+
+def _num_samples_of(filled: DenseIds | ShardedRaggedIds) -> AxisSize:
+    """Returns the samples of a shard, padding included."""
+    if isinstance(filled, DenseIds):
+        return filled.ids.shape[0]
+    return filled.row_splits.shape[1] - 1
 
 
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
     """Pads or truncates samples to the length; each position becomes a sample."""
-    num_samples, length = shape.samples_per_shard, shape.sequence_length
+    num_samples, length = _num_samples_of(filled), shape.sequence_length
     ids = ids_of(filled)
     if isinstance(filled, DenseIds):
         missing = max(0, length - ids.shape[1])

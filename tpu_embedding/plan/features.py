@@ -9,6 +9,7 @@ receive only what they need to prepare a batch: the features, the sizes of their
 and the number of devices.
 """
 
+import contextlib
 import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -82,23 +83,23 @@ class FeatureNest:
             feature.config for feature in self.features
         ]
 
-    def for_batch(self, batch: Any, what: str = "features") -> Self:
-        """Returns the plan of the features that a batch holds.
+    def match(self, batch: Any, what: str = "features") -> tuple[Self, list[Any]]:
+        """Returns the plan of the features that a batch holds, and one leaf for each.
 
         Args:
           batch: nest like `feature_config`, whose dicts may lack keys.
           what: name of the batch in errors.
 
         Returns:
-          A plan of the batch's features; this plan itself if the batch holds all
-          features.
+          A plan of the batch's features, which is this plan itself if the batch holds
+          all features, and the leaves in the order of that plan's features.
 
         Raises:
           ValueError: if the nest has a different structure or no features.
         """
-        if self._flatten_up_to(batch) is not None:
-            return self
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
+        with contextlib.suppress(ValueError, TypeError):
+            return self, self.feature_tree.flatten_up_to(batch)
+        numbers = self.unflatten(range(len(self.features)))
         try:
             kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
         except (KeyError, ValueError, TypeError) as error:
@@ -109,7 +110,8 @@ class FeatureNest:
         if not kept:
             raise self._structure_error(batch, what, "Pass at least one feature.")
         features = tuple(self.features[number] for number in kept)
-        return dataclasses.replace(self, features=features, feature_tree=tree)
+        plan = dataclasses.replace(self, features=features, feature_tree=tree)
+        return plan, plan.flatten(batch, what)
 
     def flatten(self, nest: Any, what: str = "features") -> list[Any]:
         """Returns the leaves of a nest like `feature_config`, one per feature.
@@ -117,21 +119,14 @@ class FeatureNest:
         Raises:
           ValueError: if the nest has a different structure.
         """
-        leaves = self._flatten_up_to(nest)
-        if leaves is None:
-            raise self._structure_error(nest, what, "")
-        return leaves
+        try:
+            return self.feature_tree.flatten_up_to(nest)
+        except (ValueError, TypeError):
+            raise self._structure_error(nest, what, "") from None
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Returns the nest with these leaves, the inverse of `flatten`."""
         return jax.tree.unflatten(self.feature_tree, leaves)
-
-    def _flatten_up_to(self, nest: Any) -> list[Any] | None:
-        """Returns one leaf per feature, or None if the structure differs."""
-        try:
-            return self.feature_tree.flatten_up_to(nest)
-        except (ValueError, TypeError):
-            return None
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
         config = self.unflatten([feature.config for feature in self.features])
