@@ -32,7 +32,7 @@ from tpu_embedding.gradients import (
     is_whole,
     may_be_partial,
 )
-from tpu_embedding.inputs.batch import Batch, FeatureShape, parse_batch
+from tpu_embedding.inputs.batch import FeatureShape, parse_batch
 from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
@@ -146,11 +146,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       >>> te.functional.activation_shapes(ids, plan)["watched"].shape
       (2, 4)
     """
-    return shapes_of_activations(parse_batch(features, plan))
-
-
-def shapes_of_activations(batch: Batch) -> Any:
-    """Returns the result of `activation_shapes`."""
+    batch = parse_batch(features, plan)
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
@@ -193,14 +189,10 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    return look_up(tables, parse_batch(features, plan))
-
-
-def look_up(tables: dict[str, PackedRows], batch: Batch) -> LookupResult:
-    """Returns the result of `lookup`."""
+    batch = parse_batch(features, plan)
     plan, raw = batch.plan, batch.raw_feature
     if raw is None:
-        return read_rows(tables, route_batch(batch), plan)
+        return read_rows(tables, route(batch, plan), plan)
     features = plan.unflatten(batch.leaves)
     # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
@@ -223,7 +215,8 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       The routed batch, for `read_rows`.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
+        it holds ids whose rows are not known.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -235,15 +228,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
       (2, 4)
     """
-    return route_batch(parse_batch(features, plan))
-
-
-def route_batch(batch: Batch) -> Routing:
-    """Returns the result of `route`.
-
-    Raises:
-      TypeError: if a feature holds ids whose rows are not known.
-    """
+    batch = parse_batch(features, plan)
     plan, shapes = batch.plan, batch.shapes
     ids_of_features = on_plan_mesh(batch.row_numbers(), plan)
     for i, ids in enumerate(ids_of_features):

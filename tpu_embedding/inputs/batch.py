@@ -1,8 +1,8 @@
 """Parses a batch: one checked leaf per feature, with its sizes.
 
-Each public function that takes a batch calls `parse_batch` first, and passes the
-`Batch` on, so no later stage walks the nest or checks a feature again. `prepare` reads
-the user's containers instead, and applies the same rules, `checked_shape`, to them.
+Each function that takes a batch calls `parse_batch` first. Layers and `lookup` pass the
+`Batch` on to other such functions, which don't walk the nest or check a feature again.
+`prepare` reads the user's containers instead, and applies the same rules to them.
 """
 
 import dataclasses
@@ -84,7 +84,8 @@ def parse_batch(
     """Parses the arguments of a lookup.
 
     Args:
-      features: nest like `feature_config`, whose dicts may lack keys.
+      features: nest like `feature_config`, whose dicts may lack keys; or a `Batch`,
+        which is returned.
       plan: plan of the layer.
       weights: the same nest with an array or None per dense feature.
       serving: True in exported programs. They have one shard, and each feature may have
@@ -94,6 +95,8 @@ def parse_batch(
       TypeError: if ids are not integers, or ragged ids were not prepared.
       ValueError: if the nest or a shape doesn't fit the plan.
     """
+    if isinstance(features, Batch):
+        return features
     plan, leaves = plan.match(features)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")

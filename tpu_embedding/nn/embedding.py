@@ -27,7 +27,6 @@ from tpu_embedding.argument_checks import ArgumentType, check_type, invalid, rig
 from tpu_embedding.config import placement_of_embedding_feature
 from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
-from tpu_embedding.functional.steps import look_up
 from tpu_embedding.inputs.batch import Batch, parse_batch
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
@@ -435,7 +434,7 @@ class TPUEmbedding(ShortRepr):
             if fits:
                 return result
         tables = without_derivative(NO_DERIVATIVE, self.tables.get_value())
-        return look_up(tables, batch)
+        return functional.lookup(tables, batch, batch.plan)
 
     def _record_call(self, batch: Batch) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""

@@ -285,7 +285,7 @@ def answer_call(
     """
     batch.row_numbers()  # raises unless rows are known
     if taps is None:
-        zeros = zeros_like(steps.shapes_of_activations(batch))
+        zeros = zeros_like(steps.activation_shapes(batch, batch.plan))
         leaves, structure = jax.tree.flatten(zeros)
         return structure.unflatten(_call.bind(*leaves)), None, zeros
     if number >= len(taps):

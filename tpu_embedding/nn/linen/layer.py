@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
-from tpu_embedding.functional.steps import look_up
 from tpu_embedding.inputs.batch import Batch, parse_batch
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
@@ -69,7 +69,7 @@ class RecordingTables:
         activations, stats, record = answer_call(
             *self.recorder.next_taps(self.path),
             batch,
-            lambda: look_up(self.tables.stacks, batch),
+            lambda: functional.lookup(self.tables.stacks, batch, batch.plan),
         )
         self.recorder.calls[self.path].append(record)
         return activations, stats
@@ -142,7 +142,7 @@ class TPUEmbedding(nn.Module):
             activations, stats = tables.look_up(batch)
         else:
             stacks = without_derivative(NO_DERIVATIVE, tables.stacks)
-            result = look_up(stacks, batch)
+            result = functional.lookup(stacks, batch, plan)
             activations, stats = result.activations, result.stats
             if guard is not None:
                 activations = jax.tree.map(
