@@ -23,7 +23,7 @@ help_on_request "$@"
 # lowest versions and in the exhaustive tier, because it takes a fifth of the time.
 traced=$(printf 'tpu_embedding.%s,' \
     functional.{steps,serving_lookup} recommenders.unique_ids \
-    inputs.{batch,buffer_sizes,containers,prepare,shard_inputs} dynamic lookup rows update)
+    inputs.{buffer_sizes,containers,prepare,shard_inputs} dynamic lookup rows update)
 check_shapes="--jaxtyping-packages=${traced}beartype.beartype"
 
 tier=quick tests="not full" left_out=() all_checks=()

@@ -16,8 +16,11 @@ from tests.random_configurations import ABSENT, Example, features_of, tables_on
 from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.host_rows.batch_rows import rows_of_batch
-from tpu_embedding.inputs.batch import parse_batch
-from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
+from tpu_embedding.inputs.shard_inputs import (
+    fill_up,
+    parse_batch,
+    to_feature_input,
+)
 from tpu_embedding.lookup._forward import rows_and_poolings
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.types import PADDING_ROW_ID as P

@@ -8,8 +8,12 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.stages import PADDING
 from tpu_embedding.inputs import shard_inputs
-from tpu_embedding.inputs.batch import FeatureShape, parse_batch
-from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
+from tpu_embedding.inputs.shard_inputs import (
+    FeatureShape,
+    fill_up,
+    parse_batch,
+    to_feature_input,
+)
 
 P = PADDING
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, combiner="sum", name="table")

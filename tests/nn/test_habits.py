@@ -12,7 +12,7 @@ from tests.conftest import mesh_of
 from tests.nn.test_dense_optimizer import Model
 from tests.rejections import rejects
 from tests.tiers import each_once, quick_cases, with_ids
-from tpu_embedding.inputs.batch import parse_batch
+from tpu_embedding.inputs.shard_inputs import parse_batch
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])

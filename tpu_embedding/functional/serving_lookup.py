@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from tpu_embedding.inputs.batch import Batch, FeatureShape
-from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
+from tpu_embedding.inputs.shard_inputs import (
+    Batch,
+    FeatureShape,
+    fill_up,
+    to_feature_input,
+)
 from tpu_embedding.lookup._forward import (
     gather_and_pool,
     rows_and_poolings,

@@ -32,8 +32,12 @@ from tpu_embedding.gradients import (
     is_whole,
     may_be_partial,
 )
-from tpu_embedding.inputs.batch import FeatureShape, parse_batch
-from tpu_embedding.inputs.shard_inputs import fill_up, to_feature_input
+from tpu_embedding.inputs.shard_inputs import (
+    FeatureShape,
+    fill_up,
+    parse_batch,
+    to_feature_input,
+)
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
     StackLookup,

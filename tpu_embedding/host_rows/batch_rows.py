@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.inputs.batch import FeatureShape, feature_shape
+from tpu_embedding.inputs.shard_inputs import FeatureShape, feature_shape
 from tpu_embedding.lookup._forward import leaves_out_weights
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan

@@ -17,13 +17,12 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import about, invalid
-from tpu_embedding.inputs.batch import (
-    FeatureShape,
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
+from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
+from tpu_embedding.inputs.shard_inputs import (
     check_equal_batches,
     checked_shape,
 )
-from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
-from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -99,8 +98,15 @@ def prepare_features(
     # Check all forms first, so that an invalid batch doesn't change sizes.
     shapes = list(map(checked_shape, read, plan.features))
     check_equal_batches(shapes, plan.features)
-    if num_parts > 1:
-        _check_parts(shapes, num_shards, plan.features)
+    for shape, feature in zip(shapes, plan.features, strict=True):
+        if num_parts == 1:
+            break
+        config = feature.config
+        if config.output_shape is not None and not config.has_own_batch:
+            rule = f"be 'global', because feature {feature.name!r} has an output_shape"
+            raise invalid("samples", rule, "process")
+        if shape.batch_size % num_shards:
+            raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
     checked = list(map(_check_values, read, plan.features))
     padded = _pad_ragged(checked, plan.features, num_shards, sizes, num_parts)
     for i, (ids, feature) in enumerate(zip(padded, plan.features, strict=True)):
@@ -234,18 +240,6 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
             text = f"{field} must have the same {name} as its ids, got\n"
             text += f"  ids: {expected}\n  weights: {given}"
             raise about(ValueError(text), field, weights)
-
-
-def _check_parts(
-    shapes: Sequence[FeatureShape], num_shards: int, features: Sequence[FeaturePlan]
-) -> None:
-    """Rejects samples that a process cannot split over its devices."""
-    for shape, feature in zip(shapes, features, strict=True):
-        if feature.config.output_shape is not None and not feature.config.has_own_batch:
-            rule = f"be 'global', because feature {feature.name!r} has an output_shape"
-            raise invalid("samples", rule, "process")
-        if shape.batch_size % num_shards:
-            raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
 
 
 def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:

@@ -27,9 +27,9 @@ from tpu_embedding.argument_checks import ArgumentType, check_type, invalid, rig
 from tpu_embedding.config import placement_of_embedding_feature
 from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
-from tpu_embedding.inputs.batch import Batch, parse_batch
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
+from tpu_embedding.inputs.shard_inputs import Batch, parse_batch
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
     LayerCalls,

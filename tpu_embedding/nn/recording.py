@@ -33,7 +33,7 @@ from jax.extend.core import Primitive
 from tpu_embedding.argument_checks import invalid
 from tpu_embedding.functional import steps
 from tpu_embedding.gradients import Gradients, TableGradients, add
-from tpu_embedding.inputs.batch import Batch
+from tpu_embedding.inputs.shard_inputs import Batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows

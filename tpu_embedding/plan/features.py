@@ -149,31 +149,24 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     if not with_paths:
         rule = "hold at least one FeatureConfig"
         raise invalid("feature_config", rule, feature_config)
-    leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="/") or "feature", leaf)
-        for path, leaf in with_paths
-    ]
-    for path, leaf in leaves:
-        if not isinstance(leaf, FeatureConfig):
-            rule = f"be a nest of FeatureConfig, also at {path!r}"
-            raise invalid("feature_config", rule, leaf, _line_to_write(leaf))
     features: dict[str, FeatureConfig] = {}
     paths: dict[str, str] = {}
-    for path, config in leaves:
-        name = config.name or path
+    for key_path, leaf in with_paths:
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/") or "feature"
+        if not isinstance(leaf, FeatureConfig):
+            fix = "Write {'movie': te.FeatureConfig(table=table)}."
+            if isinstance(leaf, FeatureNest):
+                fix = "Pass a plan by name: plan=plan."
+            elif isinstance(leaf, TableConfig):
+                fix = "Write te.FeatureConfig(table=table)."
+            rule = f"be a nest of FeatureConfig, also at {path!r}"
+            raise invalid("feature_config", rule, leaf, fix)
+        name = leaf.name or path
         if name in features:
             rule = f"be unique, also at {paths[name]!r} and {path!r} of feature_config"
             raise invalid("FeatureConfig.name", rule, name)
-        features[name], paths[name] = config, path
+        features[name], paths[name] = leaf, path
     return features, tree
-
-
-def _line_to_write(leaf: Any) -> str:
-    if isinstance(leaf, FeatureNest):
-        return "Pass a plan by name: plan=plan."
-    if isinstance(leaf, TableConfig):
-        return "Write te.FeatureConfig(table=table)."
-    return "Write {'movie': te.FeatureConfig(table=table)}."
 
 
 def plan_features(
@@ -185,11 +178,7 @@ def plan_features(
 
     `table_names` has the name of each feature's table in `stacks`.
     """
-    tables = {
-        table.name: (i, table)
-        for i, stack in enumerate(stacks)
-        for table in stack.tables
-    }
+    tables = {t.name: (i, t) for i, stack in enumerate(stacks) for t in stack.tables}
     plans = []
     for (name, config), table_name in zip(features.items(), table_names, strict=True):
         stack_index, table = tables[table_name]

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
-from tpu_embedding.inputs.batch import Batch, parse_batch
+from tpu_embedding.inputs.shard_inputs import Batch, parse_batch
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
