@@ -181,14 +181,6 @@ class BufferSizes:
         return list(sizes)
 
 
-def _size_of_batch(demand: RaggedDemand) -> int:
-    """Returns the expected size, doubled until it holds the batch."""
-    size = _expected_size(demand) or _SMALLEST_BUFFER
-    while size < demand.num_ids:
-        size *= 2
-    return size
-
-
 def _first_size(demand: RaggedDemand) -> int:
     size = _expected_size(demand)
     if size is not None and size >= demand.num_ids:
@@ -254,9 +246,15 @@ def choose_sizes(
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
-    if sizes is None:
-        return [_size_of_batch(demand) for demand in demands]
-    return sizes.choose(demands)
+    if sizes is not None:
+        return sizes.choose(demands)
+    chosen = []
+    for demand in demands:
+        size = _expected_size(demand) or _SMALLEST_BUFFER
+        while size < demand.num_ids:
+            size *= 2
+        chosen.append(size)
+    return chosen
 
 
 def _agreed(

@@ -139,7 +139,8 @@ def _values_of(ids: Any, owner: str, what: What) -> np.ndarray:
     values = as_array(ids.values, owner, what)
     if values.ndim != 1:
         raise invalid(f"values of {owner}", "have one axis", values)
-    return values
+    # NumPy makes floats of empty lists.
+    return values if values.size else values.astype(np.int32)
 
 
 def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:

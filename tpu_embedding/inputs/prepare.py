@@ -204,10 +204,6 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     if isinstance(ids, ShardedRaggedIds):
         raise invalid(f"Ids of {owner}", "not be prepared twice", ids, kind=TypeError)
     host_ids = read_ids(feature.inputs.read(ids, feature), owner)
-    values = np.asarray(ids_of(host_ids))
-    if not values.size and not isinstance(host_ids, DenseIds):
-        # NumPy makes floats of empty lists.
-        host_ids = with_ids(host_ids, values.astype(np.int32))
     if weights is None:
         weights = host_ids.weights
     if weights is None:
@@ -233,12 +229,10 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
     for name in names:
         expected, given = (np.asarray(getattr(x, name)) for x in (ids, weights))
         if not np.array_equal(expected, given):
-            expected, given = (
-                np.array2string(array, threshold=20, separator=", ")
-                for array in (expected, given)
-            )
-            text = f"{field} must have the same {name} as its ids, got\n"
-            text += f"  ids: {expected}\n  weights: {given}"
+            text = f"{field} must have the same {name} as its ids, got"
+            for owner, array in (("ids", expected), ("weights", given)):
+                shown = np.array2string(array, threshold=20, separator=", ")
+                text += f"\n  {owner}: {shown}"
             raise about(ValueError(text), field, weights)
 
 
@@ -285,7 +279,15 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
             raise invalid(name, f"have at most {most}", batch_size)
         is_kept = positions < length
         targets = samples[is_kept] * np.int64(length) + positions[is_kept]
-        _check_distinct(targets, length, feature)
+        in_order = targets
+        if not (targets[1:] > targets[:-1]).all():
+            in_order = np.sort(targets)
+        is_repeated = in_order[1:] == in_order[:-1]
+        if is_repeated.any():
+            repeated = int(in_order[is_repeated.argmax()])
+            field = f"indices of feature {feature.name!r}"
+            rule = "occur only once in a sequence"
+            raise invalid(field, rule, list(divmod(repeated, length)))
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
@@ -327,18 +329,6 @@ def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.n
     return samples, positions
 
 
-def _check_distinct(targets: np.ndarray, length: int, feature: FeaturePlan) -> None:
-    """Rejects ids that share a position of a sequence."""
-    if not (targets[1:] > targets[:-1]).all():
-        targets = np.sort(targets)
-    is_equal = targets[1:] == targets[:-1]
-    if is_equal.any():
-        first = int(targets[is_equal.argmax()])
-        index = [first // length, first % length]
-        rule = "occur only once in a sequence"
-        raise invalid(f"indices of feature {feature.name!r}", rule, index)
-
-
 def _pad_ragged(
     checked: list[DenseIds | RaggedIds],
     features: Sequence[FeaturePlan],
@@ -346,40 +336,46 @@ def _pad_ragged(
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[Any]:
-    """Pads ragged features to sizes that are chosen together."""
-    numbers = [i for i, ids in enumerate(checked) if isinstance(ids, RaggedIds)]
-    padded: list[Any] = list(checked)
-    demands = [_demand_of(padded[i], features[i], num_shards) for i in numbers]
+    """Splits ragged features by shard, and pads them to sizes chosen together."""
+    splits_by_feature, demands = {}, []
+    for i, (ids, feature) in enumerate(zip(checked, features, strict=True)):
+        if not isinstance(ids, RaggedIds):
+            continue
+        row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
+        batch_size = len(row_splits) - 1
+        samples = -(-batch_size // num_shards)
+        ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
+        splits = splits_by_feature[i] = row_splits[np.minimum(ends, batch_size)]
+        lengths = np.diff(row_splits).astype(np.float64)
+        demands.append(
+            RaggedDemand(
+                feature_name=feature.name,
+                expected_valence=feature.config.expected_valence,
+                samples_per_shard=samples,
+                num_ids=int((splits[:, -1] - splits[:, 0]).max()),
+                num_samples=batch_size,
+                valence_sum=float(lengths.sum()),
+                valence_square_sum=float(lengths @ lengths),
+            )
+        )
     chosen = choose_sizes(demands, sizes, num_parts)
-    for i, size in zip(numbers, chosen, strict=True):
-        padded[i] = _pad_to_shards(padded[i], num_shards, size, num_parts)
+    padded: list[Any] = list(checked)
+    for (i, splits), size in zip(splits_by_feature.items(), chosen, strict=True):
+        padded[i] = _pad_to_shards(padded[i], splits, size, num_parts)
     return padded
 
 
-def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedDemand:
-    """Returns the facts that a feature's buffer size depends on."""
-    splits = _splits_of_shards(ids, num_shards)
-    lengths = np.diff(np.asarray(ids.row_splits)).astype(np.float64)
-    return RaggedDemand(
-        feature_name=feature.name,
-        expected_valence=feature.config.expected_valence,
-        samples_per_shard=splits.shape[1] - 1,
-        num_ids=int((splits[:, -1] - splits[:, 0]).max()),
-        num_samples=lengths.shape[0],
-        valence_sum=float(lengths.sum()),
-        valence_square_sum=float(lengths @ lengths),
-    )
-
-
 def _pad_to_shards(
-    ids: RaggedIds, num_shards: int, size: int, num_parts: int
+    ids: RaggedIds, splits: np.ndarray, size: int, num_parts: int
 ) -> ShardedRaggedIds:
-    """Copies the checked ids of each shard into a buffer of a given size."""
-    splits = _splits_of_shards(ids, num_shards)
+    """Copies the ids of each shard into a buffer.
+
+    `splits` are the row splits of each shard, int64 `[num_shards, samples + 1]`.
+    """
     bounds = np.append(splits[:, 0], splits[-1, -1])
 
     def padded(array: Any, padding: np.generic) -> np.ndarray:
-        buffers = np.full((num_shards, size), padding)
+        buffers = np.full((len(splits), size), padding)
         for buffer, begin, end in zip(buffers, bounds, bounds[1:], strict=False):
             buffer[: end - begin] = array[begin:end]
         return buffers
@@ -391,12 +387,3 @@ def _pad_to_shards(
         weights=None if ids.weights is None else padded(ids.weights, np.float32(0)),
         batch_size=(len(np.asarray(ids.row_splits)) - 1) * num_parts,
     )
-
-
-def _splits_of_shards(ids: RaggedIds, num_shards: int) -> np.ndarray:
-    """Returns the row splits of each shard, int64 `[num_shards, samples + 1]`."""
-    row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
-    batch_size = row_splits.shape[0] - 1
-    samples = -(-batch_size // num_shards)
-    ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
-    return row_splits[np.minimum(ends, batch_size)]

@@ -343,13 +343,13 @@ def to_feature_input(
     ids: Any = ids_of(filled)
     weights: Any = filled.weights
     sample_ids, valence = None, 1
-    num_samples = _num_samples_of(filled)
     if isinstance(filled, DenseIds):
         # The first ids of all samples come first, then the second ids, and so on.
-        valence = ids.shape[1]
+        num_samples, valence = ids.shape
         ids, weights = ids.T, None if weights is None else weights.T
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
+        num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         ids = jnp.where(sample_ids < num_samples, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
@@ -383,25 +383,19 @@ def to_feature_input(
     )
 
 
-def _num_samples_of(filled: DenseIds | ShardedRaggedIds) -> AxisSize:
-    """Returns the samples of a shard, padding included."""
-    if isinstance(filled, DenseIds):
-        return filled.ids.shape[0]
-    return filled.row_splits.shape[1] - 1
-
-
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
     """Pads or truncates samples to the length; each position becomes a sample."""
-    num_samples, length = _num_samples_of(filled), shape.sequence_length
-    ids = ids_of(filled)
+    ids, length = ids_of(filled), shape.sequence_length
     if isinstance(filled, DenseIds):
+        num_samples = ids.shape[0]
         missing = max(0, length - ids.shape[1])
         room = ((0, 0), (0, missing))
         ids = jnp.pad(ids[:, :length], room, constant_values=PADDING_ROW_ID)
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
+        num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
         # Positions beyond the length would be in the next sample, so drop them.

@@ -78,10 +78,8 @@ class FeatureNest:
 
     def is_for(self, feature_config: Any) -> bool:
         """Returns True if the plan was made from this nest of features."""
-        leaves, tree = jax.tree.flatten(feature_config)
-        return tree == self.feature_tree and leaves == [
-            feature.config for feature in self.features
-        ]
+        configs = [feature.config for feature in self.features]
+        return jax.tree.flatten(feature_config) == (configs, self.feature_tree)
 
     def match(self, batch: Any, what: str = "features") -> tuple[Self, list[Any]]:
         """Returns the plan of the features that a batch holds, and one leaf for each.
