@@ -279,12 +279,12 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
             raise invalid(name, f"have at most {most}", batch_size)
         is_kept = positions < length
         targets = samples[is_kept] * np.int64(length) + positions[is_kept]
-        in_order = targets
+        ascending = targets
         if not (targets[1:] > targets[:-1]).all():
-            in_order = np.sort(targets)
-        is_repeated = in_order[1:] == in_order[:-1]
+            ascending = np.sort(targets)
+        is_repeated = ascending[1:] == ascending[:-1]
         if is_repeated.any():
-            repeated = int(in_order[is_repeated.argmax()])
+            repeated = int(ascending[is_repeated.argmax()])
             field = f"indices of feature {feature.name!r}"
             rule = "occur only once in a sequence"
             raise invalid(field, rule, list(divmod(repeated, length)))
