@@ -269,9 +269,19 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
       ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
         of a sequence.
     """
-    samples, positions = _coordinates(ids, feature)
-    batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
-    values = np.asarray(ids.values)
+    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
+    shape = tuple(int(size) for size in ids.dense_shape)
+    try:
+        samples = np.ravel_multi_index(tuple(indices.T[:-1]), shape[:-1])
+        positions = np.ravel_multi_index(tuple(indices.T[-1:]), shape[-1:])
+    except ValueError:
+        given = np.asarray(ids.indices)
+        is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
+        i = int(is_outside.argmax())
+        name = f"indices of feature {feature.name!r}"
+        rule = f"be within dense_shape {list(shape)} at value {i}"
+        raise invalid(name, rule, given[i].tolist()) from None
+    batch_size, values = math.prod(shape[:-1]), np.asarray(ids.values)
     if length := feature.config.max_sequence_length:
         if batch_size * length > MAX_SAMPLES:
             name = f"dense_shape of feature {feature.name!r}"
@@ -302,31 +312,6 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     row_splits = np.zeros(batch_size + 1, np.int64)
     np.cumsum(np.bincount(samples, minlength=batch_size), out=row_splits[1:])
     return RaggedIds(values=values, row_splits=row_splits, weights=weights)
-
-
-def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each id's sample and position, both checked."""
-    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
-    shape = [int(size) for size in ids.dense_shape]
-    # As unsigned numbers, negative coordinates are large, so one comparison finds
-    # negative coordinates and coordinates past the end.
-    unsigned = indices.view(np.uint64)
-    for axis, size in enumerate(shape):
-        if len(indices) and unsigned[:, axis].max() >= size:
-            given = np.asarray(ids.indices)
-            is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
-            i = int(is_outside.argmax())
-            rule = f"be within dense_shape {shape} at value {i}"
-            raise invalid(
-                f"indices of feature {feature.name!r}", rule, given[i].tolist()
-            )
-    # Narrow copies of the columns are faster to compare than the columns themselves.
-    samples = indices[:, 0].astype(np.int32)
-    for axis in range(1, len(shape) - 1):
-        samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
-    fits_int32 = shape[-1] <= np.iinfo(np.int32).max
-    positions = indices[:, -1].astype(np.int32 if fits_int32 else np.int64)
-    return samples, positions
 
 
 def _pad_ragged(
