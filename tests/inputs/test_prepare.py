@@ -1,4 +1,4 @@
-"""What the host-side preparation accepts, and what the step makes of it."""
+"""What the host-side preparation accepts, and how a batch is placed."""
 
 import jax
 import numpy as np
@@ -9,7 +9,6 @@ import tpu_embedding as te
 from tests.inputs.prepare_cases import (
     PADDING,
     RAGGED,
-    SPARSE,
     VOCABULARY_SIZE,
     dense,
     plan_of,
@@ -17,8 +16,6 @@ from tests.inputs.prepare_cases import (
     ragged,
 )
 from tests.rejections import rejects
-
-# What is accepted.
 
 BEYOND = {
     "int64": (
@@ -74,59 +71,6 @@ def test_arguments_are_not_changed():
     before = jax.tree.map(np.copy, ids)
     prepare(ids, out_of_range_ids="clip")
     jax.tree.map(np.testing.assert_array_equal, ids, before)
-
-
-# The prepared batch and the step.
-
-
-def init(plan):
-    return te.functional.init_tables(plan, jax.random.key(0))
-
-
-# Ids, options of the feature, type and field of the error, code that it shows.
-REFUSED_BY_SHAPE = {
-    "RaggedIds": (RAGGED, {}, TypeError, "Feature", "te.inputs.prepare_features"),
-    "SparseIds": (SPARSE, {}, TypeError, "Feature", "te.inputs.prepare_features"),
-    "other shards": (prepare(RAGGED, num_devices=3), {}, ValueError, "Feature", "2"),
-    "masked": (np.ma.masked_array([1], [1]), {}, TypeError, "Ids", ".filled("),
-    "strings": (np.array(["a"]), {}, TypeError, "Ids", "te.inputs.hash_ids"),
-    "list of weights": (dense([1], [1.0]), {}, TypeError, "Weights", "prepare"),
-}
-
-
-@pytest.mark.parametrize(
-    ("ids", "options", "kind", "part", "fix"),
-    REFUSED_BY_SHAPE.values(),
-    ids=REFUSED_BY_SHAPE,
-)
-def test_shapes_that_a_step_refuses(ids, options, kind, part, fix):
-    plan = plan_of(**options)
-    with rejects(kind, field="'the_feature'", fix=fix) as error:
-        te.functional.activation_shapes({"the_feature": ids}, plan)
-    assert error.value.field.startswith(part)
-
-
-def test_samples_without_places_are_zero():
-    plan = plan_of()
-    ids = {"the_feature": prepare(np.zeros((4, 0), int))}
-    activations = te.functional.lookup(init(plan), ids, plan).activations["the_feature"]
-    np.testing.assert_array_equal(activations, np.zeros((4, 4)))
-
-
-def test_wide_ids_outside_jit_read_no_other_row():
-    plan = plan_of(2)
-    tables = init(plan)
-    ids = np.array([2**32 + 3, 2**31, -(2**32) + 3, 2**62, -1, 3, PADDING, 9])
-    result = te.functional.lookup(tables, {"the_feature": ids}, plan)
-    assert result.stats.out_of_range["the_feature"] == 5
-    expected = np.zeros((8, 4), np.float32)
-    table = te.functional.unstack_tables(tables, plan)["table"]
-    expected[5], expected[7] = table[3], table[9]
-    np.testing.assert_array_equal(result.activations["the_feature"], expected)
-    unsigned = np.where(ids < 0, 2**64 - 1, ids.astype(np.uint64)).astype(np.uint64)
-    result = te.functional.lookup(tables, {"the_feature": unsigned}, plan)
-    assert result.stats.out_of_range["the_feature"] == 5
-    np.testing.assert_array_equal(result.activations["the_feature"], expected)
 
 
 def test_shard_batch():

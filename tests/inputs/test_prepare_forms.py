@@ -1,6 +1,7 @@
 """One batch in many forms is prepared alike."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,47 @@ import pytest
 import tpu_embedding as te
 from tests.inputs.prepare_cases import (
     PADDING,
+    bags_of,
     dense,
     prepare,
     ragged,
     sparse,
 )
+from tests.rejections import rejects
+
+# Name: ids, and the ids of each sample.
+CONTAINERS = {
+    "array": (np.arange(3), [[0], [1], [2]]),
+    "matrix": (np.ones((2, 1), int), [[1], [1]]),
+    "list": ([1, np.int64(2)], [[1], [2]]),
+    "lists": ([[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+    "uneven arrays": ([np.arange(2), jnp.arange(1)], [[0, 1], [0]]),
+    "column of lists": (np.fromiter([[1, 2], [3]], object, 2), [[1, 2], [3]]),
+    "lists as fields": (te.RaggedIds(values=[1, 2], row_splits=[0, 2]), [[1, 2]]),
+    "tf.RaggedTensor": (
+        types.SimpleNamespace(values=np.array([1, 2]), row_splits=np.array([0, 0, 2])),
+        [[], [1, 2]],
+    ),
+    "tf.SparseTensor": (
+        types.SimpleNamespace(
+            indices=np.array([[0, 1], [2, 0]]),
+            values=np.array([5, 6]),
+            dense_shape=np.array([3, 2]),
+        ),
+        [[5], [], [6]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ids", "expected"), CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_of_clear_meaning(ids, expected):
+    assert bags_of(prepare(ids), len(expected)) == expected
+
+
+def test_traced_ids():
+    with rejects(TypeError, field="'the_feature'", fix="outside jit"):
+        jax.jit(prepare)(jnp.arange(3))
+
 
 LISTS = [[1, 2], [], [3]]
 LISTS_OF_WEIGHTS = [[0.5, 1.5], [], [2.5]]
@@ -70,3 +107,16 @@ def test_forms_of_one_dense_batch(form):
     assert (prepared.ids.dtype, prepared.weights.dtype) == (np.int32, np.float32)
     assert prepared.ids.tolist() == [[1, 2], [3, PADDING]]
     assert prepared.weights.tolist() == [[0.5, 1], [2, 0]]
+
+
+def test_ragged_ids_from_lengths():
+    weights = np.array([1.0, 2.0, 3.0], np.float32)
+    ids = te.RaggedIds.from_lengths(np.array([2**40, 7, 7]), [2, 0, 1], weights)
+    assert ids.values.tolist() == [2**40, 7, 7] and ids.weights is weights
+    assert ids.row_splits.tolist() == [0, 2, 2, 3]
+    assert te.RaggedIds.from_lengths([], []).row_splits.tolist() == [0]
+    for wrong in (([2, 2], None), ([4, -1], None), ([[1, 2]], None), ([2, 1], [1.0])):
+        with rejects(fix="RaggedIds.from_lengths: lengths"):
+            te.RaggedIds.from_lengths([1, 2, 3], *wrong)
+    with rejects(TypeError, fix="RaggedIds.from_lengths: lengths"):
+        te.RaggedIds.from_lengths([1, 2, 3], [1.5, 1.5])
