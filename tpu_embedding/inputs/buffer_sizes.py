@@ -10,13 +10,12 @@ processes exchange their demands, and each chooses sizes from the demands of all
 exchange takes some milliseconds in the thread that loads batches, and uses no device.
 """
 
-import dataclasses
 import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tpu_embedding import distributed
 from tpu_embedding.argument_checks import about, invalid
@@ -36,8 +35,7 @@ _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedDemand:
+class RaggedDemand(NamedTuple):
     """Facts about one ragged feature in one batch.
 
     Attributes:
@@ -280,10 +278,9 @@ def _agreed(
             _numbers[sizes] = next(_new_numbers)
         number = _numbers[sizes]
     by_process = [
-        [RaggedDemand(**demand) for demand in process_demands]
+        [RaggedDemand(*demand) for demand in process_demands]
         for process_demands in distributed.exchange(
-            f"sizes of ragged features {number}",
-            [dataclasses.asdict(demand) for demand in demands],
+            f"sizes of ragged features {number}", demands
         )
     ]
     features = [
@@ -299,8 +296,7 @@ def _agreed(
             )
             raise about(ValueError(text), "features", process_features)
     return [
-        dataclasses.replace(
-            same_feature[0],
+        same_feature[0]._replace(
             num_ids=max(demand.num_ids for demand in same_feature),
             **{
                 name: sum(getattr(demand, name) for demand in same_feature)

@@ -269,11 +269,11 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
       ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
         of a sequence.
     """
-    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
+    axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
     shape = tuple(int(size) for size in ids.dense_shape)
     try:
-        samples = np.ravel_multi_index(tuple(indices.T[:-1]), shape[:-1])
-        positions = np.ravel_multi_index(tuple(indices.T[-1:]), shape[-1:])
+        samples = np.ravel_multi_index(axes[:-1], shape[:-1])
+        positions = np.ravel_multi_index(axes[-1:], shape[-1:])
     except ValueError:
         given = np.asarray(ids.indices)
         is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)

@@ -97,18 +97,17 @@ class FeatureNest:
         """
         with contextlib.suppress(ValueError, TypeError):
             return self, self.feature_tree.flatten_up_to(batch)
-        numbers = self.unflatten(range(len(self.features)))
+        nest = self.unflatten(self.features)
         try:
-            kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
+            features, tree = jax.tree.flatten(_subset_of(nest, batch))
         except (KeyError, ValueError, TypeError) as error:
             reason = error.args[0]
             if not isinstance(error, KeyError) and (len(reason) > 80 or "\n" in reason):
                 reason = ""  # JAX's reason may hold whole arrays.
             raise self._structure_error(batch, what, reason) from None
-        if not kept:
+        if not features:
             raise self._structure_error(batch, what, "Pass at least one feature.")
-        features = tuple(self.features[number] for number in kept)
-        plan = dataclasses.replace(self, features=features, feature_tree=tree)
+        plan = dataclasses.replace(self, features=tuple(features), feature_tree=tree)
         return plan, plan.flatten(batch, what)
 
     def flatten(self, nest: Any, what: str = "features") -> list[Any]:
@@ -226,14 +225,14 @@ def _subset_of(nest: Any, batch: Any) -> Any:
     """Returns the part of a nest whose keys a batch holds.
 
     Args:
-      nest: dicts, lists, tuples and other nodes, with ints as leaves.
+      nest: dicts, lists, tuples and other nodes, with a `FeaturePlan` as each leaf.
       batch: nest of the same structure, whose dicts may lack keys.
 
     Raises:
       KeyError: if a dict of the batch has a key that the nest doesn't have.
       ValueError: if the batch has a different structure.
     """
-    if isinstance(nest, int):
+    if isinstance(nest, FeaturePlan):
         return nest
     make: Any = type(nest)
     if isinstance(nest, Mapping) and isinstance(batch, Mapping):
