@@ -2,63 +2,17 @@
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tests.inputs.prepare_cases import (
-    PADDING,
     RAGGED,
-    VOCABULARY_SIZE,
     dense,
     plan_of,
     prepare,
     ragged,
 )
 from tests.rejections import rejects
-
-BEYOND = {
-    "int64": (
-        np.array([2**32 + 3, 2**31, 10, -1, -(2**40), PADDING, 5]),
-        [9, 9, 9, 0, 0, PADDING, 5],
-    ),
-    "uint64": (np.array([2**63 + 3, 10, PADDING, 5], np.uint64), [9, 9, PADDING, 5]),
-    "uint32": (np.array([2**32 - 1, 10, PADDING, 5], np.uint32), [9, 9, PADDING, 5]),
-    "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
-    "int8": (np.array([10, -1, 5], np.int8), [9, 0, 5]),
-}
-
-
-@pytest.mark.parametrize("container", ["dense", "ragged"])
-@pytest.mark.parametrize("policy", ["drop", "clip"])
-@pytest.mark.parametrize(("ids", "clipped"), BEYOND.values(), ids=BEYOND)
-def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
-    ids, clipped, policy, container
-):
-    if container == "dense":
-        prepared = prepare(ids, out_of_range_ids=policy)
-    else:
-        in_one_sample = ragged(ids, [0, len(ids)])
-        prepared = prepare(in_one_sample, out_of_range_ids=policy).values[0]
-        prepared = prepared[: len(ids)]
-        # Ragged ids need no padding, so the number is an id beyond the table.
-        clipped = np.where(np.equal(clipped, PADDING), VOCABULARY_SIZE - 1, clipped)
-    assert prepared.dtype == np.int32
-    if policy == "clip":
-        # The rest of clipping happens in the step, which counts.
-        padding = prepared == PADDING
-        prepared = np.where(padding, PADDING, np.clip(prepared, 0, 9))
-        np.testing.assert_array_equal(prepared, clipped)
-        return
-    is_padding = (ids == PADDING) & (container == "dense")
-    is_inside = ids < VOCABULARY_SIZE
-    if np.issubdtype(ids.dtype, np.signedinteger):
-        is_inside &= ids >= 0
-    np.testing.assert_array_equal(prepared == PADDING, is_padding)
-    np.testing.assert_array_equal(
-        (prepared >= 0) & (prepared < VOCABULARY_SIZE), is_inside
-    )
-    np.testing.assert_array_equal(prepared[is_inside], ids[is_inside])
 
 
 def test_weights_of_the_nest_win():

@@ -14,8 +14,10 @@ from tests.inputs.prepare_cases import (
     dense,
     plan_of,
     prepare,
+    ragged,
 )
 from tests.rejections import rejects
+from tests.tiers import quick_cases
 
 MATRIX, DEEP = np.zeros((6, 2), int), np.zeros((2, 3, 5), int)
 
@@ -67,7 +69,7 @@ UNSIGNED = [2**32 + 3, 2**31, 2**64 - 1, 3, PADDING - 1, PADDING, 9]
 INTEGERS = {
     "int8": np.array([3, 5, -1, -128], np.int8),
     "uint8": np.array([3, 255], np.uint8),
-    "int32": np.array([3, -1, PADDING, PADDING - 1]),
+    "int32": np.array([3, -1, PADDING, PADDING - 1], np.int32),
     "int64": np.array(WIDE),
     "uint64": np.array(UNSIGNED, np.uint64),
     "jax-int16": jnp.array([-1, 7], jnp.int16),
@@ -75,18 +77,30 @@ INTEGERS = {
 }
 
 
+@pytest.mark.parametrize(
+    "form", quick_cases(["raw", "dense", "ragged"], "raw", "dense")
+)
+@pytest.mark.parametrize("policy", ["drop", "clip"])
 @pytest.mark.parametrize("ids", INTEGERS.values(), ids=INTEGERS)
-def test_ids_of_any_integer_type_read_no_other_row(ids):
-    plan = plan_of()
+def test_ids_of_any_integer_type_read_no_other_row(ids, policy, form):
+    plan, features = plan_of(out_of_range_ids=policy), ids
+    if form != "raw":
+        one_each = ragged(ids, np.arange(len(ids) + 1))
+        given = one_each if form == "ragged" else ids
+        features = prepare(given, out_of_range_ids=policy)
     tables = te.functional.init_tables(plan, jax.random.key(0))
-    result = te.functional.lookup(tables, {"the_feature": ids}, plan)
+    result = te.functional.lookup(tables, {"the_feature": features}, plan)
     rows = te.functional.unstack_tables(tables, plan)["table"]
     expected, num_outside = np.zeros((len(ids), 4), np.float32), 0
     for i, number in enumerate(ids.tolist()):
-        if 0 <= number < VOCABULARY_SIZE:
-            expected[i] = rows[number]
-        else:
-            num_outside += number != PADDING
+        # Ragged ids of 64 bits need no padding, so the number is outside the table.
+        may_pad = form != "ragged" or ids.dtype == np.int32
+        if number == PADDING and may_pad:
+            continue
+        is_outside = not 0 <= number < VOCABULARY_SIZE
+        num_outside += is_outside
+        if policy == "clip" or not is_outside:
+            expected[i] = rows[np.clip(number, 0, VOCABULARY_SIZE - 1)]
     np.testing.assert_array_equal(result.activations["the_feature"], expected)
     assert result.stats.out_of_range["the_feature"] == num_outside
 
