@@ -99,13 +99,12 @@ def prepare_features(
     shapes = list(map(checked_shape, read, plan.features))
     check_equal_batches(shapes, plan.features)
     for shape, feature in zip(shapes, plan.features, strict=True):
-        if num_parts == 1:
-            break
         config = feature.config
-        if config.output_shape is not None and not config.has_own_batch:
+        has_shape = config.output_shape is not None and not config.has_own_batch
+        if num_parts > 1 and has_shape:
             rule = f"be 'global', because feature {feature.name!r} has an output_shape"
             raise invalid("samples", rule, "process")
-        if shape.batch_size % num_shards:
+        if num_parts > 1 and shape.batch_size % num_shards:
             raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
     checked = list(map(_check_values, read, plan.features))
     padded = _pad_ragged(checked, plan.features, num_shards, sizes, num_parts)

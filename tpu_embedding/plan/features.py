@@ -146,10 +146,11 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     if not with_paths:
         rule = "hold at least one FeatureConfig"
         raise invalid("feature_config", rule, feature_config)
-    features: dict[str, FeatureConfig] = {}
-    paths: dict[str, str] = {}
-    for key_path, leaf in with_paths:
-        path = jax.tree_util.keystr(key_path, simple=True, separator="/") or "feature"
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/") or "feature", leaf)
+        for path, leaf in with_paths
+    ]
+    for path, leaf in leaves:
         if not isinstance(leaf, FeatureConfig):
             fix = "Write {'movie': te.FeatureConfig(table=table)}."
             if isinstance(leaf, FeatureNest):
@@ -158,11 +159,14 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
                 fix = "Write te.FeatureConfig(table=table)."
             rule = f"be a nest of FeatureConfig, also at {path!r}"
             raise invalid("feature_config", rule, leaf, fix)
-        name = leaf.name or path
+    features: dict[str, FeatureConfig] = {}
+    paths: dict[str, str] = {}
+    for path, config in leaves:
+        name = config.name or path
         if name in features:
             rule = f"be unique, also at {paths[name]!r} and {path!r} of feature_config"
             raise invalid("FeatureConfig.name", rule, name)
-        features[name], paths[name] = leaf, path
+        features[name], paths[name] = config, path
     return features, tree
 
 
