@@ -184,12 +184,12 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
             array = np.asarray(items)
         except Exception:  # Uneven lists, or elements that NumPy cannot read.
             array = None
-        if array is not None and array.dtype.kind in "US":
-            array = np.asarray(items, object)  # NumPy would cut and convert strings
-            return DenseIds(ids=array)
         if array is not None and array.dtype != object:
-            # NumPy makes floats of empty lists.
-            return DenseIds(ids=array if array.size else array.astype(np.int32))
+            if array.dtype.kind in "US":  # NumPy would cut and convert strings.
+                array = np.asarray(items, object)
+            elif not array.size:  # NumPy makes floats of empty lists.
+                array = array.astype(np.int32)
+            return DenseIds(ids=array)
     if not _has_lists(items):
         return DenseIds(ids=_flat_array(items))
     if not all(map(_is_list, items)):

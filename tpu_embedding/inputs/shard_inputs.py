@@ -237,14 +237,12 @@ def check_equal_batches(
         for shape, feature in zip(shapes, features, strict=True)
         if feature.config.output_shape is None and isinstance(shape.batch_size, int)
     }
-    if len(set(known.values())) > 1:
-        first, *others = known
-        unequal = [name for name in others if known[name] != known[first]]
-        other = unequal[0]
+    first = next(iter(known), "")
+    if unequal := [name for name, size in known.items() if size != known[first]]:
         raise invalid(
-            f"Samples of feature {other!r}",
+            f"Samples of feature {unequal[0]!r}",
             f"be {known[first]}, as many as feature {first!r} has",
-            known[other],
+            known[unequal[0]],
             f"Features that differ from {first!r}: {unequal}. Set "
             "FeatureConfig.output_shape if a feature's number should differ.",
         )
