@@ -269,7 +269,8 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         of a sequence.
     """
     axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
-    shape = tuple(int(size) for size in ids.dense_shape)
+    largest = np.iinfo(np.int64).max  # Of an index; a uint64 size may be larger.
+    shape = tuple(min(int(size), largest) for size in ids.dense_shape)
     try:
         samples = np.ravel_multi_index(axes[:-1], shape[:-1])
         positions = np.ravel_multi_index(axes[-1:], shape[-1:])
