@@ -17,7 +17,7 @@ step groups features by stack, and returns results by feature.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,9 +34,8 @@ from tpu_embedding.gradients import (
 )
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
-    check_equal_batches,
-    feature_shape,
     fill_up,
+    parse_batch,
     to_feature_input,
 )
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
@@ -70,7 +69,7 @@ from tpu_embedding.update.state import (
     values_of,
     with_values_if,
 )
-from tpu_embedding.vocabularies import needs_rows, rows_of_ids, unknown_rows
+from tpu_embedding.vocabularies import unknown_rows
 from tpu_embedding.xla import run_if
 
 
@@ -148,20 +147,16 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       >>> te.functional.activation_shapes(ids, plan)["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = [
-        ids if needs_rows(ids, feature) else rows_of_ids(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
+    batch = parse_batch(features, plan)
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=plan.sharding_of_samples(shape.output_shape),
+            sharding=batch.plan.sharding_of_samples(shape.output_shape),
         )
-        for shape in _feature_shapes(leaves, plan)
+        for shape in batch.shapes
     ]
-    return plan.unflatten(structs)
+    return batch.plan.unflatten(structs)
 
 
 def lookup(
@@ -195,20 +190,15 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    batch_plan = plan.for_batch(features)
-    raw_features = [
-        feature.name
-        for ids, feature in zip(
-            batch_plan.flatten(features), batch_plan.features, strict=True
-        )
-        if needs_rows(ids, feature)
-    ]
-    if not raw_features:
-        return read_rows(tables, route(features, plan), plan)
+    batch = parse_batch(features, plan)
+    plan, raw = batch.plan, batch.raw_feature
+    if raw is None:
+        return read_rows(tables, route(batch, plan), plan)
+    features = plan.unflatten(batch.leaves)
     # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
-    routed = dataclasses.replace(route(features, plan), raw_feature=raw_features[0])
+    routed = dataclasses.replace(route(features, plan), raw_feature=raw.name)
     return read_rows(tables, routed, plan)
 
 
@@ -226,7 +216,8 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       The routed batch, for `read_rows`.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
+        it holds ids whose rows are not known.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -238,45 +229,16 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = on_plan_mesh(row_numbers(features, plan), plan)
-    shapes = _feature_shapes(leaves, plan)
-    for i, ids in enumerate(leaves):
+    batch = parse_batch(features, plan)
+    plan, shapes = batch.plan, batch.shapes
+    ids_of_features = on_plan_mesh(batch.row_numbers(), plan)
+    for i, ids in enumerate(ids_of_features):
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
             # `jit` would truncate NumPy's 64-bit ids.
-            leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
+            ids_of_features[i] = fill_up(ids, plan.num_shards)
     with unchecked_values():
-        stacks = _route(leaves, shapes, plan)
+        stacks = _route(ids_of_features, shapes, plan)
     return Routing(stacks=stacks, shapes=shapes, plan=plan)
-
-
-def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the row numbers of each feature of a batch.
-
-    Raises:
-      TypeError: if a feature holds ids whose rows are not known.
-    """
-    plan = plan.for_batch(features)
-    return [
-        rows_of_ids(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def _feature_shapes(
-    leaves: Sequence[Any], plan: EmbeddingPlan
-) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch, from its shapes and dtypes.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
-    """
-    shapes = tuple(
-        feature_shape(ids, feature, plan)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    )
-    check_equal_batches(shapes, plan.features)
-    return shapes
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -303,10 +265,7 @@ def _route(
     def fill_up_and_route(leaves):
         # Pad the batch, because its size may not be a multiple of the number of shards.
         # Ids that `route` has already padded don't change.
-        filled = [
-            fill_up(ids, shape, plan.num_shards)
-            for ids, shape in zip(leaves, shapes, strict=True)
-        ]
+        filled = [fill_up(ids, plan.num_shards) for ids in leaves]
         return on_shards(
             route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
         )(filled)
@@ -503,8 +462,7 @@ def _cotangent_of_samples(
         raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
-    per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
-    missing = plan.num_shards * per_shard - cotangent.shape[0]
+    missing = -shape.batch_size % plan.num_shards * max(1, shape.sequence_length)
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 

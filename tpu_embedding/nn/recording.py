@@ -32,8 +32,8 @@ from jax.extend.core import Primitive
 
 from tpu_embedding.argument_checks import invalid
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.steps import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
+from tpu_embedding.inputs.shard_inputs import Batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -264,8 +264,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 def answer_call(
     taps: tuple[Any, ...] | None,
     number: int,
-    features: Any,
-    plan: EmbeddingPlan,
+    batch: Batch,
     look_up: Callable[[], steps.LookupResult],
 ) -> tuple[Any, LookupStats | None, Any]:
     """Answers one call of a layer inside a loss.
@@ -273,9 +272,8 @@ def answer_call(
     Args:
       taps: the taps of each call, or None in the run that finds their shapes.
       number: number of the call, from 0.
-      features: features of the call.
-      plan: plan of the features.
-      look_up: function that looks up the features.
+      batch: batch of the call.
+      look_up: function that looks up the batch.
 
     Returns:
       Activations, stats, and the record of the call: its routing. In the run that finds
@@ -285,9 +283,9 @@ def answer_call(
       TypeError: if the features hold ids whose rows are not known.
       ValueError: if an earlier run of the loss made fewer calls.
     """
-    row_numbers(features, plan)  # raises unless rows are known
+    batch.row_numbers()  # raises unless rows are known
     if taps is None:
-        zeros = zeros_like(steps.activation_shapes(features, plan))
+        zeros = zeros_like(steps.activation_shapes(batch, batch.plan))
         leaves, structure = jax.tree.flatten(zeros)
         return structure.unflatten(_call.bind(*leaves)), None, zeros
     if number >= len(taps):
