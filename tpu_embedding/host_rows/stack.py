@@ -542,7 +542,7 @@ class HostStack:
 
         def read(table: str, start: int, num_rows: int) -> np.ndarray:
             held = self._held[start : start + num_rows]
-            words = self.store.read_words(np.maximum(held, 0), column)
+            words = self.store.read(held)[:, column]
             return file_rows_of_words(words, row)
 
         if (self._held >= 0).any():

@@ -11,7 +11,6 @@ The core calls only the methods of `Backend`, and imports no other backend. To a
 backend, add its name and options class to `_OPTIONS`.
 """
 
-import abc
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -123,10 +122,12 @@ class Backend:
         return otherwise(table, state)
 
 
-class BackendOptions(abc.ABC):
-    """The value of `backend=`, which chooses the backend of each stack."""
+class BackendOptions:
+    """The value of `backend=`, which chooses the backend of each stack.
 
-    @abc.abstractmethod
+    This class chooses XLA's gathers and scatters for all stacks.
+    """
+
     def choose(
         self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
     ) -> tuple[Backend, RowLayout]:
@@ -138,16 +139,6 @@ class BackendOptions(abc.ABC):
           mesh: devices of the tables.
           hardware: hardware of the devices.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class Xla(BackendOptions):
-    """XLA's gathers and scatters for all stacks."""
-
-    def choose(
-        self, table: "NamedTable", layout: RowLayout, mesh: Mesh, hardware: HardwareInfo
-    ) -> tuple[Backend, RowLayout]:
-        """Returns the backend of any stack, and the layout unchanged."""
         return Backend(reason="backend='xla'"), layout
 
 
@@ -155,7 +146,7 @@ BackendName = Literal["xla", "sparse_core"]
 """XLA's gathers and scatters, or its embedding operations for SparseCores."""
 
 _OPTIONS: Final[Mapping[BackendName, tuple[str, str]]] = {
-    "xla": ("tpu_embedding.plan.backend", "Xla"),
+    "xla": ("tpu_embedding.plan.backend", "BackendOptions"),
     "sparse_core": ("tpu_embedding.sparse_core.backend", "SparseCore"),
 }
 """Module and class of each backend's options, imported on demand."""

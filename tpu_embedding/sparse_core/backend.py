@@ -27,7 +27,6 @@ from tpu_embedding.argument_checks import (
 from tpu_embedding.hardware import MAX_SPARSE_CORE_BYTES, HardwareInfo
 from tpu_embedding.lookup._forward import PoolingSpec
 from tpu_embedding.optimizers.probe import rates_are_finite
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend import (
     Activations,
     Backend,
@@ -128,22 +127,28 @@ class SparseCore(BackendOptions):
     ) -> tuple[Backend, RowLayout]:
         """Returns a stack's backend and layout; see `BackendOptions`."""
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
-        problem = (
-            unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
-            or self._cores_problem(hardware)
-            or _table_problem(table, layout, cores, mesh, hardware)
-        )
+        problem = unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
+        has_other_cores = self.cores not in (None, hardware.cores_per_device)
+        if not problem and hardware.is_tpu and has_other_cores:
+            problem = (
+                f"te.SparseCore(cores={self.cores}), but a {hardware.name} device has "
+                f"{hardware.cores_per_device}"
+            )
+        problem = problem or _table_problem(table, layout, cores, mesh, hardware)
         if problem:
             return Backend(reason=problem), layout
-        problem = _update_problem(table.optimizer, table.config.dim)
-        must_run_all = not (self.exchange or problem)
+        reason, dim = "backend='sparse_core'", table.config.dim
+        rule: RowRule | str = "no optimizer"
+        if table.optimizer is not None:
+            rule = row_rule(table.optimizer, dim, bank_lanes(dim))
+        updates = isinstance(rule, RowRule)
+        must_run_all = updates and not self.exchange
         backend = SparseCoreBackend(
-            updates="xla" if problem else "sparse_core",
+            updates="sparse_core" if updates else "xla",
             must_run_all=must_run_all,
             max_ids=self.max_ids,
             cores=cores,
-            reason="backend='sparse_core'"
-            + (f"; update: {problem}" if problem else ""),
+            reason=reason if updates else f"{reason}; update: {rule}",
             notes=_notes(self.max_ids, must_run_all, hardware),
         )
         # Rows are dealt to SparseCores.
@@ -153,15 +158,6 @@ class SparseCore(BackendOptions):
             tile_lanes=LANES,
             banks=cores,
             bank_name="SparseCores",
-        )
-
-    def _cores_problem(self, hardware: HardwareInfo) -> str:
-        """Returns why `cores` doesn't match the device; empty if it does."""
-        if not hardware.is_tpu or self.cores in (None, hardware.cores_per_device):
-            return ""
-        return (
-            f"te.SparseCore(cores={self.cores}), but a {hardware.name} device has "
-            f"{hardware.cores_per_device}"
         )
 
 
@@ -207,14 +203,6 @@ def _notes(
         f"a step has up to {MAX_MINIBATCHES} minibatches, if its buffers have room; "
         f"a larger step {beyond}",
     )
-
-
-def _update_problem(optimizer: RowOptimizer | None, dim: int) -> str:
-    """Returns why SparseCores can't update rows; empty if they can."""
-    if optimizer is None:
-        return "no optimizer"
-    rule = row_rule(optimizer, dim, bank_lanes(dim))
-    return rule if isinstance(rule, str) else ""
 
 
 _ROW_ALIGNMENT: Final = 128
