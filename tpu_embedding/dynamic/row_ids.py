@@ -618,7 +618,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
     for source in sources:
         table = tables[source.table]
         first, second = mix_ids(source.high, source.low)
-        bucket = multiply_high(first, table.num_buckets)
+        bucket = multiply_high(first, table.dynamic.num_buckets)
         owner, local = jnp.divmod(bucket, table.buckets_per_shard)
         bucket = owner * buckets_per_shard + table.first_bucket + local
         bucket = jnp.where(source.is_id, bucket, PADDING_ROW_ID)
@@ -641,7 +641,7 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     )
     # The first owner has the most buckets. In small tables, the last may have none.
     (num_ids,) = ids.buckets.shape
-    mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
+    mean = num_ids * max(t.buckets_per_shard / t.dynamic.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     capacity = max(room, _MIN_CAPACITY)
     size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)
