@@ -196,17 +196,6 @@ def _make_public(
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
 
-    @equal_calls_are_one
-    @functools.wraps(make_optimizer)
-    def make_checked(**arguments: Any) -> optax.GradientTransformation:
-        rate = None
-        if rate_parameter is not None:
-            rate = checked_schedule(name, arguments["learning_rate"])
-            arguments["learning_rate"] = rate
-        check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
-        options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
-        return _with_options(name, make_optimizer(**arguments), rate, **options)
-
     @functools.wraps(make_optimizer)
     def make_public(*args: Any, **arguments: Any) -> optax.GradientTransformation:
         try:
@@ -214,11 +203,18 @@ def _make_public(
         except TypeError as error:
             raise TypeError(f"te.optimizers.{name}: {error}.") from None
         bound.apply_defaults()
-        return make_checked(**bound.arguments)
+        arguments, rate = bound.arguments, None
+        if rate_parameter is not None:
+            rate = checked_schedule(name, arguments["learning_rate"])
+            arguments["learning_rate"] = rate
+        check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
+        options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
+        return _with_options(name, make_optimizer(**arguments), rate, **options)
 
+    cast(Any, make_public).__signature__ = signature
+    make_public = equal_calls_are_one(make_public)
     if rate_parameter is not None:
         OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)
-    cast(Any, make_public).__signature__ = signature
     aliases = {k: x for k, x in _OPTAX_NAMES.items() if x in signature.parameters}
     return cast(OptimizerFunction, right_names(aliases, "te.optimizers")(make_public))
 

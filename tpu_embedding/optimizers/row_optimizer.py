@@ -172,12 +172,22 @@ class DeclaredRule(optax.GradientTransformation):
     ) -> "DeclaredRule":
         """Makes the rule. Dense arrays use `on_arrays`, or by default the same rule."""
         on_arrays = on_arrays or row_optimizer.transformation
+        plain = RowOptimizer(
+            transformation=row_optimizer.transformation,
+            sets_rows=row_optimizer.sets_rows,
+        )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             # A layer calls the rule for rows directly, so this call comes from a
-            # wrapper.
-            if is_in_layer():
-                _check_not_wrapped(row_optimizer)
+            # wrapper, which hides what the rule declares.
+            if is_in_layer() and row_optimizer != plain:
+                raise NotRowLocalError(
+                    "every_row, in_sequence, with_ema and rules that need a norm of "
+                    "the step must be the outermost wrapper, because optax wrappers "
+                    "hide how they treat rows. Write every_row(optax.chain(...)) "
+                    "instead of optax.chain(..., every_row(...)); the same applies to "
+                    "optax.inject_hyperparams."
+                )
             return on_arrays.update(updates, state, params)
 
         rule = super().__new__(cls, on_arrays.init, update)
@@ -225,18 +235,6 @@ def wrap_rule(
         inner, transformation=wrap(inner.transformation), sets_rows=False
     )
     return DeclaredRule(wrapped, on_arrays=wrap(rule))
-
-
-def _check_not_wrapped(inner: RowOptimizer) -> None:
-    plain = RowOptimizer(transformation=inner.transformation, sets_rows=inner.sets_rows)
-    if inner == plain:
-        return
-    raise NotRowLocalError(
-        "every_row, in_sequence, with_ema and rules that need a norm of the step must "
-        "be the outermost wrapper, because optax wrappers hide how they treat rows. "
-        "Write every_row(optax.chain(...)) instead of optax.chain(..., "
-        "every_row(...)); the same applies to optax.inject_hyperparams."
-    )
 
 
 @equal_calls_are_one
