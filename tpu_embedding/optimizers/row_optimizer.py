@@ -78,17 +78,12 @@ class EveryRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptGradient:
+class KeptGradient(EveryRow):
     """A driver like `EveryRow`, with a dense gradient kept in the state.
 
     The plan selects it for rules that accumulate the gradients of several steps, need
     totals over a table, or set rows.
-
-    Attributes:
-      gradient_steps: Number of steps whose mean gradient makes one update.
     """
-
-    gradient_steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +91,7 @@ class InSequence:
     """A driver that runs the rule once per occurrence of an id, in sample order."""
 
 
-Driver = Touched | EveryRow | KeptGradient | InSequence
+Driver = Touched | EveryRow | InSequence
 """Which rows a rule runs on, and how often in a step."""
 
 
@@ -129,7 +124,7 @@ class RowOptimizer:
     @property
     def moves_every_row(self) -> bool:
         """True if rows may change in steps that do not look them up."""
-        return isinstance(self.driver, EveryRow | KeptGradient)
+        return isinstance(self.driver, EveryRow)
 
     @property
     def sees_occurrences(self) -> bool:
@@ -139,9 +134,7 @@ class RowOptimizer:
     @property
     def gradient_steps(self) -> int:
         """Number of steps whose mean gradient makes one update."""
-        if isinstance(self.driver, EveryRow | KeptGradient):
-            return self.driver.gradient_steps
-        return 1
+        return self.driver.gradient_steps if isinstance(self.driver, EveryRow) else 1
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""
