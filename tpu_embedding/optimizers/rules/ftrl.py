@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
-from tpu_embedding.optimizers.rules._clipping import ftrl_rows, split_zero_rate
+from tpu_embedding.optimizers.rules._proximal import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
