@@ -179,12 +179,18 @@ class HostStack:
         shape = (self.stack.num_shards * shape[0], *shape[1:])
         return jnp.full(shape, value, dtype, device=sharding)
 
-    def init_state(self, table: MappedRows) -> Any:
+    def init_state(self, table: MappedRows, kept: Any) -> Any:
         """Fills the store with new slot variables, and returns the optimizer state.
 
-        Overwrites the slot variables of an earlier state, which becomes invalid.
+        Overwrites the slot variables of an earlier state, which becomes invalid. Given
+        the current state as `kept`, it keeps the slot variables and only adds up the
+        totals.
         """
         stack: Any = self.stack
+        if kept is not None:
+            self._flush(table)
+            slot_at = slots_of(kept).__getitem__
+            return measured_state(self.store, stack, self.plan, slot_at)
         if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
@@ -200,13 +206,6 @@ class HostStack:
         )
         slots = [self.empty_slot(i + 1) for i in range(len(stack.slots))]
         return with_slots(state, slots)
-
-    def measured_state(self, table: MappedRows, state: Any) -> Any:
-        """Returns the state with totals over the current rows, and the same slots."""
-        self._flush(table)
-        slots = slots_of(state)
-        stack: Any = self.stack
-        return measured_state(self.store, stack, self.plan, lambda i: slots[i])
 
     # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
 
