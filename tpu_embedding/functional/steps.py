@@ -40,7 +40,6 @@ from tpu_embedding.inputs.shard_inputs import (
 )
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
-    StackLookup,
     StackRouting,
     read_stack,
     route_stack,
@@ -323,17 +322,19 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
             )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
             for stack in plan.used_stacks
         }
-        routings = {name: result.routing for name, result in results.items()}
         activations: list[Any] = [None] * len(plan.features)
         for stack in plan.used_stacks:
-            for i, samples in zip(
-                plan.features_of(stack), results[stack.name].activations, strict=True
-            ):
+            samples_of_features, *_ = results[stack.name]
+            pairs = zip(plan.features_of(stack), samples_of_features, strict=True)
+            for i, samples in pairs:
                 # Padding samples come last.
                 shape = routed.shapes[i]
                 num_samples = shape.batch_size * max(1, shape.sequence_length)
                 activations[i] = samples[:num_samples].reshape(shape.output_shape)
-        return plan.unflatten(activations), routings, _collect_stats(results, plan)
+        routings = {name: routing for name, (_, routing, _) in results.items()}
+        counts = {name: counts for name, (*_, counts) in results.items()}
+        stats = _collect_stats(routings, counts, plan)
+        return plan.unflatten(activations), routings, stats
 
     specs = [plan.sharding_of_samples(s.output_shape).spec for s in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
@@ -345,26 +346,31 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
 
 
 def _collect_stats(
-    results: Mapping[str, StackLookup], plan: EmbeddingPlan
+    routings: Mapping[str, StackRouting],
+    counts: Mapping[str, Mapping[str, Array]],
+    plan: EmbeddingPlan,
 ) -> LookupStats:
-    """Adds up the counts of all devices."""
-    out_of_range, num_ids, requested_rows, missing_rows = {}, {}, {}, {}
+    """Adds up the counts of all devices, by stack or feature."""
+    out_of_range = {}
     for stack in plan.used_stacks:
-        result = results[stack.name]
-        counts = result.routing.out_of_range
-        for i, count in zip(plan.features_of(stack), counts, strict=True):
+        of_features = routings[stack.name].out_of_range
+        for i, count in zip(plan.features_of(stack), of_features, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
-        if result.num_ids is not None and result.requested_rows is not None:
-            num_ids[stack.name] = jnp.sum(result.num_ids)
-            requested_rows[stack.name] = jnp.sum(result.requested_rows, axis=0)
-        if result.missing_rows is not None:
-            missing_rows[stack.name] = jnp.sum(result.missing_rows)
+
+    def total(field: str) -> dict[str, Array]:
+        return {
+            name: jnp.sum(of_stack[field], axis=0)
+            for name, of_stack in counts.items()
+            if field in of_stack
+        }
+
     return LookupStats(
-        rounds={name: result.rounds[0] for name, result in results.items()},
+        # All devices run the same number of rounds.
+        rounds={name: of_stack["rounds"][0] for name, of_stack in counts.items()},
         out_of_range=out_of_range,
-        num_ids=num_ids,
-        requested_rows=requested_rows,
-        missing_rows=missing_rows,
+        num_ids=total("num_ids"),
+        requested_rows=total("requested_rows"),
+        missing_rows=total("missing_rows"),
     )
 
 
