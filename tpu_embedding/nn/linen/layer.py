@@ -5,6 +5,7 @@ with recording tables passes the routing of each call to the recorder.
 """
 
 import dataclasses
+import functools
 from typing import Any, Final
 
 import jax
@@ -66,14 +67,16 @@ class RecordingTables:
                 "outside of it with the whole batch, and transform only the modules "
                 "that take its activations. Apply jax.jit to the whole step."
             )
-        activations, stats, record = answer_call(
-            *self.recorder.next_taps(self.path),
+        look_up = functools.partial(
+            functional.lookup, self.tables.stacks, features, plan
+        )
+        return answer_call(
+            self.recorder.taps_of(self.path, "outer"),
+            self.recorder.calls[self.path, "outer"],
             features,
             plan,
-            lambda: functional.lookup(self.tables.stacks, features, plan),
+            look_up,
         )
-        self.recorder.calls[self.path].append(record)
-        return activations, stats
 
 
 class TPUEmbedding(nn.Module):
