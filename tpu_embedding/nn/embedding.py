@@ -7,6 +7,7 @@ Linen layer also uses the warning about unintended pooling.
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -32,7 +33,6 @@ from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import Batch, parse_batch
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
-    LayerCalls,
     Recorder,
     answer_call,
     is_differentiated,
@@ -441,21 +441,20 @@ class TPUEmbedding(ShortRepr):
 
     def _record_call(self, batch: Batch) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        taps_or_tables, *inner_calls = self.recorded.get_value()
+        taps, *records = self.recorded.get_value()
         if self.recording == "serving":
-            activations, record = serve(taps_or_tables, batch)
-        else:
-            recorder = recorder_of_trace(self.recorder_number)
-            if recorder is None:
-                taps, number = taps_or_tables, len(inner_calls)
-            else:
-                taps, number = recorder.next_taps(self.path)
-            activations, stats, record = answer_call(
-                taps, number, batch, lambda: self._look_up(batch)
-            )
-            if stats is not None:
-                self._keep_stats(stats)
-        self.record(record)
+            activations, record = serve(taps, batch)
+            self.record(record)
+            return activations
+        look_up = functools.partial(self._look_up, batch)
+        if recorder := recorder_of_trace(self.recorder_number):
+            taps = recorder.taps_of(self.path, "outer")
+            records = recorder.calls[self.path, "outer"]
+        activations, stats = answer_call(taps, records, batch, look_up)
+        if recorder is None:
+            self.record(records[-1])
+        if stats is not None:
+            self._keep_stats(stats)
         return activations
 
     def record(self, record: Any) -> None:
@@ -466,7 +465,7 @@ class TPUEmbedding(ShortRepr):
         """
         recorder = recorder_of_trace(self.recorder_number)
         if recorder is not None:
-            recorder.calls[self.path].append(record)
+            recorder.calls[self.path, "outer"].append(record)
             return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
@@ -570,7 +569,7 @@ class TPUEmbedding(ShortRepr):
         self,
         recording: Recording,
         path: str,
-        recorder_number: int,
+        recorder: Recorder,
         taps_or_tables: Any,
     ) -> None:
         """Starts recording calls.
@@ -578,24 +577,23 @@ class TPUEmbedding(ShortRepr):
         Args:
           recording: how to answer calls.
           path: path of the layer.
-          recorder_number: from `open_recorder`.
+          recorder: an open recorder.
           taps_or_tables: taps of the calls in inner transformations, or served tables.
         """
         self.recording = recording
-        self.path, self.recorder_number = path, recorder_number
+        self.path, self.recorder_number = path, recorder.number
         self.recorded.set_value((taps_or_tables,))
 
-    def stop_recording(self, recorder: Recorder) -> LayerCalls:
-        """Returns the records of all calls since the start, including copies' calls."""
+    def stop_recording(self, recorder: Recorder) -> None:
+        """Passes the records of calls in inner transformations to the recorder."""
         _, *inner_calls = self.recorded.get_value()
-        calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
+        recorder.calls[self.path, "inner"].extend(inner_calls)
         if self.path in recorder.agreements:
             agrees = (*self.features_agree.get_value(), recorder.agreements[self.path])
             self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
         self.recording, self.path, self.recorder_number = "off", "", 0
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        return calls
 
 
 def _check_arguments(

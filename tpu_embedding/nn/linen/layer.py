@@ -66,13 +66,12 @@ class RecordingTables:
                 "outside of it with the whole batch, and transform only the modules "
                 "that take its activations. Apply jax.jit to the whole step."
             )
-        activations, stats, record = answer_call(
-            *self.recorder.next_taps(self.path),
+        return answer_call(
+            self.recorder.taps_of(self.path, "outer"),
+            self.recorder.calls[self.path, "outer"],
             batch,
             lambda: functional.lookup(self.tables.stacks, batch, batch.plan),
         )
-        self.recorder.calls[self.path].append(record)
-        return activations, stats
 
 
 class TPUEmbedding(nn.Module):
