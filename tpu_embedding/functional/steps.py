@@ -319,6 +319,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
                 plan,
                 in_specs=(stack.rows_spec, plan.sample_spec),
                 out_specs=plan.sample_spec,
+                # A table's gradient is sparse: `compute_gradients` returns it.
             )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
             for stack in plan.used_stacks
         }
@@ -327,10 +328,9 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
             samples_of_features, *_ = results[stack.name]
             pairs = zip(plan.features_of(stack), samples_of_features, strict=True)
             for i, samples in pairs:
-                # Padding samples come last.
+                # Samples that fill up the last shards come last.
                 shape = routed.shapes[i]
-                num_samples = shape.batch_size * max(1, shape.sequence_length)
-                activations[i] = samples[:num_samples].reshape(shape.output_shape)
+                activations[i] = samples[: shape.num_rows].reshape(shape.output_shape)
         routings = {name: routing for name, (_, routing, _) in results.items()}
         counts = {name: counts for name, (*_, counts) in results.items()}
         stats = _collect_stats(routings, counts, plan)
@@ -578,6 +578,8 @@ def apply_gradients(
         only_if = is_whole(gradients) & (True if only_if is None else only_if)
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
+    # Vocabularies count steps, also for tables without an optimizer, and for steps that
+    # `only_if` skips.
     for stack in plan.stacks:
         new_tables |= stack.vocabulary.stacks.end_step(tables, stack)
     for stack in plan.trained_stacks:
@@ -588,9 +590,12 @@ def apply_gradients(
             def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            run = in_auto_axes(step, plan, specs)
-            if stack.optimizer.takes_totals:  # They need the axes of a shard.
+            # The step didn't look up this stack, so only shared values advance.
+            if stack.optimizer.takes_totals:
+                # Such a rule asks for all-reduces, which need the axes of a shard.
                 run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
+            else:
+                run = in_auto_axes(step, plan, specs)
             new_slots[stack.name] = run(state)
             continue
         arrays = {name: tables[name] for name in stack.array_names}
@@ -617,14 +622,17 @@ def _update_shard(
     stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
-    sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
+    # How many rows of each table count in totals, if not all rows belong to an id.
+    table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
     def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
         rounds = empty_gradient(stack.dim)
         if gradient is not None:
             rounds = gradient_rounds(gradient, stack)
-        return update_stack(table, state, rounds, stack, sizes)
+        return update_stack(table, state, rounds, stack, table_sizes)
 
+    # A rule with `global_clipnorm` reads the squared norm from this context. Without it,
+    # the rule takes the norm of its own arrays.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
         if gradient is not None and stack.backend.replaces_update:

@@ -58,6 +58,11 @@ class FeatureShape:
     output_shape: tuple[AxisSize, ...]
     default_id: int | None = None
 
+    @property
+    def num_rows(self) -> AxisSize:
+        """Rows of the activations: one per sample, or one per id of a sequence."""
+        return self.batch_size * max(1, self.sequence_length)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
