@@ -631,8 +631,8 @@ def _update_shard(
             rounds = gradient_rounds(gradient, stack)
         return update_stack(table, state, rounds, stack, table_sizes)
 
-    # A rule with `global_clipnorm` reads the squared norm from this context. Without it,
-    # the rule takes the norm of its own arrays.
+    # A rule with `global_clipnorm` reads the squared norm from this context. If there is
+    # none, the rule takes the norm of its own arrays.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
         if gradient is not None and stack.backend.replaces_update:
