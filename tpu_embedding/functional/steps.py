@@ -631,8 +631,7 @@ def _update_shard(
             rounds = gradient_rounds(gradient, stack)
         return update_stack(table, state, rounds, stack, table_sizes)
 
-    # A rule with `global_clipnorm` reads the squared norm from this context. If there is
-    # none, the rule takes the norm of its own arrays.
+    # Rules with `global_clipnorm` read the squared norm from this context.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
         if gradient is not None and stack.backend.replaces_update:
