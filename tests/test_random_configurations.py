@@ -54,7 +54,7 @@ def check_step(example, rows, plan, tables, step):
     batch = example.nested(batch)
     if example.is_prepared:
         batch = te.inputs.prepare_features(batch, plan, example.nested(weights))
-    lookups = plan.for_batch(batch)
+    lookups, _ = plan.match(batch)
     cotangents = cotangents_of(te.functional.activation_shapes(batch, plan))
     activations, stats, after, slots = step(tables, batch, cotangents)
     assert_replicas_equal((after, slots))

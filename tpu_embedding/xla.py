@@ -219,7 +219,10 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
     """
 
     def scan(values: Array) -> Array:
-        return _scan(values, _last_of, -1)
+        def last(before: Array, value: Array) -> Array:
+            return _where_negative(value, before)
+
+        return _scan(values, last, -1)
 
     values = jnp.maximum(values.astype(jnp.int32), -1)
     return jax.lax.platform_dependent(values, tpu=fill_by_shifts, default=scan)
@@ -233,18 +236,22 @@ def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         positions = jnp.arange(num_values)
-        is_found = (values >= 0)[None, :] & (positions[None, :] <= positions[:, None])
-        found = jnp.max(jnp.where(is_found, positions[None, :], -1), axis=1, initial=-1)
-        is_found = positions[None, :] == found[:, None]
-        return jnp.max(jnp.where(is_found, values[None, :], -1), axis=1, initial=-1)
+        may_fill = (values >= 0)[None, :] & (positions[None, :] <= positions[:, None])
+        source = jnp.max(
+            jnp.where(may_fill, positions[None, :], -1), axis=1, initial=-1
+        )
+        # A TPU gathers single integers slowly, so masks pick the values.
+        is_source = positions[None, :] == source[:, None]
+        return jnp.max(jnp.where(is_source, values[None, :], -1), axis=1, initial=-1)
     within, distance = _in_blocks(values, -1), 1
     while distance < _BLOCK:
         pad = ((0, 0), (distance, 0))
         shifted = jnp.pad(within[:, :-distance], pad, constant_values=-1)
-        # Now each number is filled from twice the distance.
-        within, distance = _last_of(shifted, within), 2 * distance
+        # Now each number is filled from up to twice the distance.
+        within, distance = _where_negative(within, shifted), 2 * distance
+    # Numbers before a block's first value continue the blocks before it.
     before = jnp.pad(fill_by_shifts(within[:, -1])[:-1], (1, 0), constant_values=-1)
-    return _last_of(before[:, None], within).reshape(-1)[:num_values]
+    return _where_negative(within, before[:, None]).reshape(-1)[:num_values]
 
 
 def _scan(
@@ -267,8 +274,9 @@ def _scan(
     return combine(before[:, None], within.T).reshape(-1)[:num_values]
 
 
-def _last_of(before: Array, value: Array) -> Array:
-    return jnp.where(value < 0, before, value)
+def _where_negative(values: Array, replacements: Array) -> Array:
+    """Returns the values, with replacements for negative ones."""
+    return jnp.where(values < 0, replacements, values)
 
 
 def _in_blocks(values: Array, padding: int) -> Shaped[Array, "blocks 128"]:

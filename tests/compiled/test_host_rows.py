@@ -12,7 +12,8 @@ from tests.compiled.functional_step import abstract_state, compile_functional_st
 from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
-from tpu_embedding.host_rows.exchange import swap_program, words_per_row
+from tpu_embedding.host_rows.exchange import swap_program
+from tpu_embedding.host_rows.initial import columns_of
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.update.state import slots_of
@@ -62,7 +63,7 @@ def compile_exchange(plan):
     (stack,) = plan.stacks
     tables, slots = abstract_state(plan)
     table, slots = tables[stack.name], slots_of(slots[stack.name])
-    words = sum(words_per_row(rows.layout) for rows in (table, *slots))
+    words = columns_of(stack)[-1].stop
     size = plan.num_shards * EXCHANGE_ROWS
     sharding = plan.rows_sharding(stack)
     moves = jax.ShapeDtypeStruct((3 * size,), jnp.int32, sharding=sharding)

@@ -17,8 +17,8 @@ def test_rows_of_a_bucket_lie_on_one_device(num_devices):
     (stack,) = plan.stacks
     first_row = first_bucket = 0
     for member in dynamic_tables(stack):
-        assert member.num_buckets == -(-member.dynamic.capacity // 64)
-        assert member.buckets_per_shard == -(-member.num_buckets // num_devices)
+        assert member.dynamic.num_buckets == -(-member.dynamic.capacity // 64)
+        assert member.buckets_per_shard == -(-member.dynamic.num_buckets // num_devices)
         assert member.first_row == first_row
         assert member.first_bucket == first_bucket
         rows = 64 * member.buckets_per_shard + 1

@@ -17,8 +17,8 @@ from tests.rejections import rejects
 from tests.tiers import quick_cases
 from tpu_embedding.host_rows.batch_rows import rows_of_batch
 from tpu_embedding.inputs.shard_inputs import (
-    feature_shape,
     fill_up,
+    parse_batch,
     to_feature_input,
 )
 from tpu_embedding.lookup._forward import rows_and_poolings
@@ -30,14 +30,10 @@ BATCHES = 5  # per example; compiling takes longer than running
 
 def rows_on_devices(batch, plan):
     """Returns the rows that the stages read, one set per feature; without 64 bits."""
-    plan = plan.for_batch(batch)
-    leaves = plan.flatten(batch)
-    shapes = tuple(map(feature_shape, leaves, plan.features, [plan] * len(leaves)))
-    filled = [
-        fill_up(ids, shape, plan.num_shards)
-        for ids, shape in zip(leaves, shapes, strict=True)
-    ]
-    rows = [np.unique(array) for array in read_rows(filled, shapes, plan)]
+    parsed = parse_batch(batch, plan)
+    plan = parsed.plan
+    filled = [fill_up(ids, plan.num_shards) for ids in parsed.row_numbers()]
+    rows = [np.unique(array) for array in read_rows(filled, parsed.shapes, plan)]
     return [
         (array[array != P] + feature.row_offset).tolist()
         for array, feature in zip(rows, plan.features, strict=True)
@@ -66,7 +62,7 @@ def rows_on_host(batch, plan):
     rows = rows_of_batch(batch, plan, {stack.name for stack in plan.stacks})
     arrays = {name: iter(arrays) for name, arrays in rows.items()}
     found = []
-    for feature in plan.for_batch(batch).features:
+    for feature in plan.match(batch)[0].features:
         stack = plan.stacks[feature.stack_index]
         array = next(arrays[stack.name])
         assert array.dtype == np.int32 and array.ndim == 1

@@ -49,5 +49,21 @@ def sparse(indices, values, dense_shape=(3, 4), weights=None):
     )
 
 
+def bags_of(prepared, num_samples):
+    """Returns the ids of each sample of a prepared batch, sorted."""
+    if isinstance(prepared, te.inputs.ShardedRaggedIds):
+        bags = [
+            values[begin:end].tolist()
+            for values, splits in zip(prepared.values, prepared.row_splits, strict=True)
+            for begin, end in zip(splits[:-1], splits[1:], strict=True)
+        ]
+        assert not any(bags[num_samples:])
+        bags = bags[:num_samples]
+    else:
+        ids = prepared.ids if isinstance(prepared, te.DenseIds) else prepared
+        bags = ids.reshape(num_samples, -1).tolist()
+    return [sorted(i for i in bag if i != PADDING) for bag in bags]
+
+
 SPARSE = sparse([[0, 0], [2, 1], [2, 3]], [1, 2, 3])
 RAGGED = ragged([1, 2, 3], [0, 1, 1, 3])

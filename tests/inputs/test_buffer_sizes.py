@@ -7,11 +7,7 @@ import pytest
 
 from tests.checkpoint.states import make_layer
 from tests.rejections import rejects
-from tpu_embedding.inputs.buffer_sizes import (
-    BufferSizes,
-    RaggedDemand,
-    _round_up,
-)
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
 
 NUM_FEATURES = 9
 
@@ -102,13 +98,6 @@ def test_each_batch_size_has_sizes_of_its_own():
     assert small[0] < large[0]
     assert choose(sizes, demand_of([2, 4] * 100)) == large
     assert sizes.num_combinations == 2
-
-
-@pytest.mark.parametrize("size", [0, 1, 8, 9, 63, 64, 65, 100, 1000, 1025, 123_456])
-def test_rounding_wastes_at_most_an_eighth(size):
-    rounded = _round_up(size)
-    assert rounded % 8 == 0
-    assert size <= rounded <= max(8 * -(-size // 8), size * 9 / 8, 8)
 
 
 def test_a_layer_remembers_sizes():

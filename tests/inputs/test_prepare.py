@@ -1,6 +1,10 @@
-"""What the host-side preparation accepts, and what the step makes of it."""
+"""Batches in many forms are prepared alike, and placed on devices."""
+
+import dataclasses
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -9,59 +13,116 @@ import tpu_embedding as te
 from tests.inputs.prepare_cases import (
     PADDING,
     RAGGED,
-    SPARSE,
-    VOCABULARY_SIZE,
+    bags_of,
     dense,
     plan_of,
     prepare,
     ragged,
+    sparse,
 )
 from tests.rejections import rejects
 
-# What is accepted.
-
-BEYOND = {
-    "int64": (
-        np.array([2**32 + 3, 2**31, 10, -1, -(2**40), PADDING, 5]),
-        [9, 9, 9, 0, 0, PADDING, 5],
+# Name: ids, and the ids of each sample.
+CONTAINERS = {
+    "array": (np.arange(3), [[0], [1], [2]]),
+    "matrix": (np.ones((2, 1), int), [[1], [1]]),
+    "list": ([1, np.int64(2)], [[1], [2]]),
+    "lists": ([[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+    "uneven arrays": ([np.arange(2), jnp.arange(1)], [[0, 1], [0]]),
+    "column of lists": (np.fromiter([[1, 2], [3]], object, 2), [[1, 2], [3]]),
+    "lists as fields": (te.RaggedIds(values=[1, 2], row_splits=[0, 2]), [[1, 2]]),
+    "tf.RaggedTensor": (
+        types.SimpleNamespace(values=np.array([1, 2]), row_splits=np.array([0, 0, 2])),
+        [[], [1, 2]],
     ),
-    "uint64": (np.array([2**63 + 3, 10, PADDING, 5], np.uint64), [9, 9, PADDING, 5]),
-    "uint32": (np.array([2**32 - 1, 10, PADDING, 5], np.uint32), [9, 9, PADDING, 5]),
-    "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
-    "int8": (np.array([10, -1, 5], np.int8), [9, 0, 5]),
+    "tf.SparseTensor": (
+        types.SimpleNamespace(
+            indices=np.array([[0, 1], [2, 0]]),
+            values=np.array([5, 6]),
+            dense_shape=np.array([3, 2]),
+        ),
+        [[5], [], [6]],
+    ),
 }
 
 
-@pytest.mark.parametrize("container", ["dense", "ragged"])
-@pytest.mark.parametrize("policy", ["drop", "clip"])
-@pytest.mark.parametrize(("ids", "clipped"), BEYOND.values(), ids=BEYOND)
-def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
-    ids, clipped, policy, container
-):
-    if container == "dense":
-        prepared = prepare(ids, out_of_range_ids=policy)
-    else:
-        in_one_sample = ragged(ids, [0, len(ids)])
-        prepared = prepare(in_one_sample, out_of_range_ids=policy).values[0]
-        prepared = prepared[: len(ids)]
-        # Ragged ids need no padding, so the number is an id beyond the table.
-        clipped = np.where(np.equal(clipped, PADDING), VOCABULARY_SIZE - 1, clipped)
-    assert prepared.dtype == np.int32
-    if policy == "clip":
-        # The rest of clipping happens in the step, which counts.
-        padding = prepared == PADDING
-        prepared = np.where(padding, PADDING, np.clip(prepared, 0, 9))
-        np.testing.assert_array_equal(prepared, clipped)
-        return
-    is_padding = (ids == PADDING) & (container == "dense")
-    is_inside = ids < VOCABULARY_SIZE
-    if np.issubdtype(ids.dtype, np.signedinteger):
-        is_inside &= ids >= 0
-    np.testing.assert_array_equal(prepared == PADDING, is_padding)
-    np.testing.assert_array_equal(
-        (prepared >= 0) & (prepared < VOCABULARY_SIZE), is_inside
-    )
-    np.testing.assert_array_equal(prepared[is_inside], ids[is_inside])
+@pytest.mark.parametrize(("ids", "expected"), CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_of_clear_meaning(ids, expected):
+    assert bags_of(prepare(ids), len(expected)) == expected
+
+
+def test_traced_ids():
+    with rejects(TypeError, field="'the_feature'", fix="outside jit"):
+        jax.jit(prepare)(jnp.arange(3))
+
+
+LISTS = [[1, 2], [], [3]]
+LISTS_OF_WEIGHTS = [[0.5, 1.5], [], [2.5]]
+ROW_SPLITS = [0, 2, 2, 3]
+FLAT_WEIGHTS = np.array([0.5, 1.5, 2.5])
+INDICES = [[0, 0], [0, 1], [2, 3]]
+
+RAGGED_FORMS = {
+    "lists": (LISTS, LISTS_OF_WEIGHTS),
+    "weights as ids": (ragged([1, 2, 3], ROW_SPLITS), ragged(FLAT_WEIGHTS, ROW_SPLITS)),
+    "sparse, unsorted": (
+        sparse(INDICES[::-1], [3, 2, 1]),
+        sparse(INDICES[::-1], FLAT_WEIGHTS[::-1]),
+    ),
+    "sparse, weights within": (
+        dataclasses.replace(sparse(INDICES, [1, 2, 3]), weights=FLAT_WEIGHTS),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", RAGGED_FORMS)
+def test_forms_of_one_ragged_batch(form):
+    ids, weights = RAGGED_FORMS[form]
+    prepared = prepare(ids, weights)
+    expected = prepare(ragged([1, 2, 3], ROW_SPLITS, FLAT_WEIGHTS))
+    assert jax.tree.structure(prepared) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, prepared, expected)
+
+
+DENSE_FORMS = {
+    "weights within": (
+        dense([[1, 2], [3, PADDING]], np.array([[0.5, 1], [2, 0]])),
+        None,
+    ),
+    "lists": ([[1, 2], [3, PADDING]], [[0.5, 1], [2, 0]]),
+    "jax": (jnp.array([[1, 2], [3, PADDING]]), jnp.array([[0.5, 1], [2, 0]])),
+    "half": (np.array([[1, 2], [3, PADDING]]), np.float16([[0.5, 1], [2, 0]])),
+    "bfloat16": (
+        np.array([[1, 2], [3, PADDING]]),
+        jnp.array([[0.5, 1], [2, 0]], jnp.bfloat16),
+    ),
+    "weights as ids": (
+        dense([[1, 2], [3, PADDING]]),
+        te.DenseIds(ids=[[0.5, 1], [2, 0]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", DENSE_FORMS)
+def test_forms_of_one_dense_batch(form):
+    prepared = prepare(*DENSE_FORMS[form])
+    assert (prepared.ids.dtype, prepared.weights.dtype) == (np.int32, np.float32)
+    assert prepared.ids.tolist() == [[1, 2], [3, PADDING]]
+    assert prepared.weights.tolist() == [[0.5, 1], [2, 0]]
+
+
+def test_ragged_ids_from_lengths():
+    weights = np.array([1.0, 2.0, 3.0], np.float32)
+    ids = te.RaggedIds.from_lengths(np.array([2**40, 7, 7]), [2, 0, 1], weights)
+    assert ids.values.tolist() == [2**40, 7, 7] and ids.weights is weights
+    assert ids.row_splits.tolist() == [0, 2, 2, 3]
+    assert te.RaggedIds.from_lengths([], []).row_splits.tolist() == [0]
+    for wrong in (([2, 2], None), ([4, -1], None), ([[1, 2]], None), ([2, 1], [1.0])):
+        with rejects(fix="RaggedIds.from_lengths: lengths"):
+            te.RaggedIds.from_lengths([1, 2, 3], *wrong)
+    with rejects(TypeError, fix="RaggedIds.from_lengths: lengths"):
+        te.RaggedIds.from_lengths([1, 2, 3], [1.5, 1.5])
 
 
 def test_weights_of_the_nest_win():
@@ -74,59 +135,6 @@ def test_arguments_are_not_changed():
     before = jax.tree.map(np.copy, ids)
     prepare(ids, out_of_range_ids="clip")
     jax.tree.map(np.testing.assert_array_equal, ids, before)
-
-
-# The prepared batch and the step.
-
-
-def init(plan):
-    return te.functional.init_tables(plan, jax.random.key(0))
-
-
-# Ids, options of the feature, type and field of the error, code that it shows.
-REFUSED_BY_SHAPE = {
-    "RaggedIds": (RAGGED, {}, TypeError, "Feature", "te.inputs.prepare_features"),
-    "SparseIds": (SPARSE, {}, TypeError, "Feature", "te.inputs.prepare_features"),
-    "other shards": (prepare(RAGGED, num_devices=3), {}, ValueError, "Feature", "2"),
-    "masked": (np.ma.masked_array([1], [1]), {}, TypeError, "Ids", ".filled("),
-    "strings": (np.array(["a"]), {}, TypeError, "Ids", "te.inputs.hash_ids"),
-    "list of weights": (dense([1], [1.0]), {}, TypeError, "Weights", "prepare"),
-}
-
-
-@pytest.mark.parametrize(
-    ("ids", "options", "kind", "part", "fix"),
-    REFUSED_BY_SHAPE.values(),
-    ids=REFUSED_BY_SHAPE,
-)
-def test_shapes_that_a_step_refuses(ids, options, kind, part, fix):
-    plan = plan_of(**options)
-    with rejects(kind, field="'the_feature'", fix=fix) as error:
-        te.functional.activation_shapes({"the_feature": ids}, plan)
-    assert error.value.field.startswith(part)
-
-
-def test_samples_without_places_are_zero():
-    plan = plan_of()
-    ids = {"the_feature": prepare(np.zeros((4, 0), int))}
-    activations = te.functional.lookup(init(plan), ids, plan).activations["the_feature"]
-    np.testing.assert_array_equal(activations, np.zeros((4, 4)))
-
-
-def test_wide_ids_outside_jit_read_no_other_row():
-    plan = plan_of(2)
-    tables = init(plan)
-    ids = np.array([2**32 + 3, 2**31, -(2**32) + 3, 2**62, -1, 3, PADDING, 9])
-    result = te.functional.lookup(tables, {"the_feature": ids}, plan)
-    assert result.stats.out_of_range["the_feature"] == 5
-    expected = np.zeros((8, 4), np.float32)
-    table = te.functional.unstack_tables(tables, plan)["table"]
-    expected[5], expected[7] = table[3], table[9]
-    np.testing.assert_array_equal(result.activations["the_feature"], expected)
-    unsigned = np.where(ids < 0, 2**64 - 1, ids.astype(np.uint64)).astype(np.uint64)
-    result = te.functional.lookup(tables, {"the_feature": unsigned}, plan)
-    assert result.stats.out_of_range["the_feature"] == 5
-    np.testing.assert_array_equal(result.activations["the_feature"], expected)
 
 
 def test_shard_batch():

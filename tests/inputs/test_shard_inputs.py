@@ -1,181 +1,126 @@
-"""From ids in any form to the input of the stages, shard by shard."""
+"""Ids passed to a lookup, prepared or not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
-from tests.lookup.stages import PADDING
-from tpu_embedding.inputs import shard_inputs
-from tpu_embedding.inputs.shard_inputs import (
-    FeatureShape,
-    feature_shape,
-    fill_up,
-    to_feature_input,
+from tests.inputs.prepare_cases import (
+    PADDING,
+    RAGGED,
+    SPARSE,
+    VOCABULARY_SIZE,
+    dense,
+    plan_of,
+    prepare,
+    ragged,
 )
+from tests.rejections import rejects
+from tests.tiers import quick_cases
 
-P = PADDING
-TABLE = te.TableConfig(vocabulary_size=10, dim=4, combiner="sum", name="table")
-
-
-def plan_for(num_devices=1, num_features=1, **options):
-    config = {
-        f"f{i}": te.FeatureConfig(table=TABLE, name=f"f{i}", **options)
-        for i in range(num_features)
-    }
-    return te.make_plan(config, mesh_of(num_devices))
-
-
-def shape_of(ids, plan):
-    return feature_shape(ids, plan.features[0], plan)
-
-
-def sharded(values, row_splits, batch_size, weights=None):
-    return te.inputs.ShardedRaggedIds(
-        values=np.array(values, np.int32),
-        row_splits=np.array(row_splits, np.int32),
-        weights=weights,
-        batch_size=batch_size,
-    )
-
-
-RAGGED = sharded([[1, 2, P], [3, P, P]], [[0, 1, 2], [0, 1, 1]], 3)
+MATRIX, DEEP = np.zeros((6, 2), int), np.zeros((2, 3, 5), int)
 
 
 @pytest.mark.parametrize(
-    ("ids", "num_devices", "options", "expected"),
+    ("ids", "options", "expected"),
     [
-        (np.zeros(7, int), 2, {}, (7, 4, 0, (7, 4))),
-        (np.zeros((1, 3), int), 8, {}, (1, 1, 0, (1, 4))),
-        (np.zeros((7, 0), int), 2, {}, (7, 4, 0, (7, 4))),
-        (np.zeros((7, 3), int), 2, dict(max_sequence_length=5), (7, 4, 5, (7, 5, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(2, 3)), (6, 3, 0, (2, 3, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(12,)), (6, 3, 2, (12, 4))),
-        (np.zeros((6, 2), int), 2, dict(output_shape=(6, 5)), (6, 3, 5, (6, 5, 4))),
-        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(6,)), (6, 3, 0, (6, 4))),
-        (np.zeros((2, 3, 5), int), 2, dict(output_shape=(30,)), (6, 3, 5, (30, 4))),
-        (RAGGED, 2, {}, (3, 2, 0, (3, 4))),
-        (RAGGED, 2, dict(max_sequence_length=5), (3, 2, 5, (3, 5, 4))),
-        (RAGGED, 2, dict(output_shape=(3, 2)), (3, 2, 2, (3, 2, 4))),
+        (np.zeros(7, int), {}, (7, 4)),
+        (np.zeros((1, 3), int), {}, (1, 4)),
+        (np.zeros((7, 0), int), {}, (7, 4)),
+        (np.zeros((7, 3), int), dict(max_sequence_length=5), (7, 5, 4)),
+        (MATRIX, dict(output_shape=(2, 3)), (2, 3, 4)),
+        (MATRIX, dict(output_shape=(12,)), (12, 4)),
+        (MATRIX, dict(output_shape=(6, 5)), (6, 5, 4)),
+        (DEEP, dict(output_shape=(6,)), (6, 4)),
+        (DEEP, dict(output_shape=(30,)), (30, 4)),
+        (prepare(RAGGED), {}, (3, 4)),
+        (prepare(RAGGED), dict(max_sequence_length=5), (3, 5, 4)),
+        (prepare(RAGGED), dict(output_shape=(3, 2)), (3, 2, 4)),
     ],
 )
-def test_sizes_of_a_feature(ids, num_devices, options, expected):
-    shape = shape_of(ids, plan_for(num_devices, **options))
-    batch_size, samples_per_shard, sequence_length, output_shape = expected
-    assert shape == FeatureShape(
-        batch_size=batch_size,
-        samples_per_shard=samples_per_shard,
-        sequence_length=sequence_length,
-        output_shape=output_shape,
-    )
+def test_shapes_of_activations(ids, options, expected):
+    shapes = te.functional.activation_shapes({"the_feature": ids}, plan_of(**options))
+    assert shapes["the_feature"].shape == expected
 
 
-LOW, HIGH = -1, P - 1  # Ids out of range stay at their end.
+# Ids, type and field of the error, code that it shows.
+REFUSED_BY_SHAPE = {
+    "RaggedIds": (RAGGED, TypeError, "Feature", "te.inputs.prepare_features"),
+    "SparseIds": (SPARSE, TypeError, "Feature", "te.inputs.prepare_features"),
+    "other shards": (prepare(RAGGED, num_devices=3), ValueError, "Feature", "2"),
+    "masked": (np.ma.masked_array([1], [1]), TypeError, "Ids", ".filled("),
+    "strings": (np.array(["a"]), TypeError, "Ids", "te.inputs.hash_ids"),
+    "list of weights": (dense([1], [1.0]), TypeError, "Weights", "prepare"),
+}
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind", "part", "fix"), REFUSED_BY_SHAPE.values(), ids=REFUSED_BY_SHAPE
+)
+def test_shapes_that_a_step_refuses(ids, kind, part, fix):
+    with rejects(kind, field="'the_feature'", fix=fix) as error:
+        te.functional.activation_shapes({"the_feature": ids}, plan_of())
+    assert error.value.field.startswith(part)
+
+
+WIDE = [2**32 + 3, 2**31, 3 - 2**32, 2**62, -(2**63), -1, 3, PADDING - 1, PADDING, 9]
+UNSIGNED = [2**32 + 3, 2**31, 2**64 - 1, 3, PADDING - 1, PADDING, 9]
 INTEGERS = {
-    "int8": (np.array([0, 5, -1, -128], np.int8), [0, 5, -1, -128]),
-    "uint8": (np.array([0, 255], np.uint8), [0, 255]),
-    "int32": (np.array([0, LOW, P, HIGH], np.int32), [0, LOW, P, HIGH]),
-    "int64": (
-        np.array([1, HIGH, P, 2**31, 2**32 + 3, 2**62, -1, 3 - 2**32, -(2**63)]),
-        [1, HIGH, P, HIGH, HIGH, HIGH, LOW, LOW, LOW],
-    ),
-    "uint64": (
-        np.array([0, HIGH, P, 2**31, 2**32 + 3, 2**64 - 1], np.uint64),
-        [0, HIGH, P, HIGH, HIGH, HIGH],
-    ),
-    "jax-int16": (jnp.array([-1, 7], jnp.int16), [-1, 7]),
-    "jax-uint32": (
-        jnp.array([0, HIGH, P, 2**31, 2**32 - 1], jnp.uint32), [0, HIGH, P, HIGH, HIGH]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("values", "expected"), INTEGERS.values(), ids=INTEGERS)
-def test_integers_of_any_type(values, expected):
-    converted = shard_inputs._to_int32(values)
-    assert converted.dtype == jnp.int32
-    assert converted.tolist() == expected
-
-
-def test_batches_without_a_place_for_ids_get_one():
-    plan = plan_for(2)
-    empty = np.zeros((3, 0), int)
-    for given in (empty, te.DenseIds(ids=empty, weights=np.zeros((3, 0)))):
-        filled = fill_up(given, shape_of(given, plan), 2)
-        assert filled.ids.tolist() == [[P]] * 4
-        assert filled.weights is None
-    none = sharded(np.zeros((2, 0)), np.zeros((2, 3)), 3, np.zeros((2, 0)))
-    filled = fill_up(none, shape_of(none, plan), 2)
-    assert filled.values.tolist() == [[P], [P]]
-    assert filled.weights is None
-
-
-def test_a_batch_is_filled_up_once():
-    plan = plan_for(2)
-    ids = te.DenseIds(ids=np.array([[1, 2], [3, 4], [5, 6]]), weights=np.ones((3, 2)))
-    shape = shape_of(ids, plan)
-    filled = fill_up(ids, shape, 2)
-    assert filled.ids.tolist() == [[1, 2], [3, 4], [5, 6], [P, P]]
-    again = fill_up(filled, shape, 2)
-    np.testing.assert_array_equal(again.ids, filled.ids)
-    np.testing.assert_array_equal(again.weights, filled.weights)
-
-
-def stage_input(ids, row_splits=None, weights=None, samples=2, length=0, **options):
-    ids = jnp.array(ids, jnp.int32)
-    weights = None if weights is None else jnp.array(weights, jnp.float32)
-    filled = te.DenseIds(ids=ids, weights=weights)
-    if row_splits is not None:
-        filled = te.inputs.ShardedRaggedIds(
-            values=ids,
-            row_splits=jnp.array([row_splits], jnp.int32),
-            weights=weights,
-            batch_size=samples,
-        )
-    shape = FeatureShape(
-        batch_size=samples,
-        samples_per_shard=samples,
-        sequence_length=length,
-        output_shape=(),
-        **options,
-    )
-    return to_feature_input(filled, shape)
-
-
-def as_lists(given):
-    return [
-        None if x is None else x.tolist()
-        for x in (given.ids, given.weights, given.sample_ids)
-    ]
+    "int8": np.array([3, 5, -1, -128], np.int8),
+    "uint8": np.array([3, 255], np.uint8),
+    "int32": np.array([3, -1, PADDING, PADDING - 1], np.int32),
+    "int64": np.array(WIDE),
+    "uint64": np.array(UNSIGNED, np.uint64),
+    "jax-int16": jnp.array([-1, 7], jnp.int16),
+    "jax-uint32": jnp.array([3, PADDING, 2**31, 2**32 - 1], jnp.uint32),
+}
 
 
 @pytest.mark.parametrize(
-    ("length", "dense", "ragged"),
-    [
-        (1, [1, 4], [7, P, 9]),
-        (2, [1, 2, 4, 5], [7, 8, P, P, 9, P]),
-        (3, [1, 2, P, 4, 5, P], [7, 8, P, P, P, P, 9, P, P]),
-    ],
+    "form", quick_cases(["raw", "dense", "ragged"], "raw", "dense")
 )
-def test_sequences_are_cut_or_filled(length, dense, ragged):
-    given = stage_input([[1, 2], [4, 5]], length=length)
-    assert as_lists(given) == [dense, None, None]
-    assert (given.num_samples, given.valence) == (2 * length, 1)
-    given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], samples=3, length=length)
-    assert as_lists(given) == [ragged, None, None]
-    assert (given.num_samples, given.valence) == (3 * length, 1)
+@pytest.mark.parametrize("policy", ["drop", "clip"])
+@pytest.mark.parametrize("ids", INTEGERS.values(), ids=INTEGERS)
+def test_ids_of_any_integer_type_read_no_other_row(ids, policy, form):
+    plan, features = plan_of(out_of_range_ids=policy), ids
+    if form != "raw":
+        one_each = ragged(ids, np.arange(len(ids) + 1))
+        given = one_each if form == "ragged" else ids
+        features = prepare(given, out_of_range_ids=policy)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    result = te.functional.lookup(tables, {"the_feature": features}, plan)
+    rows = te.functional.unstack_tables(tables, plan)["table"]
+    expected, num_outside = np.zeros((len(ids), 4), np.float32), 0
+    for i, number in enumerate(ids.tolist()):
+        # Ragged ids of 64 bits need no padding, so the number is outside the table.
+        may_pad = form != "ragged" or ids.dtype == np.int32
+        if number == PADDING and may_pad:
+            continue
+        is_outside = not 0 <= number < VOCABULARY_SIZE
+        num_outside += is_outside
+        if policy == "clip" or not is_outside:
+            expected[i] = rows[np.clip(number, 0, VOCABULARY_SIZE - 1)]
+    np.testing.assert_array_equal(result.activations["the_feature"], expected)
+    assert result.stats.out_of_range["the_feature"] == num_outside
 
 
-def test_a_default_id_gets_a_place_in_each_ragged_sample():
-    given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], [[1, 2, 3, 4]], 3, default_id=5)
-    ids, weights, sample_ids = as_lists(given)
-    assert ids == [7, 8, P, P, 9, P, P]
-    assert sample_ids == [0, 0, 0, 1, 2, 2, 3]
-    assert weights == [1, 2, 0, 0, 3, 0, 4]
-
-
-def test_samples_of_values():
-    for row_splits, expected in (([0, 1], [0, 1, 1]), ([0, 0, 0, 2], [2, 2, 3])):
-        row_splits = jnp.array(row_splits, jnp.int32)
-        assert shard_inputs.sample_ids_of(row_splits, 3).tolist() == expected
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.zeros((3, 0), int),
+        te.DenseIds(ids=np.zeros((3, 0), int), weights=np.zeros((3, 0))),
+        te.inputs.ShardedRaggedIds(
+            values=np.zeros((2, 0), np.int32),
+            row_splits=np.zeros((2, 3), np.int32),
+            weights=np.zeros((2, 0), np.float32),
+            batch_size=3,
+        ),
+    ],
+    ids=["array", "weighted", "ragged"],
+)
+def test_samples_without_places_are_zero(ids):
+    plan = plan_of()
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    activations = te.functional.lookup(tables, {"the_feature": ids}, plan).activations
+    np.testing.assert_array_equal(activations["the_feature"], np.zeros((3, 4)))

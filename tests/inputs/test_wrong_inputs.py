@@ -17,6 +17,7 @@ from tests.inputs.prepare_cases import (
     PADDING,
     TABLE,
     VOCABULARY_SIZE,
+    bags_of,
     dense,
     plan_of,
     prepare,
@@ -302,22 +303,6 @@ BATCHES = st.one_of(
         )
     ),
 )
-
-
-def bags_of(prepared, num_samples):
-    """Returns the ids of each sample of a prepared batch, sorted."""
-    if isinstance(prepared, te.inputs.ShardedRaggedIds):
-        bags = [
-            values[begin:end].tolist()
-            for values, splits in zip(prepared.values, prepared.row_splits, strict=True)
-            for begin, end in zip(splits[:-1], splits[1:], strict=True)
-        ]
-        assert not any(bags[num_samples:])
-        bags = bags[:num_samples]
-    else:
-        ids = prepared.ids if isinstance(prepared, te.DenseIds) else prepared
-        bags = ids.reshape(num_samples, -1).tolist()
-    return [sorted(i for i in bag if i != PADDING) for bag in bags]
 
 
 def expected_bags(ids):

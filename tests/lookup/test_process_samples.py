@@ -116,7 +116,7 @@ def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, monkeypatch):
 
 def test_different_features_raise_on_all(monkeypatch):
     def without_bags(name, demands):
-        return [demands, [each for each in demands if each["feature_name"] != "bags"]]
+        return [demands, [each for each in demands if each.feature_name != "bags"]]
 
     monkeypatch.setattr(distributed, "exchange", without_bags)
     monkeypatch.setattr(distributed, "num_processes", lambda: 2)

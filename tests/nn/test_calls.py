@@ -61,7 +61,7 @@ def test_a_subset_of_the_features(case):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), twice, some)
     jax.tree.map(np.testing.assert_array_equal, some, {name: expected})
     # Stacks that were not looked up had no round.
-    used = layer.plan.for_batch(batch).used_stacks
+    used = layer.plan.match(batch)[0].used_stacks
     rounds = layer.stats.get_value().rounds
     assert {name for name, n in rounds.items() if n} == {s.name for s in used}
 

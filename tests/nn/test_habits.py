@@ -12,6 +12,7 @@ from tests.conftest import mesh_of
 from tests.nn.test_dense_optimizer import Model
 from tests.rejections import rejects
 from tests.tiers import each_once, quick_cases, with_ids
+from tpu_embedding.inputs.shard_inputs import parse_batch
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 
 MATRIX = np.array([[1, 2, 2], [3, 4, 5]])
@@ -134,7 +135,7 @@ def test_ids_that_are_pooled_by_default_are_warned_of():
     look_up(MATRIX, max_sequence_length=3)
     jax.eval_shape(jax.vmap(layer), np.stack([MATRIX, MATRIX]))
     padded = np.where(MATRIX == MATRIX[0, 0], -1, MATRIX)
-    warn_of_pooled_ids(padded, layer.plan, stacklevel=1)
+    warn_of_pooled_ids(parse_batch(padded, layer.plan), stacklevel=1)
 
 
 def test_a_feature_may_have_a_combiner_of_its_own():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -77,17 +78,16 @@ SUBSETS = {
 @pytest.mark.parametrize(("batch", "expected"), SUBSETS.values(), ids=SUBSETS)
 def test_plan_for_a_subset(batch, expected):
     plan = plan_of()
-    subset = plan.for_batch(batch)
+    subset, leaves = plan.match(batch)
     assert names(subset) == expected
     assert (subset is plan) == (len(expected) == len(plan.features))
-    assert subset == plan.for_batch(batch)
-    assert hash(subset) == hash(plan.for_batch(batch))
-    # Lookups keep their places, and the batch fits the subset's nest.
+    again, _ = plan.match(batch)
+    assert (subset, hash(subset)) == (again, hash(again))
+    # Lookups keep their places, and activations come back in the nest of the batch.
     assert set(subset.features) <= set(plan.features)
-    assert len(subset.flatten(batch)) == len(expected)
-    # Activations come back in the nest of the batch.
-    nest = subset.unflatten(range(len(expected)))
-    assert subset.for_batch(nest) is subset
+    nest = subset.unflatten(leaves)
+    assert jax.tree.leaves(nest) == jax.tree.leaves(batch)
+    assert subset.match(nest) == (subset, leaves)
 
 
 WRONG = {
@@ -108,4 +108,4 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_other_nests_are_rejected(case):
     with rejects(field="weights", value=WRONG[case]):
-        plan_of().for_batch(WRONG[case], "weights")
+        plan_of().match(WRONG[case], "weights")

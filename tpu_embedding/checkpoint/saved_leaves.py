@@ -100,7 +100,7 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             first, size = member.first_bucket, member.buckets_per_shard
             lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
             lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
-            arrays[SKETCH] = lines[: member.num_buckets]
+            arrays[SKETCH] = lines[: member.dynamic.num_buckets]
         saved_rows = rows.rows
         if member.default_row is not None:
             saved_rows = np.append(saved_rows, np.int64(member.default_row))
@@ -129,7 +129,7 @@ def place_saved_ids(
     """
     ids, natural_rows, sketch = arrays[IDS], arrays[NATURAL_ROWS], arrays.get(SKETCH)
     order = np.arange(len(ids))
-    if Dynamic(capacity=capacity).num_buckets != member.num_buckets:
+    if Dynamic(capacity=capacity).num_buckets != member.dynamic.num_buckets:
         natural_rows = sketch = None
         value, next_value = _values(arrays, member.dynamic.evict)
         words = Ids64.of_array(ids)

@@ -84,7 +84,6 @@ class DynamicTablePlan:
     Attributes:
       table: the table.
       dynamic: its vocabulary.
-      num_buckets: number of buckets over all shards.
       buckets_per_shard: buckets on each shard. The last shards may use fewer.
       first_bucket: first bucket in a shard's directory.
       first_row: first row of the table on each shard.
@@ -93,7 +92,6 @@ class DynamicTablePlan:
 
     table: TablePlan
     dynamic: Dynamic
-    num_buckets: int
     buckets_per_shard: int
     first_bucket: int
     first_row: int
@@ -119,7 +117,6 @@ def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
             DynamicTablePlan(
                 table=table,
                 dynamic=dynamic,
-                num_buckets=dynamic.num_buckets,
                 buckets_per_shard=per_shard,
                 first_bucket=first_bucket,
                 first_row=table.row_offset // stack.num_shards,

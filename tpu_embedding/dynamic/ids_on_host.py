@@ -171,7 +171,7 @@ def place_ids(
         kept = np.arange(len(ids))
         buckets, lanes = np.divmod(natural_rows, SLOTS_PER_BUCKET)
     else:
-        buckets = multiply_high(first, member.num_buckets).astype(np.int64)
+        buckets = multiply_high(first, member.dynamic.num_buckets).astype(np.int64)
         order = np.argsort(buckets, kind="stable")
         buckets = buckets[order]
         lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)

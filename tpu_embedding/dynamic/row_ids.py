@@ -276,8 +276,8 @@ def insert_ids(
       >>> int(result.stats["table_0"].inserts)
       2
     """
-    features = _with_words(features, plan)
-    return _insert_ids(tables, slots, features, _clock(now), plan)
+    plan, leaves = _match_words(features, plan)
+    return _insert_ids(tables, slots, leaves, _clock(now), plan)
 
 
 def _clock(now: Any) -> Any:
@@ -298,7 +298,7 @@ def _clock(now: Any) -> Any:
 def _insert_ids(
     tables: dict[str, Any],
     slots: dict[str, Any],
-    features: Any,
+    leaves: list[Any],
     now: Any,
     plan: EmbeddingPlan,
 ) -> InsertResult:
@@ -326,7 +326,7 @@ def _insert_ids(
             new_slots[stack.name] = state
         return rows, counts
 
-    features, stats = _with_rows(features, plan, insert)
+    features, stats = _with_rows(leaves, plan, insert)
     return InsertResult(
         tables={**tables, **new_tables},
         slots={**slots, **new_slots},
@@ -396,11 +396,14 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
       >>> int(found.stats["user"].hits)
       1
     """
-    return _find_ids(tables, _with_words(features, plan), plan)
+    plan, leaves = _match_words(features, plan)
+    return _find_ids(tables, leaves, plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
+def _find_ids(
+    tables: dict[str, Any], leaves: list[Any], plan: EmbeddingPlan
+) -> FindResult:
     def find_shard(directory, sources, stack):
         def answer(carry, ids, current_pass):
             del current_pass
@@ -420,20 +423,18 @@ def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Fin
             out_specs=(plan.sample_spec, PartitionSpec()),
         )(tables[directory_name(stack.name)], sources)
 
-    features, stats = _with_rows(features, plan, find)
+    features, stats = _with_rows(leaves, plan, find)
     return FindResult(features=features, stats=stats)
 
 
 def _with_rows(
-    features: Any, plan: EmbeddingPlan, translate: Translate
+    leaves: list[Any], plan: EmbeddingPlan, translate: Translate
 ) -> tuple[Any, dict[str, DynamicStats]]:
     """Returns a batch with `RowIds` for the ids of dynamic tables, and counts.
 
     Features that already hold rows are unchanged.
     """
-    plan = plan.for_batch(features)
-    leaves, stats = plan.flatten(features), {}
-    sources = {}
+    sources, stats = {}, {}
     for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
         if _holds_ids(leaf, feature):
             flatten = functools.partial(_flat_ids, feature=feature, plan=plan)
@@ -467,13 +468,12 @@ def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
     return is_dynamic and not isinstance(leaf, RowIds)
 
 
-def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns the batch with `Ids64` in all features of dynamic tables.
+def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, list[Any]]:
+    """Returns the batch's plan and leaves, with `Ids64` for all dynamic tables.
 
     Rejects 32-bit integers, which may be the lower halves of ids.
     """
-    plan = plan.for_batch(features)
-    leaves = plan.flatten(features)
+    plan, leaves = plan.match(features)
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):
             continue
@@ -484,7 +484,7 @@ def _with_words(features: Any, plan: EmbeddingPlan) -> Any:
         if not isinstance(ids, jax.Array) or ids.dtype.itemsize < 8:
             raise truncated_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
         leaves[i] = with_ids(leaves[i], Ids64.of_array(ids))
-    return plan.unflatten(leaves)
+    return plan, leaves
 
 
 def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
@@ -496,7 +496,7 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
     if weights is not None:
         weights = jnp.asarray(weights)
         inserts &= weights > 0 if leaves_out_weights(feature) else weights != 0
-    if length := feature_shape(leaf, feature, plan).sequence_length:
+    if length := feature_shape(leaf, feature, plan.num_shards).sequence_length:
         inserts &= _positions(leaf, plan) < length
     room = -ids.high.size % plan.num_shards
 
@@ -618,7 +618,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
     for source in sources:
         table = tables[source.table]
         first, second = mix_ids(source.high, source.low)
-        bucket = multiply_high(first, table.num_buckets)
+        bucket = multiply_high(first, table.dynamic.num_buckets)
         owner, local = jnp.divmod(bucket, table.buckets_per_shard)
         bucket = owner * buckets_per_shard + table.first_bucket + local
         bucket = jnp.where(source.is_id, bucket, PADDING_ROW_ID)
@@ -641,7 +641,7 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     )
     # The first owner has the most buckets. In small tables, the last may have none.
     (num_ids,) = ids.buckets.shape
-    mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
+    mean = num_ids * max(t.buckets_per_shard / t.dynamic.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     capacity = max(room, _MIN_CAPACITY)
     size = round_size(num_ids, stack.num_shards, num_ids, capacity=capacity)

@@ -5,7 +5,6 @@ The program is a pure function of three dicts: tables, dense parameters and inpu
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -151,19 +150,20 @@ class _ServedMethod:
         model = nnx.merge(self._graph, *others, state)
         model.eval()
         layers = embedding_layers(model)
-        with open_recorder(layers, None) as (recorder, number):
+        with open_recorder(layers, None) as recorder:
             for path, layer in layers.items():
                 prefix = table_prefix(path, layers)
                 names = [t.name for stack in layer.plan.stacks for t in stack.tables]
                 names += [directory_name(name) for name in names]
                 own = {k: tables[prefix + k] for k in names if prefix + k in tables}
-                layer.start_recording("serving", path, number, own)
+                layer.start_recording("serving", path, recorder, own)
             arguments, owners = self._example.rebuild(arrays)
             outputs = getattr(model, self._method)(*arguments)
         self.used_tables.clear()
         self.lookups.clear()
         for path, layer in layers.items():
-            for call in itertools.chain(*layer.stop_recording(recorder)):
+            layer.stop_recording(recorder)
+            for call in recorder.all_calls(path):
                 for feature, ids in zip(call.plan.features, call.ids, strict=True):
                     table = table_prefix(path, layers) + table_of(feature, call.plan)
                     self.used_tables.add(table)

@@ -288,7 +288,7 @@ def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
         rows_by_table = rows_in_directory(packed[directory_name(stack.name)], stack)
         for member in dynamic_tables(stack):
             rows = rows_by_table[member.table.name]
-            lines = np.full((member.num_buckets, LINE_LANES), NO_ID, np.uint32)
+            lines = np.full((member.dynamic.num_buckets, LINE_LANES), NO_ID, np.uint32)
             bucket, lane = np.divmod(rows.natural_rows, SLOTS_PER_BUCKET)
             words = Ids64.of_array(rows.ids)
             lines[bucket, lane] = words.high

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from tpu_embedding.inputs.shard_inputs import (
-    feature_shape,
+    Batch,
+    FeatureShape,
     fill_up,
     to_feature_input,
 )
@@ -25,7 +26,7 @@ from tpu_embedding.lookup._forward import (
     scale_samples,
 )
 from tpu_embedding.lookup._rounds import quantize
-from tpu_embedding.plan.features import FeaturePlan, InputPlan
+from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.access import gather_lines
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
@@ -47,35 +48,26 @@ class ServedCall:
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
-def serve(
-    tables: Mapping[str, Array], features: Any, plan: EmbeddingPlan
-) -> tuple[Any, ServedCall]:
+def serve(tables: Mapping[str, Array], batch: Batch) -> tuple[Any, ServedCall]:
     """Looks up a batch in whole tables.
 
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
         float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. For tables
         whose ids are not row numbers, also the arrays that `served_rows` reads.
-      features: see `tpu_embedding.functional.lookup`; ragged ids have one shard.
-      plan: plan of the layer.
+      batch: batch on one shard, from `parse_batch(..., serving=True)`.
 
     Returns:
       Activations in the nest of the features, and a record of the call.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
     """
-    plan = plan.for_batch(features)
-    one_shard = InputPlan(
-        features=plan.features, feature_tree=plan.feature_tree, num_shards=1
-    )
-    activations = []
-    for ids, feature in zip(plan.flatten(features), plan.features, strict=True):
+    plan, activations = batch.plan, []
+    for leaf, feature, shape in zip(
+        batch.leaves, plan.features, batch.shapes, strict=True
+    ):
         name = table_of(feature, plan)
-        ids = feature.inputs.served_rows(ids, feature, tables, name)
-        activations.append(_serve_feature(tables[name], ids, feature, plan, one_shard))
-    call = ServedCall(ids=plan.flatten(features), plan=plan)
-    return plan.unflatten(activations), call
+        ids = feature.inputs.served_rows(leaf, feature, tables, name)
+        activations.append(_serve_feature(tables[name], ids, feature, shape, plan))
+    return plan.unflatten(activations), ServedCall(ids=batch.leaves, plan=plan)
 
 
 def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
@@ -113,10 +105,13 @@ def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
 
 
 def _serve_feature(
-    table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
+    table: Array,
+    ids: Any,
+    feature: FeaturePlan,
+    shape: FeatureShape,
+    plan: EmbeddingPlan,
 ) -> Array:
-    shape = feature_shape(ids, feature, shard)
-    feature_input = to_feature_input(fill_up(ids, shape, shard.num_shards), shape)
+    feature_input = to_feature_input(fill_up(ids, num_shards=1), shape)
     row_ids, (pooling,), _ = rows_and_poolings([feature_input], [feature])
     quantization = plan.stacks[feature.stack_index].quantization
 

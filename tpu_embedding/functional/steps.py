@@ -17,7 +17,7 @@ step groups features by stack, and returns results by feature.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,14 +34,12 @@ from tpu_embedding.gradients import (
 )
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
-    check_equal_batches,
-    feature_shape,
     fill_up,
+    parse_batch,
     to_feature_input,
 )
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import (
-    StackLookup,
     StackRouting,
     read_stack,
     route_stack,
@@ -70,7 +68,7 @@ from tpu_embedding.update.state import (
     values_of,
     with_values_if,
 )
-from tpu_embedding.vocabularies import needs_rows, rows_of_ids, unknown_rows
+from tpu_embedding.vocabularies import unknown_rows
 from tpu_embedding.xla import run_if
 
 
@@ -148,20 +146,16 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       >>> te.functional.activation_shapes(ids, plan)["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = [
-        ids if needs_rows(ids, feature) else rows_of_ids(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
+    batch = parse_batch(features, plan)
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
             jnp.float32,
-            sharding=plan.sharding_of_samples(shape.output_shape),
+            sharding=batch.plan.sharding_of_samples(shape.output_shape),
         )
-        for shape in _feature_shapes(leaves, plan)
+        for shape in batch.shapes
     ]
-    return plan.unflatten(structs)
+    return batch.plan.unflatten(structs)
 
 
 def lookup(
@@ -195,20 +189,15 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    batch_plan = plan.for_batch(features)
-    raw_features = [
-        feature.name
-        for ids, feature in zip(
-            batch_plan.flatten(features), batch_plan.features, strict=True
-        )
-        if needs_rows(ids, feature)
-    ]
-    if not raw_features:
-        return read_rows(tables, route(features, plan), plan)
+    batch = parse_batch(features, plan)
+    plan, raw = batch.plan, batch.raw_feature
+    if raw is None:
+        return read_rows(tables, route(batch, plan), plan)
+    features = plan.unflatten(batch.leaves)
     # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
-    routed = dataclasses.replace(route(features, plan), raw_feature=raw_features[0])
+    routed = dataclasses.replace(route(features, plan), raw_feature=raw.name)
     return read_rows(tables, routed, plan)
 
 
@@ -226,7 +215,8 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       The routed batch, for `read_rows`.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
+        it holds ids whose rows are not known.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -238,45 +228,16 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
       (2, 4)
     """
-    plan = plan.for_batch(features)
-    leaves = on_plan_mesh(row_numbers(features, plan), plan)
-    shapes = _feature_shapes(leaves, plan)
-    for i, ids in enumerate(leaves):
+    batch = parse_batch(features, plan)
+    plan, shapes = batch.plan, batch.shapes
+    ids_of_features = on_plan_mesh(batch.row_numbers(), plan)
+    for i, ids in enumerate(ids_of_features):
         if not all(isinstance(array, jax.Array) for array in jax.tree.leaves(ids)):
             # `jit` would truncate NumPy's 64-bit ids.
-            leaves[i] = fill_up(ids, shapes[i], plan.num_shards)
+            ids_of_features[i] = fill_up(ids, plan.num_shards)
     with unchecked_values():
-        stacks = _route(leaves, shapes, plan)
+        stacks = _route(ids_of_features, shapes, plan)
     return Routing(stacks=stacks, shapes=shapes, plan=plan)
-
-
-def row_numbers(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the row numbers of each feature of a batch.
-
-    Raises:
-      TypeError: if a feature holds ids whose rows are not known.
-    """
-    plan = plan.for_batch(features)
-    return [
-        rows_of_ids(ids, feature)
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
-
-
-def _feature_shapes(
-    leaves: Sequence[Any], plan: EmbeddingPlan
-) -> tuple[FeatureShape, ...]:
-    """Returns the sizes of each feature of a batch, from its shapes and dtypes.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
-    """
-    shapes = tuple(
-        feature_shape(ids, feature, plan)
-        for ids, feature in zip(leaves, plan.features, strict=True)
-    )
-    check_equal_batches(shapes, plan.features)
-    return shapes
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -303,10 +264,7 @@ def _route(
     def fill_up_and_route(leaves):
         # Pad the batch, because its size may not be a multiple of the number of shards.
         # Ids that `route` has already padded don't change.
-        filled = [
-            fill_up(ids, shape, plan.num_shards)
-            for ids, shape in zip(leaves, shapes, strict=True)
-        ]
+        filled = [fill_up(ids, plan.num_shards) for ids in leaves]
         return on_shards(
             route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
         )(filled)
@@ -361,20 +319,22 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
                 plan,
                 in_specs=(stack.rows_spec, plan.sample_spec),
                 out_specs=plan.sample_spec,
+                # A table's gradient is sparse: `compute_gradients` returns it.
             )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
             for stack in plan.used_stacks
         }
-        routings = {name: result.routing for name, result in results.items()}
         activations: list[Any] = [None] * len(plan.features)
         for stack in plan.used_stacks:
-            for i, samples in zip(
-                plan.features_of(stack), results[stack.name].activations, strict=True
-            ):
-                # Padding samples come last.
+            samples_of_features, *_ = results[stack.name]
+            pairs = zip(plan.features_of(stack), samples_of_features, strict=True)
+            for i, samples in pairs:
+                # Samples that fill up the last shards come last.
                 shape = routed.shapes[i]
-                num_samples = shape.batch_size * max(1, shape.sequence_length)
-                activations[i] = samples[:num_samples].reshape(shape.output_shape)
-        return plan.unflatten(activations), routings, _collect_stats(results, plan)
+                activations[i] = samples[: shape.num_rows].reshape(shape.output_shape)
+        routings = {name: routing for name, (_, routing, _) in results.items()}
+        counts = {name: counts for name, (*_, counts) in results.items()}
+        stats = _collect_stats(routings, counts, plan)
+        return plan.unflatten(activations), routings, stats
 
     specs = [plan.sharding_of_samples(s.output_shape).spec for s in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
@@ -386,26 +346,31 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
 
 
 def _collect_stats(
-    results: Mapping[str, StackLookup], plan: EmbeddingPlan
+    routings: Mapping[str, StackRouting],
+    counts: Mapping[str, Mapping[str, Array]],
+    plan: EmbeddingPlan,
 ) -> LookupStats:
-    """Adds up the counts of all devices."""
-    out_of_range, num_ids, requested_rows, missing_rows = {}, {}, {}, {}
+    """Adds up the counts of all devices, by stack or feature."""
+    out_of_range = {}
     for stack in plan.used_stacks:
-        result = results[stack.name]
-        counts = result.routing.out_of_range
-        for i, count in zip(plan.features_of(stack), counts, strict=True):
+        of_features = routings[stack.name].out_of_range
+        for i, count in zip(plan.features_of(stack), of_features, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
-        if result.num_ids is not None and result.requested_rows is not None:
-            num_ids[stack.name] = jnp.sum(result.num_ids)
-            requested_rows[stack.name] = jnp.sum(result.requested_rows, axis=0)
-        if result.missing_rows is not None:
-            missing_rows[stack.name] = jnp.sum(result.missing_rows)
+
+    def total(field: str) -> dict[str, Array]:
+        return {
+            name: jnp.sum(of_stack[field], axis=0)
+            for name, of_stack in counts.items()
+            if field in of_stack
+        }
+
     return LookupStats(
-        rounds={name: result.rounds[0] for name, result in results.items()},
+        # All devices run the same number of rounds.
+        rounds={name: of_stack["rounds"][0] for name, of_stack in counts.items()},
         out_of_range=out_of_range,
-        num_ids=num_ids,
-        requested_rows=requested_rows,
-        missing_rows=missing_rows,
+        num_ids=total("num_ids"),
+        requested_rows=total("requested_rows"),
+        missing_rows=total("missing_rows"),
     )
 
 
@@ -503,8 +468,7 @@ def _cotangent_of_samples(
         raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
-    per_shard = shape.samples_per_shard * max(1, shape.sequence_length)
-    missing = plan.num_shards * per_shard - cotangent.shape[0]
+    missing = -shape.batch_size % plan.num_shards * max(1, shape.sequence_length)
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 
@@ -614,6 +578,8 @@ def apply_gradients(
         only_if = is_whole(gradients) & (True if only_if is None else only_if)
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
+    # Vocabularies count steps, also for tables without an optimizer, and for steps that
+    # `only_if` skips.
     for stack in plan.stacks:
         new_tables |= stack.vocabulary.stacks.end_step(tables, stack)
     for stack in plan.trained_stacks:
@@ -624,9 +590,12 @@ def apply_gradients(
             def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            run = in_auto_axes(step, plan, specs)
-            if stack.optimizer.takes_totals:  # They need the axes of a shard.
+            # The step didn't look up this stack, so only shared values advance.
+            if stack.optimizer.takes_totals:
+                # Such a rule asks for all-reduces, which need the axes of a shard.
                 run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
+            else:
+                run = in_auto_axes(step, plan, specs)
             new_slots[stack.name] = run(state)
             continue
         arrays = {name: tables[name] for name in stack.array_names}
@@ -653,14 +622,16 @@ def _update_shard(
     stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; without a gradient if no rows were looked up. Per shard."""
-    sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
+    # How many rows of each table count in totals, if not all rows belong to an id.
+    table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
     def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
         rounds = empty_gradient(stack.dim)
         if gradient is not None:
             rounds = gradient_rounds(gradient, stack)
-        return update_stack(table, state, rounds, stack, sizes)
+        return update_stack(table, state, rounds, stack, table_sizes)
 
+    # Rules with `global_clipnorm` read the squared norm from this context.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
         if gradient is not None and stack.backend.replaces_update:

@@ -64,13 +64,13 @@ def rows_of_batch(
       >>> rows_of_batch(ids, plan, {"stack_0"})["stack_0"][0].tolist()
       [7, 7]
     """
-    plan = plan.for_batch(features)
+    plan, leaves = plan.match(features)
     rows: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
-    for leaf, feature in zip(plan.flatten(features), plan.features, strict=True):
+    for leaf, feature in zip(leaves, plan.features, strict=True):
         name = plan.stacks[feature.stack_index].name
         if name in rows:
             ids = rows_of_ids(leaf, feature)
-            shape = feature_shape(ids, feature, plan)
+            shape = feature_shape(ids, feature, plan.num_shards)
             rows[name].append(_rows_of_feature(ids, shape, feature))
     return rows
 

@@ -66,7 +66,8 @@ def _swap_rows(
         old, arrays = read_before_write((old, arrays))
         new, first = [], 0
         for rows in arrays:
-            num_words = words_per_row(rows.layout)
+            dim = rows.layout.dim
+            num_words = -(-dim // 2) if rows.layout.narrow_dtype else dim
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
             changed = set_rows(rows, at, values)
@@ -87,11 +88,6 @@ def _swap_rows(
         swap, plan, in_specs=(rows_spec, spec, spec), out_specs=(rows_spec, spec)
     )(arrays, moves, records)
     return new[0], new[1:], left
-
-
-def words_per_row(layout: RowLayout) -> int:
-    """Returns the number of 32-bit words that a row takes in a record."""
-    return -(-layout.dim // 2) if layout.narrow_dtype else layout.dim
 
 
 def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:

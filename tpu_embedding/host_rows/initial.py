@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.rows import access, file_rows, packed_rows
@@ -162,42 +161,22 @@ def fill_slots(
 
     Args:
       store: records of the stack's rows; the table's rows must be filled.
-      stack: the stack to fill. Its rule must update touched rows only.
+      stack: the stack to fill. Slot variables of its rule must not depend on the
+        table's rows, so they start with equal rows.
       plan: plan of the embedding layer.
       slot_at: see `measured_state`.
 
     Returns:
       The stack's state; see `measured_state`.
     """
-    spec, known = stack.rows_spec, []
-
-    def init(block: PackedRows, start: Array, known: list[Array]) -> list[PackedRows]:
-        state = stack_state.init_block(block, start, totals.known_totals(known), stack)
-        return stack_state.slots_of(state)
-
-    specs = spec, PartitionSpec(), PartitionSpec()
-    program = jax.jit(on_shards(init, plan, in_specs=specs, out_specs=spec))
-    slots: Any = probe_rule(stack.optimizer, stack.dim).slots
-    varies = any(slot.initial_value is None for slot in slots)
-    if varies:
-        known = _totals_of_store(store, stack, plan)
-    for start, size in _blocks_of(stack):
-        begin, end = _stack_rows(start, size, stack)
-        new = slots
-        if varies:
-            block = _read_block(store, start, size, stack, plan)
-            new = program(block, start, known)
-        for slot, packed, words in zip(slots, new, columns_of(stack)[1:], strict=True):
-            if slot.initial_value is None:
-                lines = np.asarray(packed.lines)
-                rows = file_rows.file_rows_of_lines(lines, packed.layout)
-                by_shard = rows.reshape(stack.num_shards, -1, *slot.row.shape)
-                rows = by_shard.swapaxes(0, 1).reshape(rows.shape)[: end - begin]
-            else:
-                shape = end - begin, *slot.row.shape
-                rows = np.full(shape, slot.initial_value, slot.row.dtype)
-            store.write_range(begin, words_of_file_rows(rows), words)
-    return measured_state(store, stack, plan, slot_at)
+    values, rows = _initial_values_and_slots(store, stack, plan)
+    for row, words in zip(rows, columns_of(stack)[1:], strict=True):
+        record = words_of_file_rows(np.asarray(row)[None])
+        for start, size in _blocks_of(stack):
+            begin, end = _stack_rows(start, size, stack)
+            shape = end - begin, record.shape[1]
+            store.write_range(begin, np.broadcast_to(record, shape), words)
+    return _state_with(values, stack, slot_at)
 
 
 def measured_state(
@@ -215,22 +194,36 @@ def measured_state(
       A state with the structure of `init_state`. Counts, rates and totals are
       replicated over the devices, and equal the values from `init_slots` bit for bit.
     """
+    values, _ = _initial_values_and_slots(store, stack, plan)
+    return _state_with(values, stack, slot_at)
 
-    def values(known: list[Array]) -> list[Array]:
-        # Values depend on rows only through totals, so any rows will do.
+
+def _state_with(
+    values: list[jax.Array], stack: Any, slot_at: Callable[[int], Any]
+) -> Any:
+    state = stack_state.with_values(stack_state.abstract_state(stack), values)
+    return stack_state.with_slots(state, [slot_at(i) for i in range(len(stack.slots))])
+
+
+def _initial_values_and_slots(
+    store: Any, stack: Any, plan: EmbeddingPlan
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the initial values shared by all rows, and a row of each slot variable.
+
+    Both depend on the table's rows only through totals.
+    """
+
+    def init(known: list[Array]) -> tuple[list[Array], list[Array]]:
         layout = dataclasses.replace(stack.layout, num_rows=stack_state.PADDING_ROWS)
         zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
         rows = PackedRows(lines=zeros, layout=layout)
         state = stack_state.init_block(rows, 0, totals.known_totals(known), stack)
-        state = stack_state.state_around(state, stack)
-        return [jnp.asarray(value) for value in stack_state.values_of(state)]
+        slots = map(packed_rows.unpack_rows, stack_state.slots_of(state))
+        values = stack_state.values_of(stack_state.state_around(state, stack))
+        return list(map(jnp.asarray, values)), [slot[0] for slot in slots]
 
     specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    new_values = jax.jit(on_shards(values, plan, **specs))(
-        _totals_of_store(store, stack, plan)
-    )
-    state = stack_state.with_values(stack_state.abstract_state(stack), new_values)
-    return stack_state.with_slots(state, [slot_at(i) for i in range(len(stack.slots))])
+    return jax.jit(on_shards(init, plan, **specs))(_totals_of_store(store, stack, plan))
 
 
 def _totals_of_store(store: Any, stack: Any, plan: EmbeddingPlan) -> list[jax.Array]:

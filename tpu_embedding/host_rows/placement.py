@@ -130,9 +130,7 @@ class HostStorage(RowStorage):
 
     def init_state(self, table: Any, stack: StackPlan, kept: Any = None) -> Any:
         """Returns an optimizer state for the cached rows, new or with kept slots."""
-        if kept is None:
-            return table.host.init_state(table)
-        return table.host.measured_state(table, kept)
+        return table.host.init_state(table, kept)
 
 
 def _problem(stack: StackPlan) -> str | None:

@@ -176,7 +176,10 @@ class Planner:
             self._hands, self._num_filled = hands, num_filled
             raise
         if not self.exchange_rows and len(rows):
-            self._set_exchange_rows(rows)
+            # Half the rows of the busiest shard: usually fewer rows are missing.
+            most = int(self._by_shard(rows)[1].max())
+            slots = round_up(self.slots_per_shard, 8)
+            self.exchange_rows = min(round_up(-(-most // 2), 256), slots)
         evicted = self.row_of[taken]
         undo = _Undo(
             *(used, users, missing, left),
@@ -242,15 +245,6 @@ class Planner:
         # NumPy uses a radix sort for 16 bits.
         order = np.argsort(shards, kind="stable")
         return rows[order], np.bincount(shards, minlength=self.num_shards)
-
-    def _set_exchange_rows(self, rows: np.ndarray) -> None:
-        """Sets K to half the rows that the batch reads from its busiest shard.
-
-        Usually fewer rows are missing.
-        """
-        most = int(self._by_shard(rows)[1].max())
-        slots = round_up(self.slots_per_shard, 8)
-        self.exchange_rows = min(round_up(-(-most // 2), 256), slots)
 
     def _take_slots(self, counts: np.ndarray, batch: int) -> np.ndarray:
         """Returns places for `counts` new rows per shard, ordered by shard and slot."""

@@ -149,10 +149,10 @@ class HostStack:
         """Returns an empty cache of the table."""
         layout = self.stack.layout
         return MappedRows(
-            lines=self._empty_lines(layout, layout.stored_dtype),
-            version=self._full(1, self._versions[0]),
-            slot_of_row=self._full(self.stack.rows_per_shard, -1),
-            num_lost=self._full(1, 0),
+            lines=self._full(layout.lines_shape, 0, layout.stored_dtype),
+            version=self._full((1,), self._versions[0]),
+            slot_of_row=self._full((self.stack.rows_per_shard,), -1),
+            num_lost=self._full((1,), 0),
             layout=layout,
             host=self,
             column=0,
@@ -163,31 +163,34 @@ class HostStack:
         row = self.stack.slots[column - 1]
         layout = self.stack.layout.slot_layout(row)
         return CachedRows(
-            lines=self._empty_lines(layout, row.dtype),
-            version=self._full(1, self._versions[column]),
+            lines=self._full(layout.lines_shape, 0, row.dtype),
+            version=self._full((1,), self._versions[column]),
             layout=layout,
             host=self,
             column=column,
             owner=self.owner,
         )
 
-    def _full(self, size: int, value: Any) -> jax.Array:
-        """Returns an int32 array filled with a value, `[size]` per shard."""
+    def _full(
+        self, shape: tuple[int, ...], value: Any, dtype: Any = jnp.int32
+    ) -> jax.Array:
+        """Returns an array with one value in all elements, `shape` per shard."""
         sharding = self.plan.rows_sharding(self.stack)
-        shape = self.stack.num_shards * size
-        return jnp.full(shape, value, jnp.int32, device=sharding)
+        shape = (self.stack.num_shards * shape[0], *shape[1:])
+        return jnp.full(shape, value, dtype, device=sharding)
 
-    def _empty_lines(self, layout: Any, dtype: Any) -> jax.Array:
-        first, *rest = layout.lines_shape
-        shape = (self.stack.num_shards * first, *rest)
-        return jnp.zeros(shape, dtype, device=self.plan.rows_sharding(self.stack))
-
-    def init_state(self, table: MappedRows) -> Any:
+    def init_state(self, table: MappedRows, kept: Any) -> Any:
         """Fills the store with new slot variables, and returns the optimizer state.
 
-        Overwrites the slot variables of an earlier state, which becomes invalid.
+        Overwrites the slot variables of an earlier state, which becomes invalid. Given
+        the current state as `kept`, it keeps the slot variables and only adds up the
+        totals.
         """
         stack: Any = self.stack
+        if kept is not None:
+            self._flush(table)
+            slot_at = slots_of(kept).__getitem__
+            return measured_state(self.store, stack, self.plan, slot_at)
         if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
@@ -203,13 +206,6 @@ class HostStack:
         )
         slots = [self.empty_slot(i + 1) for i in range(len(stack.slots))]
         return with_slots(state, slots)
-
-    def measured_state(self, table: MappedRows, state: Any) -> Any:
-        """Returns the state with totals over the current rows, and the same slots."""
-        self._flush(table)
-        slots = slots_of(state)
-        stack: Any = self.stack
-        return measured_state(self.store, stack, self.plan, lambda i: slots[i])
 
     # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
 
@@ -541,13 +537,13 @@ class HostStack:
 
         def read(table: str, start: int, num_rows: int) -> np.ndarray:
             held = self._held[start : start + num_rows]
-            words = self.store.read_words(np.maximum(held, 0), column)
+            words = self.store.read(held)[:, column]
             return file_rows_of_words(words, row)
 
         if (self._held >= 0).any():
             cached = write_blocks(cached, cache, self.plan, read)
         self._versions[rows.column] += 1
-        version = self._full(1, self._versions[rows.column])
+        version = self._full((1,), self._versions[rows.column])
         rows = dataclasses.replace(rows, lines=cached.lines, version=version)
         if isinstance(rows, MappedRows):
             rows = dataclasses.replace(rows, num_lost=jnp.zeros_like(rows.num_lost))

@@ -52,11 +52,6 @@ class RowStore:
             self._map.madvise(mmap.MADV_RANDOM)
         self._records = np.frombuffer(self._map, np.uint32).reshape(num_rows, words)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all records."""
-        return self._records.nbytes
-
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Returns the records of rows, using several threads for many rows.
 
@@ -99,17 +94,6 @@ class RowStore:
             np.put(target, used, values.view(record)[:, 0], mode="clip")
 
         self._in_slices(write_slice, len(rows))
-
-    def read_words(self, rows: np.ndarray, words: slice) -> np.ndarray:
-        """Returns the given words of rows' records, uint32 `[rows, words]`."""
-        num_words = len(range(*words.indices(self._records.shape[1])))
-        values = np.empty((len(rows), num_words), np.uint32)
-
-        def read_slice(part: slice) -> None:
-            values[part] = self._records[rows[part], words]
-
-        self._in_slices(read_slice, len(rows))
-        return values
 
     def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
         """Replaces the given words of records; rows must be distinct."""

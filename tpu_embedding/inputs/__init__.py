@@ -4,8 +4,8 @@
 splits ragged ids by shard, and pads them to a static size. `buffer_sizes` chooses this
 size, equally on all processes of a job.
 
-`shard_inputs` has the rules for shapes and dtypes, and turns a feature into the input
-of each shard. It also runs inside the step, for ids passed directly to `jit`. String
+`shard_inputs` has the rules for shapes and dtypes. It parses the batch of a lookup,
+also inside a compiled step, and turns each feature into the input of each shard. String
 ids are in `tpu_embedding.strings`, unique ids in `tpu_embedding.recommenders`.
 """
 

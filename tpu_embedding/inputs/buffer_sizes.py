@@ -10,13 +10,12 @@ processes exchange their demands, and each chooses sizes from the demands of all
 exchange takes some milliseconds in the thread that loads batches, and uses no device.
 """
 
-import dataclasses
 import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tpu_embedding import distributed
 from tpu_embedding.argument_checks import about, invalid
@@ -36,8 +35,7 @@ _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedDemand:
+class RaggedDemand(NamedTuple):
     """Facts about one ragged feature in one batch.
 
     Attributes:
@@ -181,14 +179,6 @@ class BufferSizes:
         return list(sizes)
 
 
-def _size_of_batch(demand: RaggedDemand) -> int:
-    """Returns the expected size, doubled until it holds the batch."""
-    size = _expected_size(demand) or _SMALLEST_BUFFER
-    while size < demand.num_ids:
-        size *= 2
-    return size
-
-
 def _first_size(demand: RaggedDemand) -> int:
     size = _expected_size(demand)
     if size is not None and size >= demand.num_ids:
@@ -254,9 +244,15 @@ def choose_sizes(
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
-    if sizes is None:
-        return [_size_of_batch(demand) for demand in demands]
-    return sizes.choose(demands)
+    if sizes is not None:
+        return sizes.choose(demands)
+    chosen = []
+    for demand in demands:
+        size = _expected_size(demand) or _SMALLEST_BUFFER
+        while size < demand.num_ids:
+            size *= 2
+        chosen.append(size)
+    return chosen
 
 
 def _agreed(
@@ -282,10 +278,9 @@ def _agreed(
             _numbers[sizes] = next(_new_numbers)
         number = _numbers[sizes]
     by_process = [
-        [RaggedDemand(**demand) for demand in process_demands]
+        [RaggedDemand(*demand) for demand in process_demands]
         for process_demands in distributed.exchange(
-            f"sizes of ragged features {number}",
-            [dataclasses.asdict(demand) for demand in demands],
+            f"sizes of ragged features {number}", demands
         )
     ]
     features = [
@@ -301,8 +296,7 @@ def _agreed(
             )
             raise about(ValueError(text), "features", process_features)
     return [
-        dataclasses.replace(
-            same_feature[0],
+        same_feature[0]._replace(
             num_ids=max(demand.num_ids for demand in same_feature),
             **{
                 name: sum(getattr(demand, name) for demand in same_feature)

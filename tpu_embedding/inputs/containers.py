@@ -110,25 +110,6 @@ def check_unmasked(kind: type, name: str) -> None:
         raise invalid(name, "be a plain array", kind, fix, TypeError)
 
 
-def check_row_splits(row_splits: np.ndarray, num_values: int, owner: str) -> None:
-    """Rejects row splits that do not split the values into at least one sample."""
-    name = f"row_splits of {owner}"
-    if row_splits.ndim != 1 or row_splits.shape[0] < 2:
-        rule = "have shape [batch + 1] with at least one sample"
-        raise invalid(name, rule, row_splits)
-    if not is_integer(row_splits.dtype):
-        raise invalid(name, "be integers", row_splits, kind=TypeError)
-    ends = [int(row_splits[0]), int(row_splits[-1])]
-    if ends != [0, num_values]:
-        rule = f"begin with 0 and end with the number of values, {num_values}"
-        raise invalid(name, rule, ends)
-    falls = row_splits[1:] < row_splits[:-1]
-    if falls.any():
-        i = int(falls.argmax())
-        rule = f"not decrease at sample {i}"
-        raise invalid(name, rule, row_splits[i : i + 2].tolist())
-
-
 def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
     row_splits = as_array(ids.row_splits, owner, "row_splits")
     weights = ids.weights if isinstance(ids, RaggedIds) else None
@@ -136,7 +117,21 @@ def _read_ragged(ids: Any, owner: str, what: What) -> HostIds:
         fix = "Merge the inner lists of each sample, or pass lists."
         raise invalid(f"{what} of {owner}", "have one ragged axis", ids, fix)
     values = _values_of(ids, owner, what)
-    check_row_splits(row_splits, values.shape[0], owner)
+    name = f"row_splits of {owner}"
+    if row_splits.ndim != 1 or row_splits.shape[0] < 2:
+        rule = "have shape [batch + 1] with at least one sample"
+        raise invalid(name, rule, row_splits)
+    if not is_integer(row_splits.dtype):
+        raise invalid(name, "be integers", row_splits, kind=TypeError)
+    ends = [int(row_splits[0]), int(row_splits[-1])]
+    if ends != [0, len(values)]:
+        rule = f"begin with 0 and end with the number of values, {len(values)}"
+        raise invalid(name, rule, ends)
+    falls = row_splits[1:] < row_splits[:-1]
+    if falls.any():
+        i = int(falls.argmax())
+        rule = f"not decrease at sample {i}"
+        raise invalid(name, rule, row_splits[i : i + 2].tolist())
     return RaggedIds(values=values, row_splits=row_splits, weights=weights)
 
 
@@ -144,7 +139,8 @@ def _values_of(ids: Any, owner: str, what: What) -> np.ndarray:
     values = as_array(ids.values, owner, what)
     if values.ndim != 1:
         raise invalid(f"values of {owner}", "have one axis", values)
-    return values
+    # NumPy makes floats of empty lists.
+    return values if values.size else values.astype(np.int32)
 
 
 def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
@@ -181,17 +177,19 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     name = f"{what} of {owner}"
     for kind in set(map(type, items)):
         check_unmasked(kind, name)
-    if not items or not isinstance(_first_id(items), str | bytes):
+    rows = (item if _is_list(item) else [item] for item in items)
+    first_id = next((row[0] for row in rows if len(row)), None)
+    if not isinstance(first_id, str | bytes):
         try:
             array = np.asarray(items)
         except Exception:  # Uneven lists, or elements that NumPy cannot read.
             array = None
-        if array is not None and array.dtype.kind in "US":
-            array = np.asarray(items, object)  # NumPy would cut and convert strings
-            return DenseIds(ids=array)
         if array is not None and array.dtype != object:
-            # NumPy makes floats of empty lists.
-            return DenseIds(ids=array if array.size else array.astype(np.int32))
+            if array.dtype.kind in "US":  # NumPy would cut and convert strings.
+                array = np.asarray(items, object)
+            elif not array.size:  # NumPy makes floats of empty lists.
+                array = array.astype(np.int32)
+            return DenseIds(ids=array)
     if not _has_lists(items):
         return DenseIds(ids=_flat_array(items))
     if not all(map(_is_list, items)):
@@ -212,12 +210,6 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     if len(set(lengths)) == 1:
         return DenseIds(ids=array.reshape(len(rows), -1))
     return RaggedIds(values=array, row_splits=np.cumsum([0, *lengths]))
-
-
-def _first_id(items: list[Any]) -> Any:
-    """Returns the first id in a list of ids or of lists, or None if there is none."""
-    rows = (item if _is_list(item) else [item] for item in items)
-    return next((row[0] for row in rows if len(row)), None)
 
 
 def are_strings(items: list[Any]) -> bool:

@@ -20,7 +20,6 @@ from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand, choose_sizes
 from tpu_embedding.inputs.containers import MAX_SAMPLES, HostIds, read_ids
 from tpu_embedding.inputs.shard_inputs import (
-    FeatureShape,
     check_equal_batches,
     checked_shape,
 )
@@ -89,22 +88,24 @@ def prepare_features(
       >>> prepare_features({"watched": [[1, 2], [3]]}, plan)["watched"].batch_size
       2
     """
-    plan = plan.for_batch(features)
+    plan, leaves = plan.match(features)
     num_parts = num_parts_of(samples, plan)
     num_shards = plan.num_shards // num_parts
-    leaves = plan.flatten(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
     read = list(map(_read_feature, leaves, weight_leaves, plan.features))
     # Check all forms first, so that an invalid batch doesn't change sizes.
-    shapes = [
-        checked_shape(ids, feature, num_shards)
-        for ids, feature in zip(read, plan.features, strict=True)
-    ]
+    shapes = list(map(checked_shape, read, plan.features))
     check_equal_batches(shapes, plan.features)
-    if num_parts > 1:
-        _check_parts(shapes, num_shards, plan.features)
+    for shape, feature in zip(shapes, plan.features, strict=True):
+        config = feature.config
+        has_shape = config.output_shape is not None and not config.has_own_batch
+        if num_parts > 1 and has_shape:
+            rule = f"be 'global', because feature {feature.name!r} has an output_shape"
+            raise invalid("samples", rule, "process")
+        if num_parts > 1 and shape.batch_size % num_shards:
+            raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
     checked = list(map(_check_values, read, plan.features))
     padded = _pad_ragged(checked, plan.features, num_shards, sizes, num_parts)
     for i, (ids, feature) in enumerate(zip(padded, plan.features, strict=True)):
@@ -202,10 +203,6 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     if isinstance(ids, ShardedRaggedIds):
         raise invalid(f"Ids of {owner}", "not be prepared twice", ids, kind=TypeError)
     host_ids = read_ids(feature.inputs.read(ids, feature), owner)
-    values = np.asarray(ids_of(host_ids))
-    if not values.size and not isinstance(host_ids, DenseIds):
-        # NumPy makes floats of empty lists.
-        host_ids = with_ids(host_ids, values.astype(np.int32))
     if weights is None:
         weights = host_ids.weights
     if weights is None:
@@ -231,25 +228,11 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
     for name in names:
         expected, given = (np.asarray(getattr(x, name)) for x in (ids, weights))
         if not np.array_equal(expected, given):
-            expected, given = (
-                np.array2string(array, threshold=20, separator=", ")
-                for array in (expected, given)
-            )
-            text = f"{field} must have the same {name} as its ids, got\n"
-            text += f"  ids: {expected}\n  weights: {given}"
+            text = f"{field} must have the same {name} as its ids, got"
+            for owner, array in (("ids", expected), ("weights", given)):
+                shown = np.array2string(array, threshold=20, separator=", ")
+                text += f"\n  {owner}: {shown}"
             raise about(ValueError(text), field, weights)
-
-
-def _check_parts(
-    shapes: Sequence[FeatureShape], num_shards: int, features: Sequence[FeaturePlan]
-) -> None:
-    """Rejects samples that a process cannot split over its devices."""
-    for shape, feature in zip(shapes, features, strict=True):
-        if feature.config.output_shape is not None and not feature.config.has_own_batch:
-            rule = f"be 'global', because feature {feature.name!r} has an output_shape"
-            raise invalid("samples", rule, "process")
-        if shape.batch_size % num_shards:
-            raise _uneven(f"Feature {feature.name!r}", num_shards, shape.batch_size)
 
 
 def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:
@@ -285,9 +268,20 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
       ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
         of a sequence.
     """
-    samples, positions = _coordinates(ids, feature)
-    batch_size = math.prod(int(size) for size in ids.dense_shape[:-1])
-    values = np.asarray(ids.values)
+    axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
+    largest = np.iinfo(np.int64).max  # Of an index; a uint64 size may be larger.
+    shape = tuple(min(int(size), largest) for size in ids.dense_shape)
+    try:
+        samples = np.ravel_multi_index(axes[:-1], shape[:-1])
+        positions = np.ravel_multi_index(axes[-1:], shape[-1:])
+    except ValueError:
+        given = np.asarray(ids.indices)
+        is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
+        i = int(is_outside.argmax())
+        name = f"indices of feature {feature.name!r}"
+        rule = f"be within dense_shape {list(shape)} at value {i}"
+        raise invalid(name, rule, given[i].tolist()) from None
+    batch_size, values = math.prod(shape[:-1]), np.asarray(ids.values)
     if length := feature.config.max_sequence_length:
         if batch_size * length > MAX_SAMPLES:
             name = f"dense_shape of feature {feature.name!r}"
@@ -295,7 +289,15 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
             raise invalid(name, f"have at most {most}", batch_size)
         is_kept = positions < length
         targets = samples[is_kept] * np.int64(length) + positions[is_kept]
-        _check_distinct(targets, length, feature)
+        ascending = targets
+        if not (targets[1:] > targets[:-1]).all():
+            ascending = np.sort(targets)
+        is_repeated = ascending[1:] == ascending[:-1]
+        if is_repeated.any():
+            repeated = int(ascending[is_repeated.argmax()])
+            field = f"indices of feature {feature.name!r}"
+            rule = "occur only once in a sequence"
+            raise invalid(field, rule, list(divmod(repeated, length)))
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
@@ -312,43 +314,6 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     return RaggedIds(values=values, row_splits=row_splits, weights=weights)
 
 
-def _coordinates(ids: SparseIds, feature: FeaturePlan) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each id's sample and position, both checked."""
-    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
-    shape = [int(size) for size in ids.dense_shape]
-    # As unsigned numbers, negative coordinates are large, so one comparison finds
-    # negative coordinates and coordinates past the end.
-    unsigned = indices.view(np.uint64)
-    for axis, size in enumerate(shape):
-        if len(indices) and unsigned[:, axis].max() >= size:
-            given = np.asarray(ids.indices)
-            is_outside = ((given < 0) | (given >= np.asarray(shape))).any(axis=1)
-            i = int(is_outside.argmax())
-            rule = f"be within dense_shape {shape} at value {i}"
-            raise invalid(
-                f"indices of feature {feature.name!r}", rule, given[i].tolist()
-            )
-    # Narrow copies of the columns are faster to compare than the columns themselves.
-    samples = indices[:, 0].astype(np.int32)
-    for axis in range(1, len(shape) - 1):
-        samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
-    fits_int32 = shape[-1] <= np.iinfo(np.int32).max
-    positions = indices[:, -1].astype(np.int32 if fits_int32 else np.int64)
-    return samples, positions
-
-
-def _check_distinct(targets: np.ndarray, length: int, feature: FeaturePlan) -> None:
-    """Rejects ids that share a position of a sequence."""
-    if not (targets[1:] > targets[:-1]).all():
-        targets = np.sort(targets)
-    is_equal = targets[1:] == targets[:-1]
-    if is_equal.any():
-        first = int(targets[is_equal.argmax()])
-        index = [first // length, first % length]
-        rule = "occur only once in a sequence"
-        raise invalid(f"indices of feature {feature.name!r}", rule, index)
-
-
 def _pad_ragged(
     checked: list[DenseIds | RaggedIds],
     features: Sequence[FeaturePlan],
@@ -356,40 +321,46 @@ def _pad_ragged(
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[Any]:
-    """Pads ragged features to sizes that are chosen together."""
-    numbers = [i for i, ids in enumerate(checked) if isinstance(ids, RaggedIds)]
-    padded: list[Any] = list(checked)
-    demands = [_demand_of(padded[i], features[i], num_shards) for i in numbers]
+    """Splits ragged features by shard, and pads them to sizes chosen together."""
+    splits_by_feature, demands = {}, []
+    for i, (ids, feature) in enumerate(zip(checked, features, strict=True)):
+        if not isinstance(ids, RaggedIds):
+            continue
+        row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
+        batch_size = len(row_splits) - 1
+        samples = -(-batch_size // num_shards)
+        ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
+        splits = splits_by_feature[i] = row_splits[np.minimum(ends, batch_size)]
+        lengths = np.diff(row_splits).astype(np.float64)
+        demands.append(
+            RaggedDemand(
+                feature_name=feature.name,
+                expected_valence=feature.config.expected_valence,
+                samples_per_shard=samples,
+                num_ids=int((splits[:, -1] - splits[:, 0]).max()),
+                num_samples=batch_size,
+                valence_sum=float(lengths.sum()),
+                valence_square_sum=float(lengths @ lengths),
+            )
+        )
     chosen = choose_sizes(demands, sizes, num_parts)
-    for i, size in zip(numbers, chosen, strict=True):
-        padded[i] = _pad_to_shards(padded[i], num_shards, size, num_parts)
+    padded: list[Any] = list(checked)
+    for (i, splits), size in zip(splits_by_feature.items(), chosen, strict=True):
+        padded[i] = _pad_to_shards(padded[i], splits, size, num_parts)
     return padded
 
 
-def _demand_of(ids: RaggedIds, feature: FeaturePlan, num_shards: int) -> RaggedDemand:
-    """Returns the facts that a feature's buffer size depends on."""
-    splits = _splits_of_shards(ids, num_shards)
-    lengths = np.diff(np.asarray(ids.row_splits)).astype(np.float64)
-    return RaggedDemand(
-        feature_name=feature.name,
-        expected_valence=feature.config.expected_valence,
-        samples_per_shard=splits.shape[1] - 1,
-        num_ids=int((splits[:, -1] - splits[:, 0]).max()),
-        num_samples=lengths.shape[0],
-        valence_sum=float(lengths.sum()),
-        valence_square_sum=float(lengths @ lengths),
-    )
-
-
 def _pad_to_shards(
-    ids: RaggedIds, num_shards: int, size: int, num_parts: int
+    ids: RaggedIds, splits: np.ndarray, size: int, num_parts: int
 ) -> ShardedRaggedIds:
-    """Copies the checked ids of each shard into a buffer of a given size."""
-    splits = _splits_of_shards(ids, num_shards)
+    """Copies the ids of each shard into a buffer.
+
+    `splits` are the row splits of each shard, int64 `[num_shards, samples + 1]`.
+    """
     bounds = np.append(splits[:, 0], splits[-1, -1])
 
     def padded(array: Any, padding: np.generic) -> np.ndarray:
-        buffers = np.full((num_shards, size), padding)
+        buffers = np.full((len(splits), size), padding)
         for buffer, begin, end in zip(buffers, bounds, bounds[1:], strict=False):
             buffer[: end - begin] = array[begin:end]
         return buffers
@@ -401,12 +372,3 @@ def _pad_to_shards(
         weights=None if ids.weights is None else padded(ids.weights, np.float32(0)),
         batch_size=(len(np.asarray(ids.row_splits)) - 1) * num_parts,
     )
-
-
-def _splits_of_shards(ids: RaggedIds, num_shards: int) -> np.ndarray:
-    """Returns the row splits of each shard, int64 `[num_shards, samples + 1]`."""
-    row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
-    batch_size = row_splits.shape[0] - 1
-    samples = -(-batch_size // num_shards)
-    ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
-    return row_splits[np.minimum(ends, batch_size)]

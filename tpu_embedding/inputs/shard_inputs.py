@@ -1,7 +1,9 @@
-"""Checks a feature's form and converts it to the input of each shard.
+"""Parses a batch, and converts its features to the input of each shard.
 
-`checked_shape` has the rules for shapes and dtypes. `prepare` applies it before any
-conversion, and lookups apply it to their arguments.
+Each function that takes a batch calls `parse_batch` first. Layers and `lookup` pass the
+`Batch` on to other such functions, which don't walk the nest or check a feature again.
+`prepare` reads the user's containers instead, and applies the same rules to them,
+`checked_shape`.
 
 Each shard gets consecutive samples. If the batch size is not a multiple of the number
 of shards, samples without ids fill up the last shards. Their activations are cut off.
@@ -21,7 +23,7 @@ from tpu_embedding.argument_checks import invalid
 from tpu_embedding.inputs.containers import check_unmasked
 from tpu_embedding.lookup._forward import FeatureInput
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     AxisSize,
@@ -35,6 +37,7 @@ from tpu_embedding.types import (
     ids_of,
     is_integer,
 )
+from tpu_embedding.vocabularies import needs_rows, rows_of_ids, unknown_rows
 from tpu_embedding.xla import running_sum
 
 
@@ -44,7 +47,6 @@ class FeatureShape:
 
     Attributes:
       batch_size: samples of the batch.
-      samples_per_shard: samples per shard, including padding.
       sequence_length: ids per sample that are looked up one by one. 0 means that a
         sample's ids are combined.
       output_shape: shape of the activations, `dim` included.
@@ -52,36 +54,102 @@ class FeatureShape:
     """
 
     batch_size: AxisSize
-    samples_per_shard: AxisSize
     sequence_length: int
     output_shape: tuple[AxisSize, ...]
     default_id: int | None = None
 
+    @property
+    def num_rows(self) -> AxisSize:
+        """Rows of the activations: one per sample, or one per id of a sequence."""
+        return self.batch_size * max(1, self.sequence_length)
 
-def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
-    """Adds weights to a nest of dense ids; the weights of a feature may be None.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch of a lookup. All lists are in the order of the plan's features.
+
+    Attributes:
+      plan: plan of the batch's features.
+      leaves: ids of each feature as the user passed them, with their weights.
+      ids: row numbers of each feature. Features that need `find_rows` hold their leaf.
+      shapes: sizes of each feature.
+      raw_feature: the first feature that needs `find_rows`, if any.
+    """
+
+    plan: EmbeddingPlan
+    leaves: list[Any]
+    ids: list[Any]
+    shapes: tuple[FeatureShape, ...]
+    raw_feature: FeaturePlan | None
+
+    def row_numbers(self) -> list[Any]:
+        """Returns the row numbers of each feature.
+
+        Raises:
+          TypeError: if a feature needs `find_rows`.
+        """
+        if self.raw_feature is not None:
+            raise unknown_rows(self.raw_feature)
+        return self.ids
+
+
+def parse_batch(
+    features: Any, plan: EmbeddingPlan, weights: Any = None, *, serving: bool = False
+) -> Batch:
+    """Parses the arguments of a lookup.
+
+    Args:
+      features: nest like `feature_config`, whose dicts may lack keys; or a `Batch`,
+        which is returned.
+      plan: plan of the layer.
+      weights: the same nest with an array or None per dense feature.
+      serving: True in exported programs. They have one shard, and each feature may have
+        its own batch size.
 
     Raises:
-      TypeError: if a feature with weights is ragged.
+      TypeError: if ids are not integers, or ragged ids were not prepared.
+      ValueError: if the nest or a shape doesn't fit the plan.
     """
-    joined = []
-    plan = plan.for_batch(features)  # A batch may lack features of the plan.
-    leaves = plan.flatten(features)
-    for ids, weight, feature in zip(
-        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
-    ):
-        if weight is None:
-            joined.append(ids)
-            continue
-        if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
-            name = f"Weights of ragged feature {feature.name!r}"
-            rule = "be passed to prepare, together with its ids"
-            raise invalid(name, rule, weight, kind=TypeError)
-        joined.append(DenseIds(ids=ids_of(ids), weights=weight))
-    return jax.tree.unflatten(plan.feature_tree, joined)
+    if isinstance(features, Batch):
+        return features
+    plan, leaves = plan.match(features)
+    if weights is not None:
+        weight_leaves = plan.flatten(weights, "weights")
+        leaves = list(map(_with_weights, leaves, weight_leaves, plan.features))
+    num_shards = 1 if serving else plan.num_shards
+    ids, shapes, raw_feature = [], [], None
+    for leaf, feature in zip(leaves, plan.features, strict=True):
+        if not needs_rows(leaf, feature):
+            leaf = rows_of_ids(leaf, feature)
+        elif raw_feature is None:
+            raw_feature = feature
+        ids.append(leaf)
+        shapes.append(feature_shape(leaf, feature, num_shards))
+    if not serving:
+        check_equal_batches(shapes, plan.features)
+    return Batch(
+        plan=plan,
+        leaves=leaves,
+        ids=ids,
+        shapes=tuple(shapes),
+        raw_feature=raw_feature,
+    )
 
 
-def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
+def _with_weights(ids: Any, weights: Any, feature: FeaturePlan) -> Any:
+    """Adds weights to dense ids; None adds none."""
+    if weights is None:
+        return ids
+    if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
+        name = f"Weights of ragged feature {feature.name!r}"
+        rule = "be passed to prepare, together with its ids"
+        raise invalid(name, rule, weights, kind=TypeError)
+    return DenseIds(ids=ids_of(ids), weights=weights)
+
+
+def feature_shape(
+    ids: FeatureIds, feature: FeaturePlan, num_shards: int
+) -> FeatureShape:
     """Checks the form of a feature in a lookup and returns its sizes.
 
     Raises:
@@ -89,9 +157,9 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
     check_prepared(ids, feature)
-    shape = checked_shape(ids, feature, plan.num_shards)
-    if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != plan.num_shards:
-        rule = f"be prepared with the layer's plan, for {plan.num_shards} shards"
+    shape = checked_shape(ids, feature)
+    if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != num_shards:
+        rule = f"be prepared with the layer's plan, for {num_shards} shards"
         raise invalid(f"Feature {feature.name!r}", rule, ids.values.shape[0])
     return shape
 
@@ -104,9 +172,7 @@ def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
         raise invalid(f"Feature {feature.name!r}", rule, ids, fix, TypeError)
 
 
-def checked_shape(
-    ids: FeatureIds, feature: FeaturePlan, num_shards: int
-) -> FeatureShape:
+def checked_shape(ids: FeatureIds, feature: FeaturePlan) -> FeatureShape:
     """Checks the form of a feature on the host or in a lookup and returns its sizes.
 
     It reads only shapes and dtypes.
@@ -159,7 +225,6 @@ def checked_shape(
             raise invalid(field, rule, config.default_id)
     return FeatureShape(
         batch_size=batch_size,
-        samples_per_shard=-(-batch_size // num_shards),
         sequence_length=length,
         output_shape=(*output_shape, feature.table.dim),
         default_id=config.default_id,
@@ -178,14 +243,12 @@ def check_equal_batches(
         for shape, feature in zip(shapes, features, strict=True)
         if feature.config.output_shape is None and isinstance(shape.batch_size, int)
     }
-    if len(set(known.values())) > 1:
-        first, *others = known
-        unequal = [name for name in others if known[name] != known[first]]
-        other = unequal[0]
+    first = next(iter(known), "")
+    if unequal := [name for name, size in known.items() if size != known[first]]:
         raise invalid(
-            f"Samples of feature {other!r}",
+            f"Samples of feature {unequal[0]!r}",
             f"be {known[first]}, as many as feature {first!r} has",
-            known[other],
+            known[unequal[0]],
             f"Features that differ from {first!r}: {unequal}. Set "
             "FeatureConfig.output_shape if a feature's number should differ.",
         )
@@ -234,14 +297,12 @@ def _check_weights(
         raise invalid(field, f"have the shape of its ids, {list(shape)}", weights)
 
 
-def fill_up(
-    ids: FeatureIds, shape: FeatureShape, num_shards: int
-) -> DenseIds | ShardedRaggedIds:
+def fill_up(ids: FeatureIds, num_shards: int) -> DenseIds | ShardedRaggedIds:
     """Returns int32 ids and float32 weights that can be split by shard. Global.
 
     Returns:
       Ragged ids in their form, or dense ids of shape
-      `[num_shards * samples_per_shard, valence]`, with a valence of at least 1 and
+      `[padded batch, valence]`, with a valence of at least 1 and
       padding in the last shards. A call with such a result changes nothing.
     """
     values = _to_int32(ids_of(ids))
@@ -262,7 +323,8 @@ def fill_up(
         return dataclasses.replace(
             ids, values=values, weights=weights, row_splits=row_splits
         )
-    missing = num_shards * shape.samples_per_shard - values.shape[0]
+    num_samples = values.shape[0]
+    missing = -(-num_samples // num_shards) * num_shards - num_samples
     room = ((0, missing), (0, 0))
     return DenseIds(
         ids=jnp.pad(values, room, constant_values=PADDING_ROW_ID),
@@ -287,15 +349,16 @@ def to_feature_input(
     sample_ids, valence = None, 1
     if isinstance(filled, DenseIds):
         # The first ids of all samples come first, then the second ids, and so on.
-        valence = ids.shape[1]
+        num_samples, valence = ids.shape
         ids, weights = ids.T, None if weights is None else weights.T
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
+        num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
-        ids = jnp.where(sample_ids < shape.samples_per_shard, ids, PADDING_ROW_ID)
+        ids = jnp.where(sample_ids < num_samples, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
             # Each sample gets an extra position for the default id.
-            size = ids.shape[0] + shape.samples_per_shard
+            size = ids.shape[0] + num_samples
             positions = jnp.arange(ids.shape[0]) + sample_ids
 
             def move(array: Array, padding: int) -> Array:
@@ -309,19 +372,16 @@ def to_feature_input(
             sample_ids = sample_ids_of(row_splits, size)
     is_sample = None
     num_shards = math.prod(map(jax.lax.axis_size, sample_axes))
-    if (
-        shape.default_id is not None
-        and num_shards * shape.samples_per_shard != shape.batch_size
-    ):
+    if shape.default_id is not None and num_shards * num_samples != shape.batch_size:
         # Padding samples get no default id.
-        first = jax.lax.axis_index(sample_axes) * shape.samples_per_shard
-        numbers = first + jnp.arange(shape.samples_per_shard, dtype=jnp.int32)
+        first = jax.lax.axis_index(sample_axes) * num_samples
+        numbers = first + jnp.arange(num_samples, dtype=jnp.int32)
         is_sample = numbers < shape.batch_size
     return FeatureInput(
         ids=ids.reshape(-1),
         weights=None if weights is None else weights.reshape(-1),
         sample_ids=sample_ids,
-        num_samples=shape.samples_per_shard,
+        num_samples=num_samples,
         valence=valence,
         is_sample=is_sample,
     )
@@ -331,14 +391,15 @@ def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
     """Pads or truncates samples to the length; each position becomes a sample."""
-    num_samples, length = shape.samples_per_shard, shape.sequence_length
-    ids = ids_of(filled)
+    ids, length = ids_of(filled), shape.sequence_length
     if isinstance(filled, DenseIds):
+        num_samples = ids.shape[0]
         missing = max(0, length - ids.shape[1])
         room = ((0, 0), (0, missing))
         ids = jnp.pad(ids[:, :length], room, constant_values=PADDING_ROW_ID)
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
+        num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
         # Positions beyond the length would be in the next sample, so drop them.

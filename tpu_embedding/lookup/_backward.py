@@ -206,30 +206,34 @@ def gradient_rounds(gradient: Sealed, stack: StackPlan) -> Parts:
     again, since keeping them would use memory in every step.
     """
     opened = gradient.open()
-    reader = cotangent_reader(opened.cotangents, opened.routing.poolings)
+    read_cotangents = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
         # One CPU device owns all rows. Its rounds are blocks of ids, which aren't sent.
         layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
-        return gradient_blocks(opened.blocks, reader, layout)
+        return gradient_blocks(opened.blocks, read_cotangents, layout)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
-        # The backend can't run this update, so the drivers do.
-        first = _receive(sent.first, sent, reader, stack)
+        # `stack_gradient` left round 1 to the backend, which can't run this step. So
+        # the rule's driver runs it, and needs the gradient at the owners of its rows.
+        first = _receive(sent.first, sent, read_cotangents, stack)
     if sent.size.holds_all:
         return Parts(first)
-    end_row = sent.first.end_row[0]
-    first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_row))
+    end_of_first = sent.first.end_row[0]
+    first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_of_first))
 
     def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
-        def run(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
-            carry, first_row = state
-            received = _receive(current, sent, reader, stack)
+        def run_round(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
+            so_far, first_row = state
             end_row = current.end_row[0]
-            covered = RowRange(first_row, end_row)
-            return body(carry, dataclasses.replace(received, covered=covered)), end_row
+            received = dataclasses.replace(
+                _receive(current, sent, read_cotangents, stack),
+                covered=RowRange(first_row, end_row),
+            )
+            return body(so_far, received), end_row
 
-        (carry, _), _ = fold_later_rounds(run, (carry, end_row), sent, stack)
-        return carry
+        state = (carry, end_of_first)
+        (result, _), _ = fold_later_rounds(run_round, state, sent, stack)
+        return result
 
     return Parts(first, fold_later)
 
@@ -455,7 +459,7 @@ def sorted_blocks(
         in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
         ids_per_block = max(1, min(in_cache, num_ids))
         ids_per_block = round_up(ids_per_block, _BLOCK_ALIGNMENT)
-    (keys,), order, ranks = rank_unique(keys)
+    (row_ids,), order, ranks = rank_unique(keys)
     missing = -num_ids % ids_per_block
 
     def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
@@ -463,7 +467,9 @@ def sorted_blocks(
         return padded.reshape(-1, ids_per_block)
 
     return IdBlocks(
-        row_ids=cut(keys, PADDING_ROW_ID),
+        row_ids=cut(row_ids, PADDING_ROW_ID),
+        # Positions that fill up the last block read any cotangent. Their rank is past
+        # the end of all sums, so it is dropped.
         order=cut(order, 0),
         ranks=cut(ranks, PADDING_ROW_ID),
     )

@@ -486,31 +486,6 @@ class StackRouting:
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackLookup:
-    """Result of the lookup of one stack. Per shard.
-
-    Attributes:
-      activations: float32 `[samples, dim]` per feature of the stack.
-      routing: facts for the backward pass.
-      rounds: int32 `[1]`; 0 if the backend looked up rows without an exchange.
-      num_ids: int32 `[1]`, ids of the shard without padding. None, like
-        `requested_rows`, if the lookup sent no ids; see `StackRouting.sent`.
-      requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
-        owner, over all rounds.
-      missing_rows: int32 `[1]`, reads of rows that this device owns but lacks. None if
-        it has all rows of its shard.
-    """
-
-    activations: list[Float[Array, "_ dim"]]
-    routing: StackRouting
-    rounds: Int[Array, "_"]
-    num_ids: Int[Array, "_"] | None = None
-    requested_rows: Int[Array, "_ shards"] | None = None
-    missing_rows: Int[Array, "_"] | None = None
-
-
 def route_stack(
     inputs: Sequence[FeatureInput],
     features: Sequence[FeaturePlan],
@@ -535,8 +510,16 @@ def route_stack(
 
 def read_stack(
     table: PackedRows, routing: StackRouting, stack: StackPlan
-) -> StackLookup:
-    """Reads and combines the rows of routed ids. Per shard."""
+) -> tuple[list[Float[Array, "_ dim"]], StackRouting, dict[str, Int[Array, "one _"]]]:
+    """Reads and combines the rows of routed ids. Per shard.
+
+    Returns:
+      Float32 activations `[samples, dim]` per feature of the stack; the routing for the
+      backward pass; and this shard's counts by field of `LookupStats`, each with an
+      axis of length 1 in front. Counts that don't apply are missing: `num_ids` and
+      `requested_rows` if the lookup sent no ids, `missing_rows` if the device has all
+      rows of its shard.
+    """
     poolings = routing.poolings
 
     def read_own_rows(table: PackedRows) -> Activations:
@@ -590,15 +573,13 @@ def read_stack(
     routing = dataclasses.replace(
         routing, keys=keys, sent=sent, backend_ids=backend_ids
     )
-    counts = {}
+    counts = {"rounds": rounds[None]}
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
     if missing is not None:
         counts["missing_rows"] = missing[None]
-    return StackLookup(
-        activations=activations, routing=routing, rounds=rounds[None], **counts
-    )
+    return activations, routing, counts
 
 
 def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:

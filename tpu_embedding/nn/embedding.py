@@ -6,6 +6,7 @@ Linen layer also uses the warning about unintended pooling.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -28,10 +29,9 @@ from tpu_embedding.functional.derived_state import check_has_slots
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
-from tpu_embedding.inputs.shard_inputs import attach_weights
+from tpu_embedding.inputs.shard_inputs import Batch, parse_batch
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
-    LayerCalls,
     Recorder,
     answer_call,
     is_differentiated,
@@ -68,17 +68,17 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
     )
 
 
-def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> None:
+def warn_of_pooled_ids(batch: Batch, stacklevel: int) -> None:
     """Warns about ids `[batch, n]` if neither feature nor table sets a combiner.
 
     For such ids, `nnx.Embed` returns `[batch, n, dim]`, but this layer returns
     `[batch, dim]`. NumPy ids that are padded with negative numbers cause no warning,
     because users want such bags pooled.
     """
-    if all(x.says_combiner for x in plan.features) or is_mapped(features):
+    features = batch.plan.features
+    if all(x.says_combiner for x in features) or is_mapped(batch.leaves):
         return
-    plan = plan.for_batch(features)
-    for feature, ids in zip(plan.features, plan.flatten(features), strict=True):
+    for feature, ids in zip(features, batch.leaves, strict=True):
         config = feature.config
         is_sequence = config.max_sequence_length or config.output_shape is not None
         is_matrix = isinstance(ids, jax.Array | np.ndarray) and ids.ndim == 2
@@ -86,14 +86,14 @@ def warn_of_pooled_ids(features: Any, plan: EmbeddingPlan, stacklevel: int) -> N
             continue
         if isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and np.any(ids < 0):
             continue
-        batch, length = ids.shape
+        num_samples, length = ids.shape
         dim = feature.table.dim
         warnings.warn(
-            f"Feature {feature.name!r} has ids of shape [{batch}, {length}], so its "
-            f"activations [{batch}, {dim}] are means of {length} rows. For one row per "
-            f"id, [{batch}, {length}, {dim}] as in nnx.Embed, write te.FeatureConfig("
-            f"table=table, max_sequence_length={length}). To keep the mean, write "
-            "te.FeatureConfig(table=table, combiner='mean').",
+            f"Feature {feature.name!r} has ids of shape [{num_samples}, {length}], so "
+            f"its activations [{num_samples}, {dim}] are means of {length} rows. For "
+            f"one row per id, [{num_samples}, {length}, {dim}] as in nnx.Embed, write "
+            f"te.FeatureConfig(table=table, max_sequence_length={length}). To keep the "
+            "mean, write te.FeatureConfig(table=table, combiner='mean').",
             stacklevel=stacklevel + 1,
         )
 
@@ -385,15 +385,15 @@ class TPUEmbedding(ShortRepr):
         plan = self.plan
         if serving_config is not None:
             plan = plan.with_features(serving_config)
-        if weights is not None:
-            features = attach_weights(features, weights, plan)
-        if self.recording != "serving":
-            warn_of_pooled_ids(features, plan, stacklevel=2)
+        is_served = self.recording == "serving"
+        batch = parse_batch(features, plan, weights, serving=is_served)
+        if not is_served:
+            warn_of_pooled_ids(batch, stacklevel=2)
         if self.recording != "off":
-            return self._record_call(features, plan)
+            return self._record_call(batch)
         if self.plan.trained_stacks and self._is_differentiated():
             raise ValueError(USE_VALUE_AND_GRAD)
-        result = self._look_up(features, plan)
+        result = self._look_up(batch)
         self._keep_stats(result.stats)
         return result.activations
 
@@ -430,12 +430,13 @@ class TPUEmbedding(ShortRepr):
         plan = None if self.recording == "serving" else self.plan
         return functional.expand(values, index, plan)
 
-    def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
-        """Returns the lookup that a pipelined step prefetched, or looks up features."""
+    def _look_up(self, batch: Batch) -> functional.LookupResult:
+        """Returns the lookup that a pipelined step prefetched, or looks up a batch."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
             self.prefetched.set_value(())  # The first call uses it.
             leaves, structure = jax.tree.flatten(expected)
+            features = batch.plan.unflatten(batch.leaves)
             call_leaves, call_structure = jax.tree.flatten(features)
             fits = structure == call_structure and all(
                 jnp.shape(x) == jnp.shape(y)
@@ -455,25 +456,24 @@ class TPUEmbedding(ShortRepr):
             if fits:
                 return result
         tables = without_derivative(NO_DERIVATIVE, self.tables.get_value())
-        return functional.lookup(tables, features, plan)
+        return functional.lookup(tables, batch, batch.plan)
 
-    def _record_call(self, features: Any, plan: EmbeddingPlan) -> Any:
+    def _record_call(self, batch: Batch) -> Any:
         """Answers a call inside a loss or an exported program, and records it."""
-        taps_or_tables, *inner_calls = self.recorded.get_value()
+        taps, *records = self.recorded.get_value()
         if self.recording == "serving":
-            activations, record = serve(taps_or_tables, features, plan)
-        else:
-            recorder = recorder_of_trace(self.recorder_number)
-            if recorder is None:
-                taps, number = taps_or_tables, len(inner_calls)
-            else:
-                taps, number = recorder.next_taps(self.path)
-            activations, stats, record = answer_call(
-                taps, number, features, plan, lambda: self._look_up(features, plan)
-            )
-            if stats is not None:
-                self._keep_stats(stats)
-        self.record(record)
+            activations, record = serve(taps, batch)
+            self.record(record)
+            return activations
+        look_up = functools.partial(self._look_up, batch)
+        if recorder := recorder_of_trace(self.recorder_number):
+            taps = recorder.taps_of(self.path, "outer")
+            records = recorder.calls[self.path, "outer"]
+        activations, stats = answer_call(taps, records, batch, look_up)
+        if recorder is None:
+            self.record(records[-1])
+        if stats is not None:
+            self._keep_stats(stats)
         return activations
 
     def record(self, record: Any) -> None:
@@ -484,7 +484,7 @@ class TPUEmbedding(ShortRepr):
         """
         recorder = recorder_of_trace(self.recorder_number)
         if recorder is not None:
-            recorder.calls[self.path].append(record)
+            recorder.calls[self.path, "outer"].append(record)
             return
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
@@ -588,7 +588,7 @@ class TPUEmbedding(ShortRepr):
         self,
         recording: Recording,
         path: str,
-        recorder_number: int,
+        recorder: Recorder,
         taps_or_tables: Any,
     ) -> None:
         """Starts recording calls.
@@ -596,21 +596,20 @@ class TPUEmbedding(ShortRepr):
         Args:
           recording: how to answer calls.
           path: path of the layer.
-          recorder_number: from `open_recorder`.
+          recorder: an open recorder.
           taps_or_tables: taps of the calls in inner transformations, or served tables.
         """
         self.recording = recording
-        self.path, self.recorder_number = path, recorder_number
+        self.path, self.recorder_number = path, recorder.number
         self.recorded.set_value((taps_or_tables,))
 
-    def stop_recording(self, recorder: Recorder) -> LayerCalls:
-        """Returns the records of all calls since the start, including copies' calls."""
+    def stop_recording(self, recorder: Recorder) -> None:
+        """Passes the records of calls in inner transformations to the recorder."""
         _, *inner_calls = self.recorded.get_value()
-        calls = LayerCalls(tuple(recorder.calls[self.path]), tuple(inner_calls))
+        recorder.calls[self.path, "inner"].extend(inner_calls)
         if self.path in recorder.agreements:
             agrees = (*self.features_agree.get_value(), recorder.agreements[self.path])
             self.features_agree.set_value((jnp.all(jnp.array(agrees)),))
         self.recording, self.path, self.recorder_number = "off", "", 0
         self.recorded.set_value(())
         self.prefetched.set_value(())
-        return calls

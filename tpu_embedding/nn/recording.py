@@ -18,9 +18,8 @@ variable.
 import contextlib
 import contextvars
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,8 @@ from jax.extend.core import Primitive
 
 from tpu_embedding.argument_checks import invalid
 from tpu_embedding.functional import steps
-from tpu_embedding.functional.steps import row_numbers
 from tpu_embedding.gradients import Gradients, TableGradients, add
+from tpu_embedding.inputs.shard_inputs import Batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -58,44 +57,43 @@ UNEQUAL_RUNS: Final = (
 )
 
 
-class LayerCalls(NamedTuple):
-    """One value per call of a layer: taps, their derivatives, or records.
-
-    Attributes:
-      outer: calls of the loss itself.
-      inner: calls inside inner transformations.
-    """
-
-    outer: tuple[Any, ...]
-    inner: tuple[Any, ...]
+Where = Literal["outer", "inner"]
+"""A call is made in the loss itself, or inside an inner transformation."""
+Calls = dict[tuple[str, Where], list[Any]]
+"""Layer path and `Where` to one value per call: tap, its derivative, or record."""
 
 
 class Recorder:
     """The calls of a model's layers in one run of a loss or of a served method.
 
     Attributes:
-      taps: path of each layer to the taps of its calls. None in the run that finds
-        their shapes, and when a method is served.
-      calls: path of each layer to the records of its calls, except calls inside inner
-        transformations.
+      number: number that layers find the recorder by. Layers store the number, not the
+        object. It is equal in all copies of a layer, and in every run, so JAX compiles
+        an inner `nnx.jit` once.
+      taps: taps of all calls. None in the run that finds their shapes, and when a
+        method is served.
+      calls: records of all calls. Layers collect the inner ones until the run ends.
       agreements: path of each layer that used its prefetched lookup, to whether the
         call had the same features.
     """
 
-    def __init__(self, paths: Iterable[str], taps: dict[str, LayerCalls] | None):
+    def __init__(self, number: int, paths: Iterable[str], taps: Calls | None):
         self._trace = current_trace()
-        self.taps = taps
-        self.calls: dict[str, list[Any]] = {path: [] for path in paths}
+        self.number, self.taps = number, taps
+        self.calls: Calls = {(path, x): [] for path in paths for x in get_args(Where)}
         self.agreements: dict[str, jax.Array] = {}
 
     def is_current(self) -> bool:
         """Returns True outside of inner transformations."""
         return current_trace() == self._trace
 
-    def next_taps(self, path: str) -> tuple[tuple[Any, ...] | None, int]:
-        """Returns the taps of a layer's calls, and the number of the next call."""
-        taps = None if self.taps is None else self.taps[path].outer
-        return taps, len(self.calls[path])
+    def taps_of(self, path: str, where: Where) -> list[Any] | None:
+        """Returns the taps of a layer's calls."""
+        return None if self.taps is None else self.taps[path, where]
+
+    def all_calls(self, path: str) -> list[Any]:
+        """Returns the records of a layer's calls."""
+        return self.calls[path, "outer"] + self.calls[path, "inner"]
 
 
 _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
@@ -104,18 +102,13 @@ _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
 
 
 @contextlib.contextmanager
-def open_recorder(
-    paths: Iterable[str], taps: dict[str, LayerCalls] | None
-) -> Iterator[tuple[Recorder, int]]:
-    """Opens a recorder, and yields it with the number that layers find it by.
-
-    Layers store the number, not the object. The number is equal in all copies of a
-    layer, and in every run, so JAX compiles an inner `nnx.jit` once.
-    """
-    recorder, outer = Recorder(paths, taps), _OPEN_RECORDERS.get()
-    token = _OPEN_RECORDERS.set((*outer, recorder))
+def open_recorder(paths: Iterable[str], taps: Calls | None) -> Iterator[Recorder]:
+    """Opens a recorder, which layers find by its number."""
+    open_recorders = _OPEN_RECORDERS.get()
+    recorder = Recorder(len(open_recorders), paths, taps)
+    token = _OPEN_RECORDERS.set((*open_recorders, recorder))
     try:
-        yield recorder, len(outer)
+        yield recorder
     finally:
         _OPEN_RECORDERS.reset(token)
 
@@ -129,50 +122,61 @@ def recorder_of_trace(number: int) -> Recorder | None:
 
 
 def differentiate(
-    run: Callable[[Any, Any, Any], Any],
+    call_loss: Callable[[Any, Any, Recorder], tuple[Any, Any]],
     dense: Any,
     tables: Any,
     plans: dict[str, EmbeddingPlan],
+    has_aux: bool,
 ) -> tuple[Any, Any, Gradients]:
     """Computes a loss and its gradients with respect to dense parameters and tables.
 
     Args:
-      run: `(dense, tables, taps) -> (loss, (aux, calls))`, where `calls` has the
-        `LayerCalls` of each layer. In the first run, taps is None, and `calls` holds
-        the activations of each call. In the second run, taps has the structure of
-        these activations, and `calls` holds the routings.
+      call_loss: `(dense, tables, recorder) -> (result, rest)`: the result of the user's
+        loss, and what else to return of the second run. Layers answer with the
+        recorder. In the first run, the records are the activations of each call. In the
+        second run, the taps have their structure, and the records are the routings.
       dense: pytree of the dense parameters.
       tables: pytree of the tables.
       plans: path of each layer to its plan.
+      has_aux: whether the result is a pair of the loss and a second value.
 
     Returns:
-      Loss, aux and gradients.
+      The result of the loss, the rest and the gradients.
 
     Raises:
+      TypeError: if the result has the wrong number of values or no scalar loss.
       ValueError: if a call's record is lost, or the loss reads tables without a lookup.
     """
+
+    def run(dense: Any, tables: Any, taps: Any) -> tuple[Any, Any]:
+        with open_recorder(plans, taps) as recorder:
+            result, rest = call_loss(dense, tables, recorder)
+        loss = _loss_of(result, has_aux)
+        return loss, (result[1] if has_aux else None, rest, recorder.calls)
+
     with user_mesh(plans.values()):
         taps = zeros_like(_find_calls(run, dense, tables))
         compute = jax.value_and_grad(run, argnums=(0, 2), has_aux=True)
-        (loss, (aux, calls)), (by_dense, by_taps) = compute(dense, tables, taps)
-        if _num_calls(calls) != _num_calls(taps):
+        (loss, (aux, rest, calls)), (by_dense, by_taps) = compute(dense, tables, taps)
+        if any(len(calls[key]) != len(taps[key]) for key in taps):
             raise ValueError(UNEQUAL_RUNS)
         gradients = {}
         for path, plan in plans.items():
-            routings, cotangents = (itertools.chain(*x[path]) for x in (calls, by_taps))
             call_gradients = [
                 steps.compute_gradients(routing, cotangent, plan)
-                for routing, cotangent in zip(routings, cotangents, strict=True)
+                for where in get_args(Where)
+                for routing, cotangent in zip(
+                    calls[path, where], by_taps[path, where], strict=True
+                )
             ]
             gradients[path] = TableGradients({}, plan)
             if call_gradients:
                 gradients[path] = add(*call_gradients)
-    return loss, aux, Gradients(dense=by_dense, tables=gradients)
+    result = (loss, aux) if has_aux else loss
+    return result, rest, Gradients(dense=by_dense, tables=gradients)
 
 
-def _find_calls(
-    run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any
-) -> dict[str, LayerCalls]:
+def _find_calls(run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any) -> Calls:
     """Returns the shapes of each call's activations, without computing them.
 
     Traces the forward derivative of the loss with respect to the tables. In this run,
@@ -181,7 +185,7 @@ def _find_calls(
 
     def find(dense: Any, tables: Any) -> Any:
         def loss_and_calls(tables: Any) -> Any:
-            loss, (_, calls) = run(dense, tables, None)
+            loss, (*_, calls) = run(dense, tables, None)
             return without_derivative(READ_WITHOUT_LOOKUP, loss), calls
 
         tangents = jax.tree.map(
@@ -196,14 +200,9 @@ def _find_calls(
 
     traced = jax.jit(find).trace(dense, tables)
     shapes = traced.out_info
-    num_records = sum(map(sum, _num_calls(shapes).values()))
-    if _count_calls(traced.jaxpr) != num_records:
+    if _count_calls(traced.jaxpr) != sum(map(len, shapes.values())):
         raise ValueError(CALL_OUTSIDE)
     return shapes
-
-
-def _num_calls(calls: dict[str, LayerCalls]) -> dict[str, tuple[int, int]]:
-    return {path: (len(x.outer), len(x.inner)) for path, x in calls.items()}
 
 
 _call = Primitive("embedding_call")
@@ -240,17 +239,13 @@ def _count_calls(jaxpr: Any) -> int:
     return count
 
 
-def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Splits a loss function's result into loss and aux, None without `has_aux`.
-
-    Raises:
-      TypeError: if the number of values is wrong, or the loss is not a scalar.
-    """
+def _loss_of(result: Any, has_aux: bool) -> Any:
+    """Returns the scalar loss in a loss function's result, or raises TypeError."""
     owner = "value_and_grad: loss_fn"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         rule = "return a pair (loss, aux) with has_aux=True"
         raise invalid(owner, rule, result, "Write return loss, aux.", TypeError)
-    loss, aux = result if has_aux else (result, None)
+    loss = result[0] if has_aux else result
     if isinstance(loss, tuple | list):
         line = "te.value_and_grad(loss_fn, has_aux=True) for a pair (loss, aux)"
         rule = f"return one scalar and not {len(loss)} values"
@@ -258,43 +253,43 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if getattr(loss, "shape", None) != () and not isinstance(loss, float):
         line = "Write return jnp.mean(losses)."
         raise invalid(owner, "return a scalar loss", loss, line, TypeError)
-    return loss, aux
+    return loss
 
 
 def answer_call(
-    taps: tuple[Any, ...] | None,
-    number: int,
-    features: Any,
-    plan: EmbeddingPlan,
+    taps: list[Any] | None,
+    records: list[Any],
+    batch: Batch,
     look_up: Callable[[], steps.LookupResult],
-) -> tuple[Any, LookupStats | None, Any]:
+) -> tuple[Any, LookupStats | None]:
     """Answers one call of a layer inside a loss.
 
     Args:
       taps: the taps of each call, or None in the run that finds their shapes.
-      number: number of the call, from 0.
-      features: features of the call.
-      plan: plan of the features.
-      look_up: function that looks up the features.
+      records: the records of the calls before. This call's routing is added; in the run
+        that finds shapes, zeros instead.
+      batch: batch of the call.
+      look_up: function that looks up the batch.
 
     Returns:
-      Activations, stats, and the record of the call: its routing. In the run that finds
-      shapes, the activations and the record are zeros, and the stats are None.
+      Activations and stats. In the run that finds shapes, the activations are zeros,
+      and the stats are None.
 
     Raises:
       TypeError: if the features hold ids whose rows are not known.
       ValueError: if an earlier run of the loss made fewer calls.
     """
-    row_numbers(features, plan)  # raises unless rows are known
+    batch.row_numbers()  # raises unless rows are known
     if taps is None:
-        zeros = zeros_like(steps.activation_shapes(features, plan))
+        zeros = zeros_like(steps.activation_shapes(batch, batch.plan))
+        records.append(zeros)
         leaves, structure = jax.tree.flatten(zeros)
-        return structure.unflatten(_call.bind(*leaves)), None, zeros
-    if number >= len(taps):
+        return structure.unflatten(_call.bind(*leaves)), None
+    if len(records) >= len(taps):
         raise ValueError(UNEQUAL_RUNS)
-    result = look_up()
-    activations = jax.tree.map(_attach_tap, taps[number], result.activations)
-    return activations, result.stats, result.routing
+    tap, result = taps[len(records)], look_up()
+    records.append(result.routing)
+    return jax.tree.map(_attach_tap, tap, result.activations), result.stats
 
 
 def is_mapped(tree: Any) -> bool:

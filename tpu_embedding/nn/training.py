@@ -18,10 +18,8 @@ from tpu_embedding.nn.embedding import (
 from tpu_embedding.nn.model_tables import LayerTables, keep_if
 from tpu_embedding.nn.recording import (
     CALL_OUTSIDE,
-    LayerCalls,
+    Recorder,
     differentiate,
-    loss_and_aux,
-    open_recorder,
     replicate_on_mesh,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -109,38 +107,36 @@ def value_and_grad(
         check_filter("te.value_and_grad", wrt, model)
         graph, dense, tables, others = nnx.split(model, *filters)
 
-        def run(
-            dense: nnx.State, tables: nnx.State, taps: dict[str, LayerCalls] | None
-        ) -> tuple[Any, Any]:
+        def call_loss(
+            dense: nnx.State, tables: nnx.State, recorder: Recorder
+        ) -> tuple[Any, nnx.State]:
             copy = nnx.merge(graph, dense, tables, others, copy=True)
             copied_layers = embedding_layers(copy)
-            with open_recorder(copied_layers, taps) as (recorder, number):
-                for path, layer in copied_layers.items():
-                    inner_taps = None if taps is None else taps[path].inner
-                    layer.start_recording("recording", path, number, inner_taps)
-                try:
-                    result = loss_fn(copy, *args, **kwargs)
-                except TypeError as error:
-                    # nnx.cond and nnx.scan compare variables before and after.
-                    if RECORDED not in str(error):
-                        raise
-                    raise ValueError(CALL_OUTSIDE) from error
-            calls = {
-                path: layer.stop_recording(recorder)
-                for path, layer in copied_layers.items()
-            }
-            loss, aux = loss_and_aux(result, has_aux)
+            for path, layer in copied_layers.items():
+                taps = recorder.taps_of(path, "inner")
+                layer.start_recording("recording", path, recorder, taps)
+            try:
+                result = loss_fn(copy, *args, **kwargs)
+            except TypeError as error:
+                # nnx.cond and nnx.scan compare variables before and after.
+                if RECORDED not in str(error):
+                    raise
+                raise ValueError(CALL_OUTSIDE) from error
+            for layer in copied_layers.values():
+                layer.stop_recording(recorder)
             *_, rest = nnx.split(copy, *filters)
-            return loss, ((aux, rest), calls)
+            return result, rest
 
         plans = {path: layer.plan for path, layer in layers.items()}
-        loss, (aux, new_rest), gradients = differentiate(run, dense, tables, plans)
+        result, new_rest, gradients = differentiate(
+            call_loss, dense, tables, plans, has_aux
+        )
         if any(may_be_partial(plan) for plan in plans.values()):
             # A lookup that failed made the running statistics NaN.
             stats = (nnx.filter_state(x, nnx.BatchStat) for x in (new_rest, others))
             new_rest = nnx.merge_state(new_rest, keep_if(is_whole(gradients), *stats))
         nnx.update(model, new_rest)
-        return ((loss, aux) if has_aux else loss), gradients
+        return result, gradients
 
     return compute
 

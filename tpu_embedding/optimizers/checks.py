@@ -104,14 +104,17 @@ def _in_range(
         except OverflowError:
             return Check(f"within float32's range, got {str(value)[:9]}...")
         if 0 < abs(number) < _SMALLEST:
+            # A step would compute with 0 instead.
             zero = "0 or " if is_in_range(0.0) else ""
             return Check(f"{zero}at least {_SMALLEST:.3g} in size, got {value}")
         with np.errstate(over="ignore"):
-            rounded = float(np.float32(number))
+            rounded = float(np.float32(number))  # A step computes with this.
         if is_in_range(rounded):
             return PASSED
+        rule = "finite" if math.isinf(rounded) else text
+        # Only rounding took the user's number out of the range.
         note = f", {rounded:g} in float32" if is_in_range(number) else ""
-        return Check(f"{'finite' if math.isinf(rounded) else text}, got {value}{note}")
+        return Check(f"{rule}, got {value}{note}")
 
     return check
 

@@ -377,7 +377,8 @@ def _translate(
             "Write the optimizer as an optax transformation, such as "
             "te.optimizers.every_row(optax.adamw(0.1)).",
         )
-    values = {
+    fields = {**_COMMON_FIELDS, **_OWN_FIELDS[class_key]}
+    values = fields | {
         field: value.item() if isinstance(value, np.generic) else value
         for field, value in config.items()
     }
@@ -388,39 +389,34 @@ def _translate(
         raise about(ValueError(text), field, values.get(field, rows))
     rate = values["learning_rate"]
     rate = _keras_schedule(rate) if isinstance(rate, Mapping) else rate
-    own, common = (
-        {field: values.get(field, default) for field, default in fields.items()}
-        for fields in (_OWN_FIELDS[class_key], _COMMON_FIELDS)
-    )
     is_tf_keras = not _OF_TF_KERAS.isdisjoint(values)
     ema_start: EMAStart = "initial_values" if is_tf_keras else "first_update"
     if class_key == "adafactor":
         return adafactor(
             rate,
-            **own,
-            **common,
+            **{field: values[field] for field in fields},
             mode="lazy" if rows == "touched" else "exact",
             ema_start=ema_start,
             clipnorm_of="occurrences" if is_tf_keras else "sum",
         )
-    weight_decay = common["weight_decay"]
-    if class_key == "adamw":
-        weight_decay = values.get("weight_decay", 0.004)
-    steps = int(common["gradient_accumulation_steps"] or 1)
+    weight_decay = values["weight_decay"]
+    if class_key == "adamw" and "weight_decay" not in config:
+        weight_decay = 0.004
+    steps = int(values["gradient_accumulation_steps"] or 1)
     if steps > 1 and callable(rate):
         # Keras schedules count steps, and the last of `steps` steps makes the update.
         schedule: Any = rate
         rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
-    used = {x: own[x] for x in own if x not in _WITHOUT_EQUIVALENT}
+    own = {x: values[x] for x in _OWN_FIELDS[class_key] if x not in _WITHOUT_EQUIVALENT}
     rule = with_options(
-        _RULES[class_key](rate, **used),
+        _RULES[class_key](rate, **own),
         learning_rate=rate,
         weight_decay_factor=weight_decay,
         multiply_weight_decay_factor_by_learning_rate=True,
-        clipvalue=common["clipvalue"] if _is_on(common["clipvalue"]) else None,
+        clipvalue=values["clipvalue"] if _is_on(values["clipvalue"]) else None,
     )
-    if common["loss_scale_factor"]:
-        rule = optax.chain(optax.scale(1 / common["loss_scale_factor"]), rule)
+    if values["loss_scale_factor"]:
+        rule = optax.chain(optax.scale(1 / values["loss_scale_factor"]), rule)
     # A zero gradient changes neither a row nor its slot variables.
     rests_without_gradient = (
         class_key in ("sgd", "adagrad")
@@ -428,15 +424,15 @@ def _translate(
         and not weight_decay
         and steps == 1
     )
-    overwrite_frequency = common["ema_overwrite_frequency"]
-    overwrites = common["use_ema"] and overwrite_frequency is not None
+    overwrite_frequency = values["ema_overwrite_frequency"]
+    overwrites = values["use_ema"] and overwrite_frequency is not None
     if rows == "every" and (overwrites or not rests_without_gradient):
         rule = every_row(rule, gradient_steps=steps)
-    if not common["use_ema"]:
+    if not values["use_ema"]:
         return rule
     return with_ema(
         rule,
-        momentum=common["ema_momentum"],
+        momentum=values["ema_momentum"],
         overwrite_frequency=overwrite_frequency,
         start=ema_start,
     )
@@ -485,7 +481,7 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
             "as decay: use tf_keras.optimizers or Keras 3"
         )
     for field, default in {**_COMMON_FIELDS, **_OWN_FIELDS[class_key]}.items():
-        value = values.get(field, default)
+        value = values[field]
         types = bool if isinstance(default, bool) else int | float
         if not isinstance(value, types) and not (value is None and default is None):
             yield f"{field}={value!r}: must be {'bool' if types is bool else 'numeric'}"
@@ -497,9 +493,9 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
         value = values.get(field)
         if _is_on(value):
             yield f"{field}={value!r}: {instead.format(value=value)}"
-    steps = values.get("gradient_accumulation_steps")
-    frequency = values.get("ema_overwrite_frequency")
-    if values.get("use_ema") and frequency is not None:
+    steps = values["gradient_accumulation_steps"]
+    frequency = values["ema_overwrite_frequency"]
+    if values["use_ema"] and frequency is not None:
         if problem := RANGES["ema_overwrite_frequency"](frequency).problem:
             yield f"ema_overwrite_frequency={frequency!r}: must be {problem}"
         elif rows == "touched" or steps:
@@ -508,8 +504,8 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
                 "gradient_accumulation_steps, because it replaces all rows; or set it "
                 "to None, and call finalize_variable_values at the end"
             )
-    if values.get("use_ema"):
-        momentum = values.get("ema_momentum", 0.99)
+    if values["use_ema"]:
+        momentum = values["ema_momentum"]
         if problem := RANGES["ema_momentum"](momentum).problem:
             yield f"ema_momentum={momentum!r}: must be {problem}"
     if steps and (steps != int(steps) or steps < 2):

@@ -37,7 +37,27 @@ from tpu_embedding.optimizers.row_optimizer import in_sequence, wrap_rule
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
-"""Maps a slot's name to a number, or to a function of shape and dtype."""
+"""Maps a slot's name to a number, or to a function of `(shape, dtype)` that returns the
+same values for every row."""
+
+
+def check_initializers(owner: str, initializers: Mapping[Any, SlotInitializer]) -> None:
+    """Raises an error if a number among the initial values is not finite."""
+    checks = {
+        f"slot_initializers[{name!r}]": finite(value)
+        for name, value in initializers.items()
+        if not callable(value)
+    }
+    check_hyperparameters(owner, **checks)
+
+
+def initial_values(
+    initializer: Any, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    """Returns the first values of a slot variable."""
+    if callable(initializer):
+        initializer = initializer(shape, dtype)
+    return jnp.broadcast_to(jnp.asarray(initializer, dtype), shape)
 
 
 def with_slot_storage(
@@ -61,21 +81,14 @@ def with_slot_storage(
         must = "map slot names to values, such as {'accumulators': 0.5}"
         raise invalid(f"{owner}: slot_initializers", must, initializers, kind=TypeError)
     values = dict(initializers or {})
-    checks = {
-        f"slot_initializers[{name!r}]": finite(value)
-        for name, value in values.items()
-        if not callable(value)
-    }
-    check_hyperparameters(owner, **checks)
+    check_initializers(owner, values)
 
     def first_values(path: Any, row: jax.ShapeDtypeStruct | None, leaf: Any) -> Any:
         """Returns a leaf of the initial state as it is stored."""
         if row is None:
             return leaf
         value = values.get(_name(path), leaf)
-        if callable(value):
-            value = value(leaf.shape, leaf.dtype)
-        value = jnp.broadcast_to(jnp.asarray(value, leaf.dtype), leaf.shape)
+        value = initial_values(value, leaf.shape, leaf.dtype)
         return value if dtype is None else _cast(value, dtype)
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -196,17 +209,6 @@ def _make_public(
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
 
-    @equal_calls_are_one
-    @functools.wraps(make_optimizer)
-    def make_checked(**arguments: Any) -> optax.GradientTransformation:
-        rate = None
-        if rate_parameter is not None:
-            rate = checked_schedule(name, arguments["learning_rate"])
-            arguments["learning_rate"] = rate
-        check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
-        options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
-        return _with_options(name, make_optimizer(**arguments), rate, **options)
-
     @functools.wraps(make_optimizer)
     def make_public(*args: Any, **arguments: Any) -> optax.GradientTransformation:
         try:
@@ -214,11 +216,18 @@ def _make_public(
         except TypeError as error:
             raise TypeError(f"te.optimizers.{name}: {error}.") from None
         bound.apply_defaults()
-        return make_checked(**bound.arguments)
+        arguments, rate = bound.arguments, None
+        if rate_parameter is not None:
+            rate = checked_schedule(name, arguments["learning_rate"])
+            arguments["learning_rate"] = rate
+        check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
+        options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
+        return _with_options(name, make_optimizer(**arguments), rate, **options)
 
+    cast(Any, make_public).__signature__ = signature
+    make_public = equal_calls_are_one(make_public)
     if rate_parameter is not None:
         OPTIMIZERS[name] = functools.partial(make_public, rate_parameter.default)
-    cast(Any, make_public).__signature__ = signature
     aliases = {k: x for k, x in _OPTAX_NAMES.items() if x in signature.parameters}
     return cast(OptimizerFunction, right_names(aliases, "te.optimizers")(make_public))
 

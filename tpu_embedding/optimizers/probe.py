@@ -215,8 +215,11 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
     cases = list(_cases(dim))
     with on_its_own(), np.errstate(all="ignore"), _says_why_it_does_not_run(dim):
         many = _trace_rule(rule, _NUM_ROWS, dim, asked)
-        with _shapes_fit_any_number_of_rows():
+        try:
             few = _trace_rule(rule, len(_FEW_ROWS), dim, asked)
+        except (TypeError, ValueError) as error:
+            # The rule works only for one particular number of rows.
+            raise _mixes_rows() from error
         slot_rows = _slot_rows(many.state, few.state)
         is_slot = [row is not None for row in slot_rows]
         _check_row_local(many, few, is_slot, cases)
@@ -224,8 +227,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         first = [many.start(rows) for _, rows, _ in cases]
         small_rows = cases[0][1]
         first.append(few.start(small_rows[_FEW_ROWS]))
-        moved_early = _moved_by_adding(many, is_slot, small_rows, later=0)
-        moved_late = _moved_by_adding(many, is_slot, small_rows, later=_LATE)
+        moved = _moved_by_adding(many, is_slot, small_rows)
     leaves = [
         None
         if row is None
@@ -234,11 +236,9 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
             initial_value=_one_value(values),
             # The third case has different rows from the first.
             starts_from_rows=not np.array_equal(values[0], values[2]),
-            is_moved_by_adding=early and late,
+            is_moved_by_adding=is_moved,
         )
-        for row, early, late, *values in zip(
-            slot_rows, moved_early, moved_late, *first, strict=True
-        )
+        for row, is_moved, *values in zip(slot_rows, moved, *first, strict=True)
     ]
     return ProbedRule(
         state=many.state,
@@ -411,15 +411,6 @@ def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def _shapes_fit_any_number_of_rows() -> Iterator[None]:
-    """Rejects a rule that works only for one particular number of rows."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise _mixes_rows() from error
-
-
-@contextlib.contextmanager
 def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
     """Rejects a rule that raises an error on an array of rows."""
     try:
@@ -498,35 +489,36 @@ def _mixes_rows() -> NotRowLocalError:
 
 
 def _moved_by_adding(
-    rule: _TracedRule, is_slot: list[bool], rows: np.ndarray, later: int
+    rule: _TracedRule, is_slot: list[bool], rows: np.ndarray
 ) -> list[bool]:
     """Returns `ProbedSlot.is_moved_by_adding` of each leaf, False for a shared value.
 
     Doubling a slot variable should increase its new value by half to all of the old
-    value. The tested step comes after `later` steps that did not touch any rows. The
-    more such steps there are, the more of the old value a rule may forget.
+    value, early and late. The more steps there were that did not touch any rows, the
+    more of the old value a rule may forget.
     """
-    leaves = rule.start(rows, later)
     gradient = _random(rows.shape)
     # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
-    tested = [
-        i
-        for i, (leaf, by_row) in enumerate(zip(leaves, is_slot, strict=True))
-        if by_row and jnp.issubdtype(leaf.dtype, jnp.floating)
+    leaves = rule.start(rows)
+    moved = [
+        by_row and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for leaf, by_row in zip(leaves, is_slot, strict=True)
     ]
-    for i in tested:
-        values = np.resize(np.float32(10.0**powers), leaves[i].shape)
-        leaves[i] = values.astype(leaves[i].dtype)
-    _, *new = rule.step(gradient, gradient, leaves)
-    moved = [False] * len(leaves)
-    for i in tested:
-        doubled = [*leaves[:i], 2 * leaves[i], *leaves[i + 1 :]]
-        _, *larger = rule.step(gradient, gradient, doubled)
-        before, after = np.float64(leaves[i]), np.float64(larger[i])
-        rounding = 2 * jnp.finfo(leaves[i].dtype).eps * (np.abs(after) + before)
-        error = np.abs(after - np.float64(new[i]) - 0.75 * before)
-        moved[i] = bool(np.all(error <= 0.26 * before + rounding))
+    tested = [i for i, is_moved in enumerate(moved) if is_moved]
+    for later in (0, _LATE):
+        leaves = rule.start(rows, later)
+        for i in tested:
+            values = np.resize(np.float32(10.0**powers), leaves[i].shape)
+            leaves[i] = values.astype(leaves[i].dtype)
+        _, *new = rule.step(gradient, gradient, leaves)
+        for i in tested:
+            doubled = [*leaves[:i], 2 * leaves[i], *leaves[i + 1 :]]
+            _, *larger = rule.step(gradient, gradient, doubled)
+            before, after = np.float64(leaves[i]), np.float64(larger[i])
+            rounding = 2 * jnp.finfo(leaves[i].dtype).eps * (np.abs(after) + before)
+            error = np.abs(after - np.float64(new[i]) - 0.75 * before)
+            moved[i] &= bool(np.all(error <= 0.26 * before + rounding))
     return moved
 
 

@@ -78,17 +78,12 @@ class EveryRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptGradient:
+class KeptGradient(EveryRow):
     """A driver like `EveryRow`, with a dense gradient kept in the state.
 
     The plan selects it for rules that accumulate the gradients of several steps, need
     totals over a table, or set rows.
-
-    Attributes:
-      gradient_steps: Number of steps whose mean gradient makes one update.
     """
-
-    gradient_steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +91,7 @@ class InSequence:
     """A driver that runs the rule once per occurrence of an id, in sample order."""
 
 
-Driver = Touched | EveryRow | KeptGradient | InSequence
+Driver = Touched | EveryRow | InSequence
 """Which rows a rule runs on, and how often in a step."""
 
 
@@ -129,7 +124,7 @@ class RowOptimizer:
     @property
     def moves_every_row(self) -> bool:
         """True if rows may change in steps that do not look them up."""
-        return isinstance(self.driver, EveryRow | KeptGradient)
+        return isinstance(self.driver, EveryRow)
 
     @property
     def sees_occurrences(self) -> bool:
@@ -139,9 +134,7 @@ class RowOptimizer:
     @property
     def gradient_steps(self) -> int:
         """Number of steps whose mean gradient makes one update."""
-        if isinstance(self.driver, EveryRow | KeptGradient):
-            return self.driver.gradient_steps
-        return 1
+        return self.driver.gradient_steps if isinstance(self.driver, EveryRow) else 1
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""
@@ -172,12 +165,22 @@ class DeclaredRule(optax.GradientTransformation):
     ) -> "DeclaredRule":
         """Makes the rule. Dense arrays use `on_arrays`, or by default the same rule."""
         on_arrays = on_arrays or row_optimizer.transformation
+        plain = RowOptimizer(
+            transformation=row_optimizer.transformation,
+            sets_rows=row_optimizer.sets_rows,
+        )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             # A layer calls the rule for rows directly, so this call comes from a
-            # wrapper.
-            if is_in_layer():
-                _check_not_wrapped(row_optimizer)
+            # wrapper, which hides what the rule declares.
+            if is_in_layer() and row_optimizer != plain:
+                raise NotRowLocalError(
+                    "every_row, in_sequence, with_ema and rules that need a norm of "
+                    "the step must be the outermost wrapper, because optax wrappers "
+                    "hide how they treat rows. Write every_row(optax.chain(...)) "
+                    "instead of optax.chain(..., every_row(...)); the same applies to "
+                    "optax.inject_hyperparams."
+                )
             return on_arrays.update(updates, state, params)
 
         rule = super().__new__(cls, on_arrays.init, update)
@@ -225,18 +228,6 @@ def wrap_rule(
         inner, transformation=wrap(inner.transformation), sets_rows=False
     )
     return DeclaredRule(wrapped, on_arrays=wrap(rule))
-
-
-def _check_not_wrapped(inner: RowOptimizer) -> None:
-    plain = RowOptimizer(transformation=inner.transformation, sets_rows=inner.sets_rows)
-    if inner == plain:
-        return
-    raise NotRowLocalError(
-        "every_row, in_sequence, with_ema and rules that need a norm of the step must "
-        "be the outermost wrapper, because optax wrappers hide how they treat rows. "
-        "Write every_row(optax.chain(...)) instead of optax.chain(..., "
-        "every_row(...)); the same applies to optax.inject_hyperparams."
-    )
 
 
 @equal_calls_are_one

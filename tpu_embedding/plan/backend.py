@@ -11,7 +11,6 @@ The core calls only the methods of `Backend`, and imports no other backend. To a
 backend, add its name and options class to `_OPTIONS`.
 """
 
-import abc
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -119,10 +118,12 @@ class Backend:
         return otherwise(table, state)
 
 
-class BackendOptions(abc.ABC):
-    """The value of `backend=`, which chooses the backend of each stack."""
+class BackendOptions:
+    """The value of `backend=`, which chooses the backend of each stack.
 
-    @abc.abstractmethod
+    This class chooses XLA's gathers and scatters for all stacks.
+    """
+
     def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
         """Returns the plan of a stack with its backend, and with the backend's layout.
 
@@ -130,14 +131,6 @@ class BackendOptions(abc.ABC):
           stack: a plan that is complete except for its backend.
           mesh: devices of the tables.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class Xla(BackendOptions):
-    """XLA's gathers and scatters for all stacks."""
-
-    def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
-        """Returns the plan of any stack with the backend."""
         return dataclasses.replace(stack, backend=Backend(reason="backend='xla'"))
 
 
@@ -145,7 +138,7 @@ BackendName = Literal["xla", "sparse_core"]
 """XLA's gathers and scatters, or its embedding operations for SparseCores."""
 
 _OPTIONS: Final[Mapping[BackendName, tuple[str, str]]] = {
-    "xla": ("tpu_embedding.plan.backend", "Xla"),
+    "xla": ("tpu_embedding.plan.backend", "BackendOptions"),
     "sparse_core": ("tpu_embedding.sparse_core.backend", "SparseCore"),
 }
 """Module and class of each backend's options, imported on demand."""

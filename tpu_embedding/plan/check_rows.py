@@ -26,13 +26,13 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
         arithmetic on packed narrow rows changed their dtype.
     """
     for stack in stacks:
-        rows = _entry("tables", tables, stack, "init_tables")
+        owner, rows = _entry("tables", tables, stack, "init_tables")
         if not isinstance(rows, PackedRows):
-            owner, rule = f"tables[{stack.name!r}]", "be PackedRows from init_tables"
+            rule = "be PackedRows from init_tables"
             fix = "Use with_table_values for single tables."
             raise invalid(owner, rule, rows, fix, TypeError)
-        _check_layout(f"tables[{stack.name!r}]", rows.layout, stack.layout)
-        _check_words(f"tables[{stack.name!r}]", rows, stack)
+        _check_layout(owner, rows.layout, stack.layout)
+        _check_words(owner, rows, stack)
 
 
 def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
@@ -43,15 +43,15 @@ def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
       ValueError: if a stack is missing or its slot variables belong to other tables.
     """
     for stack in stacks:
-        state = _entry("slots", slots, stack, "init_slots")
+        owner, state = _entry("slots", slots, stack, "init_slots")
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
         layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
         if len(layouts) != len(stack.slots):
-            owner, rule = f"slots[{stack.name!r}]", f"hold {len(stack.slots)} variables"
+            rule = f"hold {len(stack.slots)} variables"
             fix = "Use the slots that init_slots made for this plan."
             raise invalid(owner, rule, len(layouts), fix)
         for layout in layouts:
-            _check_rows_of(f"slots[{stack.name!r}]", layout, stack)
+            _check_rows_of(owner, layout, stack)
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
@@ -100,7 +100,8 @@ def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
     _check_layout(owner, comparable, stack.layout)
 
 
-def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
+def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> tuple[str, Any]:
+    """Returns a stack's entry, and its name in errors."""
     if not isinstance(arrays, Mapping):
         rule = f"map stack names to the arrays of {maker}"
         raise invalid(what, rule, arrays, kind=TypeError)
@@ -109,7 +110,7 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
         rule = f"hold stack {stack.name!r} with the tables {names}"
         fix = f"Use the {what} that {maker} made for this plan."
         raise invalid(what, rule, sorted(arrays), fix)
-    return arrays[stack.name]
+    return f"{what}[{stack.name!r}]", arrays[stack.name]
 
 
 def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:

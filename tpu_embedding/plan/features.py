@@ -9,6 +9,7 @@ receive only what they need to prepare a batch: the features, the sizes of their
 and the number of devices.
 """
 
+import contextlib
 import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -77,39 +78,37 @@ class FeatureNest:
 
     def is_for(self, feature_config: Any) -> bool:
         """Returns True if the plan was made from this nest of features."""
-        leaves, tree = jax.tree.flatten(feature_config)
-        return tree == self.feature_tree and leaves == [
-            feature.config for feature in self.features
-        ]
+        configs = [feature.config for feature in self.features]
+        return jax.tree.flatten(feature_config) == (configs, self.feature_tree)
 
-    def for_batch(self, batch: Any, what: str = "features") -> Self:
-        """Returns the plan of the features that a batch holds.
+    def match(self, batch: Any, what: str = "features") -> tuple[Self, list[Any]]:
+        """Returns the plan of the features that a batch holds, and one leaf for each.
 
         Args:
           batch: nest like `feature_config`, whose dicts may lack keys.
           what: name of the batch in errors.
 
         Returns:
-          A plan of the batch's features; this plan itself if the batch holds all
-          features.
+          A plan of the batch's features, which is this plan itself if the batch holds
+          all features, and the leaves in the order of that plan's features.
 
         Raises:
           ValueError: if the nest has a different structure or no features.
         """
-        if self._flatten_up_to(batch) is not None:
-            return self
-        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.features)))
+        with contextlib.suppress(ValueError, TypeError):
+            return self, self.feature_tree.flatten_up_to(batch)
+        nest = self.unflatten(self.features)
         try:
-            kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
+            features, tree = jax.tree.flatten(_subset_of(nest, batch))
         except (KeyError, ValueError, TypeError) as error:
             reason = error.args[0]
             if not isinstance(error, KeyError) and (len(reason) > 80 or "\n" in reason):
                 reason = ""  # JAX's reason may hold whole arrays.
             raise self._structure_error(batch, what, reason) from None
-        if not kept:
+        if not features:
             raise self._structure_error(batch, what, "Pass at least one feature.")
-        features = tuple(self.features[number] for number in kept)
-        return dataclasses.replace(self, features=features, feature_tree=tree)
+        plan = dataclasses.replace(self, features=tuple(features), feature_tree=tree)
+        return plan, plan.flatten(batch, what)
 
     def flatten(self, nest: Any, what: str = "features") -> list[Any]:
         """Returns the leaves of a nest like `feature_config`, one per feature.
@@ -117,21 +116,14 @@ class FeatureNest:
         Raises:
           ValueError: if the nest has a different structure.
         """
-        leaves = self._flatten_up_to(nest)
-        if leaves is None:
-            raise self._structure_error(nest, what, "")
-        return leaves
+        try:
+            return self.feature_tree.flatten_up_to(nest)
+        except (ValueError, TypeError):
+            raise self._structure_error(nest, what, "") from None
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Returns the nest with these leaves, the inverse of `flatten`."""
         return jax.tree.unflatten(self.feature_tree, leaves)
-
-    def _flatten_up_to(self, nest: Any) -> list[Any] | None:
-        """Returns one leaf per feature, or None if the structure differs."""
-        try:
-            return self.feature_tree.flatten_up_to(nest)
-        except (ValueError, TypeError):
-            return None
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
         config = self.unflatten([feature.config for feature in self.features])
@@ -160,8 +152,13 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     ]
     for path, leaf in leaves:
         if not isinstance(leaf, FeatureConfig):
+            fix = "Write {'movie': te.FeatureConfig(table=table)}."
+            if isinstance(leaf, FeatureNest):
+                fix = "Pass a plan by name: plan=plan."
+            elif isinstance(leaf, TableConfig):
+                fix = "Write te.FeatureConfig(table=table)."
             rule = f"be a nest of FeatureConfig, also at {path!r}"
-            raise invalid("feature_config", rule, leaf, _line_to_write(leaf))
+            raise invalid("feature_config", rule, leaf, fix)
     features: dict[str, FeatureConfig] = {}
     paths: dict[str, str] = {}
     for path, config in leaves:
@@ -173,14 +170,6 @@ def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     return features, tree
 
 
-def _line_to_write(leaf: Any) -> str:
-    if isinstance(leaf, FeatureNest):
-        return "Pass a plan by name: plan=plan."
-    if isinstance(leaf, TableConfig):
-        return "Write te.FeatureConfig(table=table)."
-    return "Write {'movie': te.FeatureConfig(table=table)}."
-
-
 def plan_features(
     features: Mapping[str, FeatureConfig],
     table_names: Sequence[str],
@@ -190,11 +179,7 @@ def plan_features(
 
     `table_names` has the name of each feature's table in `stacks`.
     """
-    tables = {
-        table.name: (i, table)
-        for i, stack in enumerate(stacks)
-        for table in stack.tables
-    }
+    tables = {t.name: (i, t) for i, stack in enumerate(stacks) for t in stack.tables}
     plans = []
     for (name, config), table_name in zip(features.items(), table_names, strict=True):
         stack_index, table = tables[table_name]
@@ -244,14 +229,14 @@ def _subset_of(nest: Any, batch: Any) -> Any:
     """Returns the part of a nest whose keys a batch holds.
 
     Args:
-      nest: dicts, lists, tuples and other nodes, with ints as leaves.
+      nest: dicts, lists, tuples and other nodes, with a `FeaturePlan` as each leaf.
       batch: nest of the same structure, whose dicts may lack keys.
 
     Raises:
       KeyError: if a dict of the batch has a key that the nest doesn't have.
       ValueError: if the batch has a different structure.
     """
-    if isinstance(nest, int):
+    if isinstance(nest, FeaturePlan):
         return nest
     make: Any = type(nest)
     if isinstance(nest, Mapping) and isinstance(batch, Mapping):

@@ -202,24 +202,25 @@ def _place_table(
         if problem and optimizer.moves_every_row:
             raise ValueError(f"TableConfig.optimizer of table {name!r} {problem}")
     elif config.optimizer is None and shared_optimizer is not None:
-        # The layer's `optax.set_to_zero()` keeps it fixed, unlike no optimizer.
+        # The shared optimizer is `optax.set_to_zero()`, which resolves to None. Unlike
+        # no optimizer, it says that the table is meant to stay fixed.
         config = dataclasses.replace(config, optimizer=shared_optimizer)
-    reason = "make_plan(placement=...)"
     if config.placement is not None:
         placement, reason = config.placement, "TableConfig.placement"
     elif shared_placement is None:
         placement, reason = Sharded(), "the default"
     elif isinstance(shared_placement, Placement):
-        placement = shared_placement
+        placement, reason = shared_placement, "make_plan(placement=...)"
     else:
         placement = shared_placement(name, config.max_rows)
+        reason = "make_plan(placement=...)"
         if not isinstance(placement, Placement):
             raise _wrong_type(f"placement of table {name!r} must return", placement)
     axes = placement.shard_axes(mesh.axis_names, f"{reason} of table {name!r}")
     plan = TablePlan(
         name=name,
         config=config,
-        row_offset=0,
+        row_offset=0,  # `_plan_stack` sets it.
         num_rows=config.vocabulary.rows_over(_num_shards(axes, mesh)),
         placement_reason=reason,
     )

@@ -8,6 +8,7 @@ A stack's plan says which array holds a table, and which shard holds a row.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -114,12 +115,12 @@ class StackPlan:
     vocabulary_bytes: int = 0
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
-    @property
+    @functools.cached_property
     def is_trained(self) -> bool:
         """True if an optimizer updates its tables."""
         return self.trained_by is not None
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> RowOptimizer:
         """The rule that updates all its tables, and how it is applied.
 
@@ -134,33 +135,33 @@ class StackPlan:
             )
         return self.trained_by
 
-    @property
+    @functools.cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """Mesh axes along which shards are copied: all except the `shard_axes`."""
         return tuple(axis for axis in self.sample_axes if axis not in self.shard_axes)
 
-    @property
+    @functools.cached_property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.num_shards * self.num_replicas
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the first table. All tables have the same kind."""
         return self.tables[0].config.vocabulary
 
-    @property
+    @functools.cached_property
     def dim(self) -> int:
         """Columns of its tables."""
         return self.layout.dim
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """Rows of all its tables."""
         last = self.tables[-1]
         return last.row_offset + last.num_rows
 
-    @property
+    @functools.cached_property
     def rows_spec(self) -> PartitionSpec:
         """Partition of the rows of the table and of its slot variables."""
         # XLA names the sharding of its results in this way. With another name, programs
@@ -183,7 +184,7 @@ class StackPlan:
         first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
         return first_in_bank + bank * self.layout.rows_per_bank
 
-    @property
+    @functools.cached_property
     def array_bytes(self) -> tuple[int, ...]:
         """Memory of the rows and of each slot variable on a device, with padding.
 
@@ -194,7 +195,7 @@ class StackPlan:
         arrays += [(layout.slot_layout(x), x.dtype.itemsize) for x in self.slots]
         return tuple(rows_bytes(x, self.hardware, itemsize) for x, itemsize in arrays)
 
-    @property
+    @functools.cached_property
     def sends_ids(self) -> bool:
         """True if a lookup sends each unique id to the owner of its row.
 
@@ -204,7 +205,7 @@ class StackPlan:
         reads_own_rows = self.num_shards == 1 and self.capacity is None
         return not (reads_own_rows or self.backend.replaces_lookup)
 
-    @property
+    @functools.cached_property
     def gathers(self) -> Gathers:
         """Form of the gathers that bring rows to samples."""
         if self.hardware.is_tpu:
@@ -212,7 +213,7 @@ class StackPlan:
         reads_table = self.num_shards == 1
         return "by_feature" if self.hardware.name == "cpu" and reads_table else "fused"
 
-    @property
+    @functools.cached_property
     def updates(self) -> Updates:
         """Form in which gradients are summed and applied.
 
@@ -230,7 +231,7 @@ class StackPlan:
         uses_blocks = is_one_cpu and may_choose_rounds and is_cheap_per_round
         return "blocks" if uses_blocks else "whole"
 
-    @property
+    @functools.cached_property
     def keeps_duplicates(self) -> bool:
         """True if each occurrence of an id travels separately."""
         return self.is_trained and self.optimizer.sees_occurrences
@@ -278,17 +279,17 @@ class EmbeddingPlan(FeatureNest):
     mesh: Mesh
     hardware: HardwareInfo
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         """Devices of the mesh. Each looks up an equal share of the samples."""
         return self.mesh.size
 
-    @property
+    @functools.cached_property
     def sample_axes(self) -> tuple[str, ...]:
         """All mesh axes. Samples are split over the devices in this order."""
         return tuple(self.mesh.axis_names)
 
-    @property
+    @functools.cached_property
     def sample_spec(self) -> PartitionSpec:
         """Partition of the first axis over all devices, in the order of samples."""
         return PartitionSpec(self.sample_axes)
@@ -297,7 +298,7 @@ class EmbeddingPlan(FeatureNest):
         """Returns the sharding of a stacked table and of its slot variables."""
         return NamedSharding(self.mesh, stack.rows_spec)
 
-    @property
+    @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of batches, activations and cotangents, along their first axis."""
         return NamedSharding(self.mesh, self.sample_spec)
@@ -336,7 +337,7 @@ class EmbeddingPlan(FeatureNest):
         held = shards[jax.process_index()]
         return range(held.start * size, held.stop * size)
 
-    @property
+    @functools.cached_property
     def num_process_parts(self) -> int | None:
         """Number of parts of a batch that different processes load.
 
@@ -346,12 +347,12 @@ class EmbeddingPlan(FeatureNest):
         """
         return None if self._process_shards is None else len(self._process_shards)
 
-    @property
+    @functools.cached_property
     def _process_shards(self) -> dict[int, range] | None:
         devices = self.mesh.devices.flat
         return process_shards([device.process_index for device in devices])
 
-    @property
+    @functools.cached_property
     def replicated(self) -> NamedSharding:
         """Sharding of arrays that every device holds in full."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -361,7 +362,7 @@ class EmbeddingPlan(FeatureNest):
         """XLA options for `jax.jit(..., compiler_options=)` of a train step."""
         return dict(self.hardware.compiler_options)
 
-    @property
+    @functools.cached_property
     def table_bytes_per_device(self) -> int:
         """Memory of the tables on each device, including padding and vocabularies."""
         return sum(
@@ -371,17 +372,17 @@ class EmbeddingPlan(FeatureNest):
             for stack in self.stacks
         )
 
-    @property
+    @functools.cached_property
     def slot_bytes_per_device(self) -> int:
         """Memory of the slot variables on each device, including padding."""
         return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
-    @property
+    @functools.cached_property
     def trained_stacks(self) -> tuple[StackPlan, ...]:
         """The stacks that have an optimizer."""
         return tuple(stack for stack in self.stacks if stack.is_trained)
 
-    @property
+    @functools.cached_property
     def used_stacks(self) -> tuple[StackPlan, ...]:
         """The stacks that at least one feature uses."""
         used = {feature.stack_index for feature in self.features}

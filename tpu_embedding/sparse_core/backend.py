@@ -124,22 +124,28 @@ class SparseCore(BackendOptions):
         """Returns a stack's plan with its backend; see `BackendOptions`."""
         hardware = stack.hardware
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
-        problem = (
-            unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
-            or self._cores_problem(hardware)
-            or _lookup_problem(stack, cores)
-        )
+        problem = unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
+        has_other_cores = self.cores not in (None, hardware.cores_per_device)
+        if not problem and hardware.is_tpu and has_other_cores:
+            problem = (
+                f"te.SparseCore(cores={self.cores}), but a {hardware.name} device has "
+                f"{hardware.cores_per_device}"
+            )
+        problem = problem or _lookup_problem(stack, cores)
         if problem:
             return dataclasses.replace(stack, backend=Backend(reason=problem))
-        problem = _update_problem(stack)
-        must_run_all = not (self.exchange or problem)
+        reason, dim = "backend='sparse_core'", stack.dim
+        rule: RowRule | str = "no optimizer"
+        if stack.is_trained:
+            rule = row_rule(stack.optimizer, dim, bank_lanes(dim))
+        updates = isinstance(rule, RowRule)
+        must_run_all = updates and not self.exchange
         backend = SparseCoreBackend(
-            updates="xla" if problem else "sparse_core",
+            updates="sparse_core" if updates else "xla",
             must_run_all=must_run_all,
             max_ids=self.max_ids,
             cores=cores,
-            reason="backend='sparse_core'"
-            + (f"; update: {problem}" if problem else ""),
+            reason=reason if updates else f"{reason}; update: {rule}",
         )
         layout = dataclasses.replace(
             stack.layout,
@@ -154,15 +160,6 @@ class SparseCore(BackendOptions):
             layout=layout,
             rows_per_shard=layout.num_rows,
             notes=_notes(self.max_ids, must_run_all, hardware),
-        )
-
-    def _cores_problem(self, hardware: HardwareInfo) -> str:
-        """Returns why `cores` doesn't match the device; empty if it does."""
-        if not hardware.is_tpu or self.cores in (None, hardware.cores_per_device):
-            return ""
-        return (
-            f"te.SparseCore(cores={self.cores}), but a {hardware.name} device has "
-            f"{hardware.cores_per_device}"
         )
 
 
@@ -202,14 +199,6 @@ def _notes(
         f"a step has up to {MAX_MINIBATCHES} minibatches, if its buffers have room; "
         f"a larger step {beyond}",
     )
-
-
-def _update_problem(stack: StackPlan) -> str:
-    """Returns why SparseCores can't update rows; empty if they can."""
-    if not stack.is_trained:
-        return "no optimizer"
-    rule = row_rule(stack.optimizer, stack.dim, bank_lanes(stack.dim))
-    return rule if isinstance(rule, str) else ""
 
 
 _ROW_ALIGNMENT: Final = 128

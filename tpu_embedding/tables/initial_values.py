@@ -171,7 +171,7 @@ def keys_of_tables(
     tables: Sequence[TablePlan], key: jax.Array
 ) -> UInt32[Array, "tables 2"]:
     """Returns the words of a Threefry key for each table, derived from its name."""
-    words = np.asarray([_words_of_name(table.name) for table in tables], np.uint32)
+    words = np.stack([_words_of_name(table.name) for table in tables])
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
@@ -278,7 +278,7 @@ def logical_values(
     initializer = table.config.initializer
     assert initializer is not None
     shape = (table.num_rows, stack.dim)
-    key = _key_of_words(key, np.asarray(_words_of_name(table.name), np.uint32))
+    key = _key_of_words(key, _words_of_name(table.name))
     values = initializer(key, shape, jnp.float32)
     check_values(values, shape, [table])
     block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
@@ -303,10 +303,10 @@ def check_values(
         raise about(ValueError(text), "TableConfig.initializer", values)
 
 
-def _words_of_name(name: str) -> list[int]:
+def _words_of_name(name: str) -> UInt32[np.ndarray, " 3"]:
     """Returns words of a hash of a table's name."""
     digest = hashlib.sha256(name.encode()).digest()
-    return [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
+    return np.frombuffer(digest, "<u4", count=3).astype(np.uint32)
 
 
 def _key_of_words(key: jax.Array, words: UInt32[Any, " 3"]) -> jax.Array:

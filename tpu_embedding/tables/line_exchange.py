@@ -226,30 +226,24 @@ def read_lines(
     Returns:
       The parts of each window, `part_lines` lines per part.
     """
-    banks = exchange.layout.banks
-    size = banks * exchange.part_lines
-
-    def parts_of(lines: Array, start: Any) -> Array:
-        first_part = _index(exchange.stack.shard_axes) * banks
-        parts = [
-            jax.lax.dynamic_slice_in_dim(
-                lines, exchange.first_line(first_part + c, start), exchange.part_lines
-            )
-            for c in range(banks)
-        ]
-        return jnp.concatenate(parts)
+    size, banks = exchange.part_lines, exchange.layout.banks
 
     def read(lines: Array, starts: Array) -> Array:
+        first_part = _index(exchange.stack.shard_axes) * banks
         # Each copy of the rows serves its own windows.
         group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
-        def add_part(i: Any, parts: Array) -> Array:
-            part = parts_of(lines, starts[group + i])
-            return jax.lax.dynamic_update_slice_in_dim(parts, part, i * size, axis=0)
+        def add_parts(i: Any, parts: Array) -> Array:
+            for bank in range(banks):
+                line = exchange.first_line(first_part + bank, starts[group + i])
+                part = jax.lax.dynamic_slice_in_dim(lines, line, size)
+                begin = (i * banks + bank) * size
+                parts = jax.lax.dynamic_update_slice_in_dim(parts, part, begin, axis=0)
+            return parts
 
-        shape = (exchange.num_shards * size, *lines.shape[1:])
+        shape = (exchange.num_parts * size, *lines.shape[1:])
         parts = jnp.zeros(shape, lines.dtype)
-        parts = jax.lax.fori_loop(0, exchange.num_shards, add_part, parts)
+        parts = jax.lax.fori_loop(0, exchange.num_shards, add_parts, parts)
         return _exchanged(parts, exchange)
 
     return on_shards(

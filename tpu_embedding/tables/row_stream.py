@@ -198,7 +198,11 @@ def _write_by_exchange(
     windows: Sequence[Window],
     read: ReadTableRows,
 ) -> PackedRows:
-    """Replaces the rows of windows, one window per shard in a turn."""
+    """Replaces the rows of windows, one window per shard in a turn.
+
+    The device of a shard receives the rows of its window from the host, and sends each
+    row to the shard that owns it.
+    """
     num_shards, shape = exchange.num_shards, exchange.parts_shape
 
     def shard_of(index: Any) -> int:
@@ -211,8 +215,9 @@ def _write_by_exchange(
         lines = {}
         for shard in own_shards:
             rows = new_rows(turn[shard], exchange, read)
-            memory = np.zeros(exchange.dealt_shape, exchange.row.dtype)
-            lines[shard] = _dealt(rows, turn[shard], exchange, memory)
+            # Each turn needs new memory: the device may still read the previous turn's.
+            parts = np.zeros(exchange.dealt_shape, exchange.row.dtype)
+            lines[shard] = _dealt(rows, turn[shard], exchange, parts)
         return lines
 
     turns, lines = _turns(windows, num_shards), packed.lines

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping, invalid
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import (
     real_array,
@@ -211,11 +211,21 @@ class NamedSlot:
         """
         if not values:
             return self.leaf
-        new = {
-            table.name: self._checked(values[table.name], table)
-            for table in stack.tables
-            if table.name in values
-        }
+        array = self.leaf.lines if self.kind == "rows" else self.leaf
+        shape, dtype = array.shape, array.dtype
+        if self.kind == "tables":
+            shape = shape[1:]
+        new: dict[str, np.ndarray] = {}
+        for table in [table for table in stack.tables if table.name in values]:
+            if self.kind == "rows":
+                shape = (table.num_rows, *self.leaf.layout.row_shape)
+            owner = f"values of slot {self.name!r} of table {table.name!r}"
+            array = real_array(values[table.name], shape, owner)
+            new[table.name] = array.astype(dtype)
+            is_integer = jnp.issubdtype(dtype, np.integer)
+            if is_integer and not np.array_equal(new[table.name], array):
+                rule = f"be integers that {dtype} holds"
+                raise invalid(owner, rule, values[table.name])
         if self.kind == "rows":
             return replace_values({stack.name: self.leaf}, new, plan)[stack.name]
         if self.kind == "tables":
@@ -231,21 +241,6 @@ class NamedSlot:
                 found = [value.tolist() for value in new.values()]
                 raise invalid(f"values of {self.name!r}", rule, found)
         return jax.device_put(array, self.leaf.sharding)
-
-    def _checked(self, value: Any, table: TablePlan) -> np.ndarray:
-        """Returns a table's new value in the dtype of the old one."""
-        if self.kind == "rows":
-            shape = (table.num_rows, *self.leaf.layout.row_shape)
-            dtype = self.leaf.lines.dtype
-        else:
-            shape = self.leaf.shape[1:] if self.kind == "tables" else self.leaf.shape
-            dtype = self.leaf.dtype
-        owner = f"values of slot {self.name!r} of table {table.name!r}"
-        array = real_array(value, shape, owner)
-        new = array.astype(dtype)
-        if jnp.issubdtype(dtype, np.integer) and not np.array_equal(new, array):
-            raise invalid(owner, f"be integers that {dtype} holds", value)
-        return new
 
 
 def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tpu_embedding.argument_checks import about, check_mapping, check_type, invalid
 from tpu_embedding.plan.check_rows import check_stack
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan
 from tpu_embedding.rows.file_rows import file_rows_of_values, values_of_file_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import rows_per_window
@@ -130,21 +130,17 @@ def replace_values(
     for stack in plan.stacks:
         if stack.name in stacked:
             check_stack(stacked[stack.name], stack)
-        tables = [table for table in stack.tables if table.name in values]
-        if not tables:
+        new = {x.name: values[x.name] for x in stack.tables if x.name in values}
+        if not new:
             continue
         if stack.name not in stacked:
             raise ValueError(
                 f"stacked must contain stack {stack.name!r}, because values set its "
-                f"table {tables[0].name!r}, got stacks {sorted(stacked)}. Add that "
+                f"table {next(iter(new))!r}, got stacks {sorted(stacked)}. Add that "
                 "stack, or remove the table from values."
             )
         packed = stacked[stack.name]
-        checked = {
-            table.name: _checked(values[table.name], packed, table, not_finite)
-            for table in tables
-        }
-        result[stack.name] = _with_values(packed, checked, stack, plan)
+        result[stack.name] = _with_values(packed, new, stack, plan, not_finite)
     not_finite.warn()
     return result
 
@@ -157,26 +153,41 @@ def check_values(values: Any, plan: EmbeddingPlan) -> None:
     check_mapping("values", values, f"{{{name!r}: array}}, by table name")
 
 
-def _checked(
-    values: Any, packed: PackedRows, table: TablePlan, not_finite: NotFinite
-) -> np.ndarray:
-    """Returns a table's values as an array. Rejects values that it can't hold."""
-    layout = packed.layout
-    shape = (table.num_rows, *layout.row_shape)
-    owner = f"values of table {table.name!r}"
-    array = real_array(values, shape, owner)
-    dtype = packed.lines.dtype
-    is_narrow = layout.narrow_dtype is not None
-    may_overflow = is_narrow or (
-        jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
-    )
-    num_rows = rows_per_window(packed)
-    for start in range(0, shape[0], num_rows):
-        rows = array[start : start + num_rows].reshape(-1, layout.dim)
-        if may_overflow:
-            check_range(rows, start, layout.narrow_dtype or dtype.name, owner)
-        not_finite.look_at(rows, start, owner)
-    return array
+def _with_values(
+    packed: PackedRows,
+    values: Mapping[str, Any],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+    not_finite: NotFinite,
+) -> PackedRows:
+    """Returns packed rows with the values of some tables replaced.
+
+    Rejects values that a table can't hold before any are written.
+    """
+    layout, dtype = packed.layout, packed.lines.dtype
+    arrays: dict[str, np.ndarray] = {}
+    rows_at_once = rows_per_window(packed)
+    for table in [table for table in stack.tables if table.name in values]:
+        owner = f"values of table {table.name!r}"
+        shape = (table.num_rows, *layout.row_shape)
+        array = real_array(values[table.name], shape, owner)
+        may_overflow = layout.narrow_dtype is not None or (
+            jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
+        )
+        for start in range(0, table.num_rows, rows_at_once):
+            rows = array[start : start + rows_at_once].reshape(-1, layout.dim)
+            if may_overflow:
+                check_range(rows, start, layout.narrow_dtype or dtype.name, owner)
+            not_finite.look_at(rows, start, owner)
+        arrays[table.name] = array
+    packed = _on_planned_devices(packed, stack, plan)
+    copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
+
+    def read(table: str, start: int, num_rows: int) -> np.ndarray:
+        return file_rows_of_values(arrays[table][start : start + num_rows], copy)
+
+    num_rows = {name: len(array) for name, array in arrays.items()}
+    return write_blocks(copy, stack, plan, read, num_rows)
 
 
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
@@ -233,23 +244,6 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
         place = f"row {start + row}" + (f", column {column[0]}" if column else "")
         rule = f"be within {largest:g} of zero for dtype {dtype}"
         raise invalid(f"{place}: {owner}", rule, rows[row, *column].item())
-
-
-def _with_values(
-    packed: PackedRows,
-    values: Mapping[str, np.ndarray],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> PackedRows:
-    """Returns packed rows with the values of some tables replaced."""
-    packed = _on_planned_devices(packed, stack, plan)
-    copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
-
-    def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        return file_rows_of_values(values[table][start : start + num_rows], copy)
-
-    num_rows = {table: len(rows) for table, rows in values.items()}
-    return write_blocks(copy, stack, plan, read, num_rows)
 
 
 def _on_planned_devices(

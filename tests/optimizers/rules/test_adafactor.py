@@ -30,18 +30,23 @@ def cases():
         yield pytest.param(name, mode, num_devices, hardware, id=name)
 
 
-def make_optimizer(meta, **options):
-    arguments = dict(meta["hyper_parameters"])
+def adafactor_of(hyper_parameters, **options):
+    """Makes the optimizer of a recorded run."""
+    arguments = dict(hyper_parameters)
     rate = arguments.pop("learning_rate")
     if isinstance(rate, dict):
         rate = optax.exponential_decay(
             rate["initial"], rate["decay_steps"], rate["decay_rate"]
         )
+    return te.optimizers.adafactor(rate, **arguments, **options)
+
+
+def make_optimizer(meta, **options):
     if meta.get("implementation") == "tf_keras":
         options["ema_start"] = "initial_values"
     if "IndexedSlices" in meta.get("gradient", ""):
         options["clipnorm_of"] = "occurrences"
-    return te.optimizers.adafactor(rate, **arguments, **options)
+    return adafactor_of(meta["hyper_parameters"], **options)
 
 
 @pytest.mark.parametrize(

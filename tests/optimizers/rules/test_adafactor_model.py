@@ -10,10 +10,10 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN
+from tests.optimizers.rules.test_adafactor import adafactor_of
 from tests.rejections import rejects
 from tests.tiers import matrix, quick_cases
 
-opt = te.optimizers
 finalize = te.functional.finalize_variable_values
 
 with np.load(GOLDEN / "keras_adafactor_model.npz") as recorded:
@@ -24,13 +24,7 @@ RUNS = list(META["hyper_parameters"])
 
 
 def make_optimizer(run, **options):
-    arguments = dict(META["hyper_parameters"][run])
-    rate = arguments.pop("learning_rate")
-    if isinstance(rate, dict):
-        rate = optax.exponential_decay(
-            rate["initial"], rate["decay_steps"], rate["decay_rate"]
-        )
-    return opt.adafactor(rate, **arguments, **options)
+    return adafactor_of(META["hyper_parameters"][run], **options)
 
 
 def start():

@@ -155,24 +155,6 @@ def test_rows_of_a_dynamic_table_move_like_rows_of_a_fixed_one():
 
 
 @pytest.mark.full
-def test_rounded_rows_of_a_checkpoint_have_their_sum(tmp_path):
-    plans = [
-        plan_of(64, 2, rule=RULES["fast"], dtype=dtype)
-        for dtype in ("float32", "bfloat16")
-    ]
-    tables, slots = start(plans[0])
-    # To bfloat16, 0.3 rounds to 0.30078.
-    values = {"user": np.full((64, DIM), 0.3, np.float32)}
-    tables, slots = functional.with_table_values(tables, values, plans[0], slots)
-    te.save(tmp_path / "a", {"tables": tables, "slots": slots}, plan=plans[0])
-    tables, slots = start(plans[1])
-    values = {"user": te.checkpoint.read_table(tmp_path / "a", "user")}
-    tables, slots = functional.with_table_values(tables, values, plans[1], slots)
-    kept, true = kept_and_true(tables, slots, plans[1])
-    np.testing.assert_allclose(kept, true, rtol=1e-5)
-
-
-@pytest.mark.full
 def test_a_restore_mends_a_sum_that_was_wrong(tmp_path):
     plan = plan_of(64, 2, rule=RULES["fast"])
     tables, slots = start(plan)

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
-from tpu_embedding.inputs.shard_inputs import attach_weights
+from tpu_embedding.inputs.shard_inputs import Batch, parse_batch
 from tpu_embedding.nn.embedding import warn_of_pooled_ids
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
@@ -56,7 +56,7 @@ class RecordingTables:
     path: str = dataclasses.field(metadata={"static": True})
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
-    def look_up(self, features: Any, plan: EmbeddingPlan) -> Any:
+    def look_up(self, batch: Batch) -> Any:
         """Returns activations and stats. Without a lookup, the stats are None."""
         if not self.recorder.is_current():
             raise ValueError(
@@ -66,14 +66,12 @@ class RecordingTables:
                 "outside of it with the whole batch, and transform only the modules "
                 "that take its activations. Apply jax.jit to the whole step."
             )
-        activations, stats, record = answer_call(
-            *self.recorder.next_taps(self.path),
-            features,
-            plan,
-            lambda: functional.lookup(self.tables.stacks, features, plan),
+        return answer_call(
+            self.recorder.taps_of(self.path, "outer"),
+            self.recorder.calls[self.path, "outer"],
+            batch,
+            lambda: functional.lookup(self.tables.stacks, batch, batch.plan),
         )
-        self.recorder.calls[self.path].append(record)
-        return activations, stats
 
 
 class TPUEmbedding(nn.Module):
@@ -137,14 +135,13 @@ class TPUEmbedding(nn.Module):
         guard = None
         if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))
-        if weights is not None:
-            features = attach_weights(features, weights, plan)
-        warn_of_pooled_ids(features, plan, stacklevel=3)
+        batch = parse_batch(features, plan, weights)
+        warn_of_pooled_ids(batch, stacklevel=3)
         if isinstance(tables, RecordingTables):
-            activations, stats = tables.look_up(features, plan)
+            activations, stats = tables.look_up(batch)
         else:
             stacks = without_derivative(NO_DERIVATIVE, tables.stacks)
-            result = functional.lookup(stacks, features, plan)
+            result = functional.lookup(stacks, batch, plan)
             activations, stats = result.activations, result.stats
             if guard is not None:
                 activations = jax.tree.map(

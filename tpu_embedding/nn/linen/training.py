@@ -18,6 +18,7 @@ from tpu_embedding.nn.dense_optimizer import check_dense_optimizer, with_extra_a
 from tpu_embedding.nn.linen.layer import RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
+    LayerTables,
     layer_tables,
     map_tables,
     with_embedding_tables,
@@ -31,10 +32,8 @@ from tpu_embedding.nn.model_tables import (
     keep_if,
 )
 from tpu_embedding.nn.recording import (
-    LayerCalls,
     Recorder,
     differentiate,
-    loss_and_aux,
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
@@ -77,24 +76,18 @@ def value_and_grad(
     def compute(variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         plans = {path: tables.plan for path, tables in layer_tables(variables).items()}
 
-        def run(params, tables, taps):
-            recorder = Recorder(plans, taps)
-
-            def recording(path, tables):
+        def call_loss(params: Any, tables: Any, recorder: Recorder) -> Any:
+            def recording(path: str, tables: LayerTables) -> RecordingTables:
                 return RecordingTables(tables=tables, path=path, recorder=recorder)
 
             changed = {**variables, "params": params, TABLES: tables}
-            result = loss_fn(map_tables(recording, changed), *args, **kwargs)
-            loss, aux = loss_and_aux(result, has_aux)
-            calls = {
-                path: LayerCalls(outer=tuple(records), inner=())
-                for path, records in recorder.calls.items()
-            }
-            return loss, (aux, calls)
+            return loss_fn(map_tables(recording, changed), *args, **kwargs), None
 
         params = variables.get("params", {})
-        loss, aux, gradients = differentiate(run, params, variables[TABLES], plans)
-        return ((loss, aux) if has_aux else loss), gradients
+        result, _, gradients = differentiate(
+            call_loss, params, variables[TABLES], plans, has_aux
+        )
+        return result, gradients
 
     return compute
 

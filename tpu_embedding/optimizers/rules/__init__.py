@@ -9,5 +9,5 @@
 * `rowwise`: FBGEMM's optimizers with one value per row.
 * `user_defined`: a rule that the user writes as a function of one row.
 
-`_clipping` has Keras' gradient clipping, and L1 and L2 regularisation.
+`_proximal` has L1 and L2 regularisation, and the rows that FTRL recomputes.
 """

@@ -31,12 +31,13 @@ from tpu_embedding.optimizers.row_optimizer import (
     RowOptimizer,
     Touched,
 )
-from tpu_embedding.optimizers.rules._clipping import (
-    ClipnormOf,
-    Clipping,
-    with_norm_of_arrays,
+from tpu_embedding.optimizers.table_rows import (
+    TableRows,
+    is_in_layer,
+    model_gradient_context,
+    model_gradient_squares,
+    table_rows,
 )
-from tpu_embedding.optimizers.table_rows import TableRows, is_in_layer, table_rows
 
 
 class CompensatedSum(NamedTuple):
@@ -148,6 +149,7 @@ class AdafactorState(NamedTuple):
 
 
 AdafactorMode = Literal["lazy", "exact"]
+ClipnormOf = Literal["sum", "occurrences"]
 
 
 class ScaledGradient(NamedTuple):
@@ -343,9 +345,11 @@ def adafactor(
         clip_threshold=clip_threshold,
         weight_decay=weight_decay,
         mode=mode,
-        clip=Clipping(
-            loss_scale_factor, clipvalue, clipnorm, global_clipnorm, clipnorm_of
-        ),
+        loss_scale_factor=loss_scale_factor,
+        clipvalue=clipvalue,
+        clipnorm=clipnorm,
+        global_clipnorm=global_clipnorm,
+        clipnorm_of=clipnorm_of,
         averages=(
             Averages(ema_momentum, ema_overwrite_frequency, ema_start, steps)
             if use_ema
@@ -357,7 +361,7 @@ def adafactor(
     of_occurrences = clipnorm is not None and clipnorm_of == "occurrences"
     transformation = for_each_array(rule.init, rule.update)
     if global_clipnorm is not None:
-        transformation = with_norm_of_arrays(transformation, steps)
+        transformation = _with_norm_of_arrays(transformation, steps)
     if rule.moves_every_row:
         driver: Driver = EveryRow(gradient_steps=steps)
     else:
@@ -391,6 +395,27 @@ def _collecting(
     return optax.GradientTransformation(init, update)
 
 
+def _with_norm_of_arrays(
+    rule: optax.GradientTransformation, gradient_steps: int
+) -> optax.GradientTransformation:
+    """Gives a rule the norm of all its dense arrays, unless a model provides a norm.
+
+    A model's norm covers the gradients of one step. A rule that is applied to the mean
+    gradient of several steps therefore uses the norm of its own arrays.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        is_known = gradient_steps == 1 and model_gradient_squares() is not None
+        if is_known or is_in_layer():
+            return rule.update(updates, state, params)
+        arrays = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(updates)]
+        squares = sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros(()))
+        with model_gradient_context(lambda: squares):
+            return rule.update(updates, state, params)
+
+    return optax.GradientTransformation(rule.init, update)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adafactor:
     """The rule for tables' rows and for dense arrays of any rank.
@@ -398,7 +423,6 @@ class _Adafactor:
     Fields that are not listed below are arguments of `adafactor`.
 
     Attributes:
-      clip: unscales and clips a gradient.
       averages: keeps moving averages of the rows, or `None`.
       gradient_steps: number of steps whose mean gradient makes one update.
     """
@@ -410,7 +434,11 @@ class _Adafactor:
     clip_threshold: Any
     weight_decay: Any
     mode: AdafactorMode
-    clip: Clipping
+    loss_scale_factor: Any
+    clipvalue: Any
+    clipnorm: Any
+    global_clipnorm: Any
+    clipnorm_of: ClipnormOf
     averages: Averages | None
     gradient_steps: int
 
@@ -453,7 +481,7 @@ class _Adafactor:
         # Keras schedules count steps, and an update may take several steps.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
-        gradient = self.clip(jnp.asarray(gradient, jnp.float32), tables)
+        gradient = self._clip(jnp.asarray(gradient, jnp.float32), tables)
         old = decayed = jnp.asarray(array, jnp.float32)
         if self.weight_decay is not None:
             lost = self.weight_decay * rate * old
@@ -482,6 +510,36 @@ class _Adafactor:
             total = plus_total(state.squares, change, tables, state.squares.value)
             state = state._replace(squares=total)
         return updates, state._replace(count=state.count + 1)
+
+    def _clip(self, gradient: jax.Array, tables: TableRows | None) -> jax.Array:
+        """Unscales and clips a gradient, as Keras does.
+
+        Args:
+          gradient: `[rows, dim]` of some tables, or a dense array of any rank.
+          tables: the rows' tables, or `None` for a whole dense array.
+        """
+        scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
+        gradient = gradient / scale
+        if self.clipvalue is not None:
+            return jnp.clip(gradient, -self.clipvalue, self.clipvalue)
+        bound, squares = self.clipnorm, None
+        if self.global_clipnorm is not None:
+            bound, squares = self.global_clipnorm, model_gradient_squares()
+        elif self.clipnorm_of == "occurrences" and tables is not None:
+            squares = tables.occurrence_squares
+        if bound is None:
+            return gradient
+        if squares is not None:
+            squares = squares / scale**2
+        elif tables is None:
+            squares = jnp.sum(jnp.square(gradient))
+        else:
+            squares = tables.total(jnp.sum(jnp.square(gradient), axis=1))
+        norms = jnp.sqrt(squares)
+        factors = jnp.where(norms > bound, bound / norms, 1)
+        if factors.ndim and tables is not None:
+            factors = tables.per_row(factors)[:, None]
+        return gradient * factors
 
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
@@ -601,15 +659,14 @@ class _Adafactor:
 
 def _check_together(rule: _Adafactor) -> None:
     """Rejects arguments that cannot be combined."""
-    clip = rule.clip
     bounds = ("clipnorm", "clipvalue", "global_clipnorm")
-    given = [name for name in bounds if getattr(clip, name) is not None]
+    given = [name for name in bounds if getattr(rule, name) is not None]
     if len(given) > 1:
         raise ValueError(
             "adafactor: at most one of clipnorm, clipvalue and global_clipnorm is "
             f"allowed, got {given}. Keep one of them."
         )
-    is_of_occurrences = clip.clipnorm is not None and clip.clipnorm_of == "occurrences"
+    is_of_occurrences = rule.clipnorm is not None and rule.clipnorm_of == "occurrences"
     if is_of_occurrences and rule.moves_every_row:
         raise ValueError(
             "adafactor: clipnorm_of must be 'sum' with weight_decay in mode 'exact', "

@@ -31,7 +31,7 @@ from tpu_embedding.optimizers.options import (
     CommonOptions,
     public_optimizer,
 )
-from tpu_embedding.optimizers.rules._clipping import proximal_step
+from tpu_embedding.optimizers.rules._proximal import proximal_step
 from tpu_embedding.optimizers.table_rows import table_rows
 
 WeightDecayMode = Literal["l2", "decoupled"]

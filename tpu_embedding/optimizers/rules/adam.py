@@ -21,7 +21,7 @@ from tpu_embedding.optimizers.checks import non_negative, positive
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 from tpu_embedding.optimizers.row_optimizer import every_row
-from tpu_embedding.optimizers.rules._clipping import (
+from tpu_embedding.optimizers.rules._proximal import (
     ftrl_rows,
     proximal_step,
     split_zero_rate,

@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.checks import (
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
-from tpu_embedding.optimizers.rules._clipping import ftrl_rows, split_zero_rate
+from tpu_embedding.optimizers.rules._proximal import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
@@ -103,9 +103,11 @@ def ftrl(
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
         shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
-        moves, divisor = split_zero_rate(rate)
+        is_nonzero, divisor = split_zero_rate(rate)
         if not multiply_linear_by_learning_rate:
-            updates, shrunk = jnp.where(moves, updates, 0), jnp.where(moves, shrunk, 0)
+            # Linears have units of `1 / rate`, so a step with rate 0 changes nothing.
+            updates = jnp.where(is_nonzero, updates, 0)
+            shrunk = jnp.where(is_nonzero, shrunk, 0)
         accumulators = state.accumulators + jnp.square(updates)
         power = _power(accumulators, p)
         change = power - _power(state.accumulators, p)
@@ -115,7 +117,7 @@ def ftrl(
         else:
             linears = state.linears + shrunk - change * params / divisor
             rows = ftrl_rows(linears, l1, (power + beta) / divisor + 2 * l2)
-            rows = jnp.where(moves, rows, params)
+            rows = jnp.where(is_nonzero, rows, params)
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
     return for_each_array(init, update)

@@ -9,15 +9,13 @@ import optax
 
 from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.checks import (
-    check_hyperparameters,
-    equal_calls_are_one,
-    finite,
-)
+from tpu_embedding.optimizers.checks import equal_calls_are_one, finite
 from tpu_embedding.optimizers.learning_rates import checked_schedule, learning_rate_at
-
-SlotInitializer = float | Callable[..., jax.Array]
-"""A scalar, or a function of `(shape, dtype)` with equal values for every row."""
+from tpu_embedding.optimizers.options import (
+    SlotInitializer,
+    check_initializers,
+    initial_values,
+)
 
 
 class UserDefinedState(NamedTuple):
@@ -113,20 +111,13 @@ def user_defined(
             f"{names}, {initializers} and {dims}."
         )
         raise about(ValueError(text), "user_defined: slot_names", names)
-    checks = {
-        f"slot_initializers[{i}]": finite(value)
-        for i, value in enumerate(initializers)
-        if not callable(value)
-    }
-    check_hyperparameters("user_defined", **checks)
+    check_initializers("user_defined", dict(enumerate(initializers)))
 
     def init(params):
-        slots = {}
-        for name, value, dim in zip(names, initializers, dims, strict=True):
-            shape = params.shape[:dim]
-            if callable(value):
-                value = value(shape, params.dtype)
-            slots[name] = jnp.broadcast_to(jnp.asarray(value, params.dtype), shape)
+        slots = {
+            name: initial_values(value, params.shape[:dim], params.dtype)
+            for name, value, dim in zip(names, initializers, dims, strict=True)
+        }
         return UserDefinedState(count=jnp.zeros((), jnp.int32), slots=slots)
 
     def update(updates: Any, state: Any, params: Any):
