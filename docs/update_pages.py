@@ -10,6 +10,7 @@ If it has several Python blocks, each of them keeps its first line.
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import pathlib
@@ -88,6 +89,9 @@ def _list_option(options: str, name: str) -> list[str]:
     return re.findall(r"\w+", found[1]) if found else []
 
 
+_PROPERTIES = property | functools.cached_property
+
+
 def _documented_names(owner: Any) -> list[str]:
     """Returns the public functions, classes and properties, without fields."""
     fields = getattr(owner, "__dataclass_fields__", {})
@@ -96,18 +100,20 @@ def _documented_names(owner: Any) -> list[str]:
         for name, value in vars(owner).items()
         if not name.startswith("_")
         and name not in fields
-        and (callable(value) or isinstance(value, property | classmethod))
+        and (callable(value) or isinstance(value, _PROPERTIES | classmethod))
     ]
 
 
 def _row_of(owner: Any, name: str) -> str:
     value = getattr(owner, name)
     content = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-    if not isinstance(value, property) and (signature := _signature_of(owner, name)):
+    if not isinstance(value, _PROPERTIES) and (signature := _signature_of(owner, name)):
         content += f"<br>`{signature}`"
     if isinstance(owner, type):
         name = f"{owner.__name__}.{name}"
-    code: Any = value.fget if isinstance(value, property) else value
+    code: Any = value
+    if isinstance(value, _PROPERTIES):
+        code = value.fget if isinstance(value, property) else value.func
     return _row(name, content, inspect.getsourcefile(inspect.unwrap(code)))
 
 
