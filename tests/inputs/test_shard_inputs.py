@@ -6,7 +6,6 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.lookup.stages import PADDING
 from tpu_embedding.inputs import shard_inputs
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
@@ -15,7 +14,7 @@ from tpu_embedding.inputs.shard_inputs import (
     to_feature_input,
 )
 
-P = PADDING
+P = te.inputs.PADDING_ROW_ID
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, combiner="sum", name="table")
 
 
