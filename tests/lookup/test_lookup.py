@@ -318,7 +318,11 @@ def test_policies_combiners_and_default_ids(form):
             weight_of_each_id = weights if i % 2 else cancel
             if form == "ragged":
                 # The third sample is empty.
-                batch[feature.name] = ragged(ids, [0, 2, 5, 5, 9, 12], weight_of_each_id)
+                batch[feature.name] = te.RaggedIds(
+                    values=ids.astype(np.int32),
+                    row_splits=np.array([0, 2, 5, 5, 9, 12]),
+                    weights=weight_of_each_id,
+                )
             else:
                 shape = (12,) if form == "one" else (4, 3)
                 batch[feature.name] = te.DenseIds(
