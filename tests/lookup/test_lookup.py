@@ -1,6 +1,5 @@
 """Whole lookups and gradients against the dense reference, over nasty batches."""
 
-import dataclasses
 import functools
 
 import jax
