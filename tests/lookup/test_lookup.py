@@ -12,6 +12,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
 from tests.rejections import rejects
+from tpu_embedding.lookup import _backward, _forward, _rounds
 
 full = pytest.mark.full
 
@@ -186,6 +187,38 @@ def test_equals_dense_reference(form, num_devices):
         check_against_reference(plan, batch_of(case))
 
 
+def test_blocks_cut_anywhere_change_no_result(monkeypatch):
+    # 1 CPU device sums gradients in blocks. Blocks of 3 ids cut rows and padding.
+    monkeypatch.setattr(_backward, "_BLOCK_BYTES", 3 * 4 * 128)
+    monkeypatch.setattr(_backward, "_BLOCK_ALIGNMENT", 3)
+    # Programs are cached per plan, so no other test may use this one.
+    plan = make_plan(mesh_of(1), dim=3, expected_valence=4)
+    for form in ("one", "weighted", "ragged_weighted"):
+        for case in FORMS[form]:
+            check_against_reference(plan, batch_of(case))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "hardware"), [(1, None), (2, None), (2, "v5p")], ids=str
+)
+def test_forms_of_gathers_and_long_samples(num_devices, hardware):
+    plan = make_plan(mesh_of(num_devices), dim=5, hardware=hardware)
+    batch = batch_of("weighted")
+    # More ids per sample than are added one by one.
+    valence = _forward._MAX_UNROLLED_VALENCE + 2
+    batch["c"] = padded(11, valence)
+    batch["d"] = random_ragged(37, 40, weights=rng(2).normal(size=40))
+    check_against_reference(plan, batch)
+
+
+def test_long_arrays_are_searched_alike(monkeypatch):
+    monkeypatch.setattr(_rounds, "_MAX_COMPARISONS", 0)
+    # No other test may compile this plan.
+    plan = make_plan(mesh_of(2), dim=7, capacity=2)
+    stats, _, _ = check_against_reference(plan, batch_of("multi_hot"))
+    assert stats.rounds["stack_0"] > 1
+
+
 @full
 @pytest.mark.parametrize(("num_devices", "capacity"), [(8, 1), (1, 3)])
 def test_capacity_changes_no_result(num_devices, capacity):
@@ -253,6 +286,65 @@ def test_ids_out_of_range_under_jit(policy):
     for name, found in result.activations.items():
         np.testing.assert_allclose(found, expected[name], **TOLERANCE)
         assert found.sharding.is_equivalent_to(plan.batch_sharding, 2)
+
+
+@pytest.mark.parametrize("form", ["one", "many", "ragged"])
+def test_policies_combiners_and_default_ids(form):
+    ids = np.array([0, 6, 7, -1, PADDING, PADDING - 1, -(2**31), 3, 3, 5, PADDING, 4])
+    weights = np.float32([1, -1, 2, 0.5, 1, 1, 1, 0, 0.25, -2, 0, 0])
+    cancel = np.float32([1, -1, 2, -2, 4, -4, 1, -1, 1, -1, 0, 0])
+    features, batch = [], {}
+    for combiner in ("sum", "mean", "sqrtn"):
+        table = te.TableConfig(
+            vocabulary_size=7, dim=2, combiner=combiner, name=f"table_of_{combiner}"
+        )
+        for i, (policy, validates, default_id) in enumerate(
+            [
+                ("drop", True, None),
+                ("drop", False, 6),
+                ("clip", True, 6),
+                ("clip", False, None),
+            ]
+        ):
+            feature = te.FeatureConfig(
+                table=table,
+                out_of_range_ids=policy,
+                validate_weights_and_indices=validates,
+                default_id=default_id,
+                name=f"{combiner}_{i}",
+            )
+            features.append(feature)
+            weight_of_each_id = weights if i % 2 else cancel
+            if form == "ragged":
+                # The third sample is empty.
+                batch[feature.name] = te.RaggedIds(
+                    values=ids.astype(np.int32),
+                    row_splits=np.array([0, 2, 5, 5, 9, 12]),
+                    weights=weight_of_each_id,
+                )
+            else:
+                shape = (12,) if form == "one" else (4, 3)
+                batch[feature.name] = te.DenseIds(
+                    ids=ids.reshape(shape), weights=weight_of_each_id.reshape(shape)
+                )
+    config = {feature.name: feature for feature in features}
+    plan = te.make_plan(config, mesh_of(2), optimizer=OPTIMIZER)
+    check_against_reference(plan, batch)
+
+
+def test_weights_of_zero_have_a_finite_gradient():
+    """The root of their sum is not differentiated at 0."""
+    plan = make_plan(mesh_of(1), validate_weights_and_indices=False)
+    tables = te.functional.init_tables(plan, jax.random.key(1))
+
+    def total(weights):
+        features = te.DenseIds(ids=jnp.zeros((4, 3), jnp.int32), weights=weights)
+        batch = dict.fromkeys("abcd", features)
+        result = te.functional.lookup(tables, batch, plan)
+        return sum(jnp.sum(result.activations[name]) for name in "bc")
+
+    gradient = jax.grad(total)(jnp.zeros((4, 3)))
+    np.testing.assert_array_equal(gradient, np.zeros((4, 3)))
 
 
 @pytest.mark.full

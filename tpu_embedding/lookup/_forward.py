@@ -510,7 +510,7 @@ def route_stack(
 
 def read_stack(
     table: PackedRows, routing: StackRouting, stack: StackPlan
-) -> tuple[list[Float[Array, "_ dim"]], StackRouting, dict[str, Int[Array, "one _"]]]:
+) -> tuple[list[Float[Array, "_ dim"]], StackRouting, dict[str, Int[Array, "one *n"]]]:
     """Reads and combines the rows of routed ids. Per shard.
 
     Returns:
