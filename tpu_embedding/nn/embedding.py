@@ -341,6 +341,7 @@ class TPUEmbedding(ShortRepr):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         # The stats are on the mesh from the start, as they are after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
+        # Only vocabularies that insert ids count them.
         counts = {
             table.name: stack.vocabulary.stacks.zero_counts
             for stack in plan.stacks
@@ -350,7 +351,10 @@ class TPUEmbedding(ShortRepr):
         if counts:
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
+        # `te.Optimizer` sets it.
         self.tables_with_derived_state: frozenset[str] = frozenset()
+        # Inside `te.value_and_grad` or an export, `recorded` holds taps or tables, then
+        # the records of calls in inner transformations.
         self.recorded = RecordedCalls(())
         # Inside a pipelined step, `prefetched` holds features and the result of their
         # lookup until a call uses it. Afterwards, `features_agree` holds whether that

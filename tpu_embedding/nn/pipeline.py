@@ -319,10 +319,13 @@ class PipelinedTrainStep:
                     f"got the vocabulary {vocabulary!r}. "
                     f"{vocabulary.instead_of_row_numbers}"
                 )
+        plan = plans[0]  # All layers of a model have one mesh and one hardware.
         for module in (model, optimizer):
-            put_on_mesh(module, plans[0])
-        options = plans[0].compiler_options
-        jit = functools.partial(jax.jit, static_argnums=0, compiler_options=options)
+            put_on_mesh(module, plan)
+        # Argument 0 is the graph of model and optimizer, argument 1 their arrays.
+        jit = functools.partial(
+            jax.jit, static_argnums=0, compiler_options=plan.compiler_options
+        )
         # The new state keeps the shardings, so the second call doesn't recompile.
         state = nnx.state((model, optimizer))
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
