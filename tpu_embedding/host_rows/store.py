@@ -52,6 +52,11 @@ class RowStore:
             self._map.madvise(mmap.MADV_RANDOM)
         self._records = np.frombuffer(self._map, np.uint32).reshape(num_rows, words)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all records."""
+        return self._records.nbytes
+
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Returns the records of rows, using several threads for many rows.
 

@@ -198,7 +198,8 @@ def set_rows(
 
     Lines of a TPU are set with two additions: first the negated old value, which leaves
     exactly 0, then the new value. Additions are offloaded from the TensorCore, and rows
-    that share a line can only be added to.
+    that share a line can only be added to. So are rows whose old values were read: new
+    values that don't depend on them, written first, would make XLA copy the array.
 
     Args:
       packed: the rows of this shard.
@@ -210,7 +211,7 @@ def set_rows(
     if layout.narrow_dtype is not None:
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
-    if layout.tile_lanes is None:
+    if layout.tile_lanes is None and old is None:
         lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
         line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
         return _set_lines(packed, line_ids, lines)
