@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
 
 DIM, BATCH = 4, 8
 
@@ -118,3 +119,40 @@ def test_a_table_that_the_batch_does_not_use_only_counts_the_step(rule, rows):
     old_rows, new_rows = (arrays[name].lines for arrays in (tables, new[0]))
     np.testing.assert_array_equal(old_rows, new_rows)
     assert jax.tree.structure(new[1][name]) == jax.tree.structure(slots[name])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        te.optimizers.adafactor(0.1),
+        te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+    ],
+    ids=["totals count each row once", "occurrences are in the order of samples"],
+)
+def test_copies_of_shards_change_no_result(rule):
+    def values(mesh, placement):
+        table = te.TableConfig(vocabulary_size=9, dim=3, name="movie")
+        plan = te.make_plan(
+            te.FeatureConfig(table=table),
+            mesh,
+            optimizer=rule,
+            placement=placement,
+        )
+        tables = te.functional.init_tables(plan, jax.random.key(0))
+        slots = te.functional.init_slots(tables, plan)
+        for ids in np.arange(16, dtype=np.int32).reshape(2, 8) % 3:
+            result = te.functional.lookup(tables, ids, plan)
+            cotangents = result.activations * jnp.arange(1.0, 9.0)[:, None]
+            gradients = te.functional.compute_gradients(
+                result.routing, cotangents, plan
+            )
+            tables, slots = te.functional.apply_gradients(
+                tables, slots, gradients, plan
+            )
+        return te.functional.unstack_tables(tables, plan)["movie"]
+
+    expected = values(mesh_of(1), te.Sharded())
+    axes = [("data",), ("model",)]
+    for placement in (te.Replicated(), *(te.Sharded(axes=x) for x in axes)):
+        found = values(mesh_of_shape("2x2"), placement)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

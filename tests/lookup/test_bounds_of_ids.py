@@ -34,3 +34,26 @@ def test_no_id_is_lost():
     tables, _ = te.functional.apply_gradients(tables, slots, total, plan)
     (after,) = te.functional.unstack_tables(tables, plan).values()
     np.testing.assert_allclose(after, np.asarray(before) - 1, rtol=1e-5, atol=1e-6)
+
+
+def test_no_id_of_a_sum_of_small_lookups_is_lost():
+    """One owner has the ids of both lookups, twice as many as of one."""
+    table = te.TableConfig(vocabulary_size=4096, dim=2, combiner="sum", name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table), mesh_of(2), optimizer=te.optimizers.sgd(1)
+    )
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    (before,) = te.functional.unstack_tables(tables, plan).values()
+    ids = 2 * np.arange(32, dtype=np.int32).reshape(2, 2, 8)
+    gradients = []
+    for batch in ids:
+        result = te.functional.lookup(tables, batch, plan)
+        ones = jnp.ones_like(result.activations)
+        gradients.append(te.functional.compute_gradients(result.routing, ones, plan))
+    total = te.gradients.add(*gradients)
+    tables, _ = te.functional.apply_gradients(tables, slots, total, plan)
+    (after,) = te.functional.unstack_tables(tables, plan).values()
+    expected = np.array(before)
+    expected[ids.reshape(-1)] -= 1
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
