@@ -156,3 +156,21 @@ def test_copies_of_shards_change_no_result(rule):
     for placement in (te.Replicated(), *(te.Sharded(axes=x) for x in axes)):
         found = values(mesh_of_shape("2x2"), placement)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_rate_that_is_not_finite_moves_no_row_of_later_rounds():
+    table = te.TableConfig(vocabulary_size=16, dim=2, name="movie")
+    rule = te.optimizers.sgd(lambda step: 1.0 / step)  # Infinite in the first step.
+    plan = te.make_plan(
+        te.FeatureConfig(table=table), mesh_of(2), optimizer=rule, capacity=1
+    )
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, np.arange(16, dtype=np.int32), plan)
+    assert int(result.stats.rounds["stack_0"]) > 1
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, plan
+    )
+    after, _ = te.functional.apply_gradients(tables, slots, gradients, plan)
+    found, expected = (te.functional.unstack_tables(x, plan) for x in (after, tables))
+    np.testing.assert_array_equal(found["movie"], expected["movie"])
