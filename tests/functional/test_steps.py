@@ -160,7 +160,8 @@ def test_copies_of_shards_change_no_result(rule):
 
 def test_a_rate_that_is_not_finite_moves_no_row_of_later_rounds():
     table = te.TableConfig(vocabulary_size=16, dim=2, name="movie")
-    rule = te.optimizers.sgd(lambda step: 1.0 / step)  # Infinite in the first step.
+    # Infinite in the first step.
+    rule = te.optimizers.sgd(lambda step: 1.0 / step.astype(jnp.float32))
     plan = te.make_plan(
         te.FeatureConfig(table=table), mesh_of(2), optimizer=rule, capacity=1
     )
