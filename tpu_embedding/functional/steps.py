@@ -590,12 +590,9 @@ def apply_gradients(
             def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            # The step didn't look up this stack, so only shared values advance.
-            if stack.optimizer.takes_totals:
-                # Such a rule asks for all-reduces, which need the axes of a shard.
-                run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
-            else:
-                run = in_auto_axes(step, plan, specs)
+            # The step didn't look up this stack, so only shared values advance. They
+            # may depend on totals, whose all-reduces need the axes of a shard.
+            run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
             new_slots[stack.name] = run(state)
             continue
         arrays = {name: tables[name] for name in stack.array_names}

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,6 @@ from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.rows.access import Parts, gather_lines
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
-    RowLayout,
     gather_in_bounds,
     round_up,
 )
@@ -209,8 +208,7 @@ def gradient_rounds(gradient: Sealed, stack: StackPlan) -> Parts:
     read_cotangents = cotangent_reader(opened.cotangents, opened.routing.poolings)
     if opened.blocks is not None:
         # One CPU device owns all rows. Its rounds are blocks of ids, which aren't sent.
-        layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
-        return gradient_blocks(opened.blocks, read_cotangents, layout)
+        return gradient_blocks(opened.blocks, read_cotangents, stack.dim)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
         # `stack_gradient` left round 1 to the backend, which can't run this step. So
@@ -475,59 +473,52 @@ def sorted_blocks(
     )
 
 
-class BlockSum(NamedTuple):
-    """What a block of ids needs from the blocks before it.
-
-    Attributes:
-      index: number of the block.
-      open_sum: `[dim]`, part of its first row's gradient from earlier blocks.
-      first_row: first row that no earlier block finished.
-    """
-
-    index: Int[Array, ""]
-    open_sum: Float[Array, " dim"]
-    first_row: Int[Array, ""]
-
-
 def gradient_blocks(
-    blocks: IdBlocks, read_cotangents: ReadCotangents, layout: RowLayout
+    blocks: IdBlocks, read_cotangents: ReadCotangents, dim: int
 ) -> Parts:
     """Sums the gradients block by block. Per shard."""
     num_blocks, ids_per_block = blocks.row_ids.shape
-    nothing = jnp.zeros((layout.dim,), jnp.float32)
-    start = BlockSum(jnp.int32(0), nothing, jnp.int32(0))
-    first, after_first = _sum_block(start, blocks, read_cotangents, layout)
+    nothing = jnp.zeros((dim,), jnp.float32)
+    first, open_sum = _sum_block(jnp.int32(0), nothing, blocks, read_cotangents)
     if num_blocks == 1:
         return Parts(first)
     num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
 
     def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
-        def has_ids(state: tuple[BlockSum, Any]) -> Bool[Array, ""]:
-            return state[0].index * ids_per_block < num_used
+        def has_ids(state: tuple[Array, Array, Any]) -> Bool[Array, ""]:
+            index, *_ = state
+            return index * ids_per_block < num_used
 
-        def run(state: tuple[BlockSum, Any]) -> tuple[BlockSum, Any]:
-            block, carry = state
-            gradients, block = _sum_block(block, blocks, read_cotangents, layout)
-            return block, body(carry, gradients)
+        def run_block(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+            index, open_sum, so_far = state
+            gradients, open_sum = _sum_block(index, open_sum, blocks, read_cotangents)
+            return index + 1, open_sum, body(so_far, gradients)
 
-        return jax.lax.while_loop(has_ids, run, (after_first, carry))[1]
+        state = (jnp.int32(1), open_sum, carry)
+        return jax.lax.while_loop(has_ids, run_block, state)[2]
 
     return Parts(first, fold_later)
 
 
 def _sum_block(
-    before: BlockSum,
+    index: Int[Array, ""],
+    open_sum: Float[Array, " dim"],
     blocks: IdBlocks,
     read_cotangents: ReadCotangents,
-    layout: RowLayout,
-) -> tuple[RowGradients, BlockSum]:
-    """Sums the gradients of a block. Returns those of finished rows."""
+) -> tuple[RowGradients, Float[Array, " dim"]]:
+    """Sums the gradients of block `index`.
+
+    `open_sum` is the part of its first row's gradient from earlier blocks.
+
+    Returns:
+      The gradients of finished rows, and the sum so far of a row that continues in the
+      next block.
+    """
     num_blocks, ids_per_block = blocks.row_ids.shape
-    index = before.index
     ids, ranks = blocks.row_ids[index], blocks.ranks[index]
     positions = ranks - ranks[0]
-    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32)
-    sums = sums.at[0].set(before.open_sum)
+    sums = jnp.zeros((ids_per_block, open_sum.shape[0]), jnp.float32)
+    sums = sums.at[0].set(open_sum)
     sums = sums.at[positions].add(
         read_cotangents(blocks.order[index]),
         mode="drop",
@@ -541,12 +532,9 @@ def _sum_block(
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
     last = positions[-1]
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
-    end_row = jnp.minimum(next_id, layout.num_rows)
     gradients = RowGradients(
-        row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
-        values=sums,
-        covered=RowRange(before.first_row, end_row) if num_blocks > 1 else None,
+        row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids), values=sums
     )
     # If padding ends the block, its position is past all rows; the sum is unused.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
-    return gradients, BlockSum(index + 1, open_sum, end_row)
+    return gradients, open_sum

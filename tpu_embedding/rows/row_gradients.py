@@ -134,7 +134,8 @@ class RowGradients:
       values: `[rows, dim]`, gradient of each row, undefined in unused positions.
       occurrences: the gradient of each occurrence of an id, for optimizers that need
         the norm of all occurrences; else None.
-      covered: the shard's rows that the round covers. None if it covers all rows.
+      covered: the shard's rows that the round covers. None if it covers all rows, or if
+        the rule runs on no other rows than those looked up.
     """
 
     row_ids: Int[Array, " rows"]
