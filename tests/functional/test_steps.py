@@ -99,7 +99,7 @@ def test_no_step_takes_a_value_from_the_host():
 )
 @pytest.mark.parametrize("rule", ["adagrad", "adafactor"])
 def test_a_table_that_the_batch_does_not_use_only_counts_the_step(rule, rows):
-    """Rules with totals, too: its totals are over no rows."""
+    """Also with a rule that asks for totals, which are over no rows."""
     features = {
         name: te.FeatureConfig(
             table=te.TableConfig(vocabulary_size=rows, dim=dim, name=name)

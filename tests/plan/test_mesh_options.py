@@ -60,7 +60,7 @@ def test_no_mesh_means_that_of_the_context():
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device as JAX describes it, of a number of which no machine here has any."""
+    """A device as JAX describes it. No machine here has so many."""
 
     id: int
     process_index: int

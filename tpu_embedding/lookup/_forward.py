@@ -558,22 +558,8 @@ def read_stack(
         read_own_rows if owns_all_rows else read_rounds,
         stack,
     )
-    # An update writes to the rows in the routing, so one barrier orders these after the
-    # activations. Otherwise the update could write before the rows are read, if the
-    # derivative of the loss doesn't use the activations.
-    sent = routing.sent
-    reads = (activations, routing.keys, routing.backend_ids)
-    if sent is None:
-        activations, keys, backend_ids = read_before_write(reads)
-    else:
-        reads = (*reads, sent.unique.order, sent.first)
-        activations, keys, backend_ids, order, first = read_before_write(reads)
-        unique = dataclasses.replace(sent.unique, order=order)
-        sent = dataclasses.replace(sent, unique=unique, first=first)
-    routing = dataclasses.replace(
-        routing, keys=keys, sent=sent, backend_ids=backend_ids
-    )
-    counts = {"rounds": rounds[None]}
+    activations, routing = _read_before_update(activations, routing)
+    sent, counts = routing.sent, {"rounds": rounds[None]}
     if sent is not None:
         counts["num_ids"] = sent.unique.first_positions[-1:]
         counts["requested_rows"] = jnp.diff(sent.unique.first_ranks)[None]
@@ -587,3 +573,26 @@ def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
     if routing.sent is not None:
         return routing.sent
     return send_ids(routing.keys, routing.max_unique_ids, stack)
+
+
+def _read_before_update(
+    activations: list[Float[Array, "_ dim"]], routing: StackRouting
+) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
+    """Orders the table's reads before an update's writes.
+
+    An update writes to the rows in the routing, so one barrier orders these after the
+    activations. Otherwise the update could write before the rows are read, if the
+    derivative of the loss doesn't use the activations.
+    """
+    sent = routing.sent
+    reads = (activations, routing.keys, routing.backend_ids)
+    if sent is None:
+        activations, keys, backend_ids = read_before_write(reads)
+    else:
+        reads = (*reads, sent.unique.order, sent.first)
+        activations, keys, backend_ids, order, first = read_before_write(reads)
+        unique = dataclasses.replace(sent.unique, order=order)
+        sent = dataclasses.replace(sent, unique=unique, first=first)
+    return activations, dataclasses.replace(
+        routing, keys=keys, sent=sent, backend_ids=backend_ids
+    )

@@ -60,28 +60,7 @@ def check_dense_optimizer(
             "The optimizer of the dense parameters must take plain arrays, got "
             f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
         )
-    each_step = [
-        stack
-        for path, plan in plans.items()
-        for stack in plan.trained_stacks
-        if stack.optimizer.gradient_steps == 1
-        and not find_state(slots[path][stack.name], COLLECTING)
-    ]
-    collecting = find_state(opt_state, COLLECTING)
-    if collecting and each_step:
-        raise ValueError(
-            "The optimizer of the dense parameters must step with each update, like "
-            f"table {each_step[0].tables[0].name!r}, got one that collects the "
-            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
-            "Pass its inner optimizer, add the gradients of the micro-batches, "
-            "and update once:\n"
-            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
-            "  total = te.gradients.add(*parts)\n"
-            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
-            "  optimizer.update(model, gradients)\n"
-            "Or make the tables collect as well: te.optimizers.every_row(rule, "
-            "gradient_steps=4)."
-        )
+    _check_collects(opt_state, plans, slots)
     if _skips_part(opt_state):
         raise ValueError(
             f"{owner}: tx must skip steps that are not finite for all parameters, got "
@@ -159,3 +138,31 @@ def _names(function: Any) -> Iterator[str]:
             yield getattr(value, "__qualname__", "").partition(".")[0]
             cells = getattr(value, "__closure__", None) or ()
             waiting.extend(cell.cell_contents for cell in cells)
+
+
+def _check_collects(
+    opt_state: Any, plans: Mapping[str, EmbeddingPlan], slots: Mapping[str, Any]
+) -> None:
+    """Raises if dense parameters step less often than a table."""
+    each_step = [
+        stack
+        for path, plan in plans.items()
+        for stack in plan.trained_stacks
+        if stack.optimizer.gradient_steps == 1
+        and not find_state(slots[path][stack.name], COLLECTING)
+    ]
+    collecting = find_state(opt_state, COLLECTING)
+    if collecting and each_step:
+        raise ValueError(
+            "The optimizer of the dense parameters must step with each update, like "
+            f"table {each_step[0].tables[0].name!r}, got one that collects the "
+            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
+            "Pass its inner optimizer, add the gradients of the micro-batches, "
+            "and update once:\n"
+            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
+            "  total = te.gradients.add(*parts)\n"
+            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
+            "  optimizer.update(model, gradients)\n"
+            "Or make the tables collect as well: te.optimizers.every_row(rule, "
+            "gradient_steps=4)."
+        )

@@ -300,23 +300,7 @@ class TPUEmbedding(ShortRepr):
             owner, line = "te.TPUEmbedding: feature_config", f"Write {_MAKE_FEATURES}."
             rule = "be a nest of te.FeatureConfig"
             raise invalid(owner, rule, feature_config, line, TypeError)
-        if current_linen_module() is not None:
-            raise ValueError(
-                "te.TPUEmbedding cannot be made inside a Linen module, such as "
-                "nnx.bridge.ToLinen, which would make new tables in every call; use "
-                "te.linen.TPUEmbedding(plan) there."
-            )
-        if pipeline_execution_with_tensor_core:
-            raise invalid(
-                "pipeline_execution_with_tensor_core",
-                "be False, because a layer alone cannot look ahead",
-                pipeline_execution_with_tensor_core,
-                "Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
-                "mode='stale'), which computes what TensorFlow does, or with "
-                "mode='exact'.",
-            )
-        line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
-        check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
+        _check_arguments(pipeline_execution_with_tensor_core, rngs)
         if plan is None:
             placement = placement_of_embedding_feature(embedding_feature)
             plan = make_plan(
@@ -617,3 +601,24 @@ class TPUEmbedding(ShortRepr):
         self.recording, self.path, self.recorder_number = "off", "", 0
         self.recorded.set_value(())
         self.prefetched.set_value(())
+
+
+def _check_arguments(pipeline_execution_with_tensor_core: bool, rngs: Any) -> None:
+    """Rejects a layer inside Linen modules, and arguments that no plan needs."""
+    if current_linen_module() is not None:
+        raise ValueError(
+            "te.TPUEmbedding cannot be made inside a Linen module, such as "
+            "nnx.bridge.ToLinen, which would make new tables in every call; use "
+            "te.linen.TPUEmbedding(plan) there."
+        )
+    if pipeline_execution_with_tensor_core:
+        raise invalid(
+            "pipeline_execution_with_tensor_core",
+            "be False, because a layer alone cannot look ahead",
+            pipeline_execution_with_tensor_core,
+            "Train with te.PipelinedTrainStep(loss_fn, features_of=..., "
+            "mode='stale'), which computes what TensorFlow does, or with "
+            "mode='exact'.",
+        )
+    line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
+    check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)

@@ -238,7 +238,7 @@ def _clear_non_finite(
       old: the current values, `[ids, *row_shape]`.
 
     Returns:
-      The rows, and their current values, both in place.
+      The rows, in place, and their values now.
     """
     layout = packed.layout
     is_stuck, is_row = ~jnp.isfinite(old), row_ids < layout.num_rows

@@ -1,6 +1,6 @@
 """Rules for three steps on `[4, 3]` rows, against their equations in float64.
 
-`test_golden` has the rules of which recorded runs show each number. All options differ
+`test_golden` has the rules whose numbers recorded runs show. All options differ
 from their defaults and from each other, so each number and operator of a rule shows.
 The learning rate rises with the step. Adafactor has a file of its own.
 """
