@@ -147,9 +147,7 @@ def _with_weights(ids: Any, weights: Any, feature: FeaturePlan) -> Any:
     return DenseIds(ids=ids_of(ids), weights=weights)
 
 
-def feature_shape(
-    ids: FeatureIds, feature: FeaturePlan, num_shards: int
-) -> FeatureShape:
+def feature_shape(ids: Any, feature: FeaturePlan, num_shards: int) -> FeatureShape:
     """Checks the form of a feature in a lookup and returns its sizes.
 
     Raises:
@@ -164,7 +162,7 @@ def feature_shape(
     return shape
 
 
-def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
+def check_prepared(ids: Any, feature: FeaturePlan) -> None:
     """Raises TypeError for ids without a static shape."""
     if isinstance(ids, RaggedIds | SparseIds):
         fix = "Pass the batch through te.inputs.prepare_features on the host first."
@@ -172,7 +170,7 @@ def check_prepared(ids: FeatureIds, feature: FeaturePlan) -> None:
         raise invalid(f"Feature {feature.name!r}", rule, ids, fix, TypeError)
 
 
-def checked_shape(ids: FeatureIds, feature: FeaturePlan) -> FeatureShape:
+def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
     """Checks the form of a feature on the host or in a lookup and returns its sizes.
 
     It reads only shapes and dtypes.
