@@ -57,12 +57,12 @@ class RaggedDemand(NamedTuple):
     valence_square_sum: float
 
     @property
-    def usual_ids(self) -> float:
+    def usual_ids(self) -> int:
         """Ids that a shard of a similar batch rarely exceeds."""
         mean = self.valence_sum / self.num_samples
         variance = max(0.0, self.valence_square_sum / self.num_samples - mean**2)
         deviation = math.sqrt(self.samples_per_shard * variance)
-        return self.samples_per_shard * mean + _DEVIATIONS * deviation
+        return math.ceil(self.samples_per_shard * mean + _DEVIATIONS * deviation)
 
 
 class BufferSizes:
@@ -188,7 +188,8 @@ def _first_size(demand: RaggedDemand) -> int:
 
 def _grown_size(demand: RaggedDemand, size: int) -> int:
     factor = _GROWTH_FACTOR if demand.num_ids > size else 1
-    return max(size, _round_up(max(demand.num_ids * factor, demand.usual_ids)))
+    num_ids = math.ceil(demand.num_ids * factor)
+    return max(size, _round_up(max(num_ids, demand.usual_ids)))
 
 
 def _is_excessive(demand: RaggedDemand, size: int) -> bool:
@@ -202,13 +203,12 @@ def _expected_size(demand: RaggedDemand) -> int | None:
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
 
 
-def _round_up(size: float) -> int:
+def _round_up(size: int) -> int:
     """Rounds a size up, so that slightly different streams share sizes.
 
     The result is a multiple of an eighth of the largest power of two up to the size,
     and of 8.
     """
-    size = math.ceil(size)
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
 
