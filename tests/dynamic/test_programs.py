@@ -146,7 +146,12 @@ def run(layout, log, num_devices):
                 tables, slots, prepared, plan, None if now is None else jnp.uint32(now)
             )
             tables, slots = inserted.tables, inserted.slots
-            result.stats.append(jax.tree.map(int, inserted.stats))
+            result.stats.append(
+                {
+                    name: jax.tree.map(int, vars(counts))
+                    for name, counts in inserted.stats.items()
+                }
+            )
             found = functional.lookup(tables, inserted.features, plan)
             result.activations.append(jax.tree.map(np.asarray, found.activations))
             gradients.append(
@@ -184,7 +189,7 @@ def check_against_reference(layout, log, found):
                 for feature, _, find_only in features:
                     (only if find_only else ids).extend(batch[feature].ravel().tolist())
                 expected, _ = model.insert(ids, only, now)
-                of_table = {k: getattr(stats[name], k) for k in expected}
+                of_table = {k: stats[name][k] for k in expected}
                 assert of_table == expected, name
                 for feature, *_ in features:
                     rows = model.lookup(batch[feature])
