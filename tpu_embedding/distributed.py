@@ -5,6 +5,7 @@ part, so any thread may exchange them while a step runs.
 """
 
 import collections
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import jax
 from jax._src import clusters  # not public, like the next import
 from jax._src import distributed as _jax_distributed
 
-__all__ = ["exchange", "is_first", "num_processes", "start"]
+__all__ = ["exchange", "is_first", "num_processes", "post", "posted", "start"]
 
 START_SECONDS: Final = 300
 """Longest wait for the coordinator's host name, as in JAX."""
@@ -121,3 +122,32 @@ def exchange(name: str, value: Any) -> list[Any]:
     if number:  # All processes have set this value, so all have read the previous one.
         client.key_value_delete(key(number - 1, own))
     return [json.loads(text) for text in values]
+
+
+def post(name: str, text: str) -> None:
+    """Posts a text for all processes, without waiting for them. The first one stays.
+
+    Args:
+      name: what the text is about.
+      text: what `posted(name)` returns for this process, from now on.
+
+    Example:
+      >>> post("state", "ready")  # does nothing outside a job
+    """
+    client: Any = _jax_distributed.global_state.client
+    if client is not None:
+        key = f"tpu_embedding/{name}/{_jax_distributed.global_state.process_id}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is one already.
+            client.key_value_set(key, text)
+
+
+def posted(name: str) -> dict[int, str]:
+    """Returns the texts that processes have posted so far, by process.
+
+    Example:
+      >>> posted("state")
+      {}
+    """
+    client: Any = _jax_distributed.global_state.client
+    entries = client.key_value_dir_get(f"tpu_embedding/{name}/") if client else []
+    return {int(key.rsplit("/", 1)[1]): text for key, text in entries}

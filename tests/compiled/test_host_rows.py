@@ -13,7 +13,7 @@ from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 from tpu_embedding.host_rows.exchange import swap_program
-from tpu_embedding.host_rows.initial import columns_of
+from tpu_embedding.host_rows.records import columns_of
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.update.state import slots_of

@@ -29,15 +29,16 @@ BATCHES = 5  # per example; compiling takes longer than running
 
 
 def rows_on_devices(batch, plan):
-    """Returns the rows that the stages read, one set per feature; without 64 bits."""
+    """Returns the rows that the stages read, sorted, by stack; without 64 bits."""
     parsed = parse_batch(batch, plan)
     plan = parsed.plan
     filled = [fill_up(ids, plan.num_shards) for ids in parsed.row_numbers()]
     rows = [np.unique(array) for array in read_rows(filled, parsed.shapes, plan)]
-    return [
-        (array[array != P] + feature.row_offset).tolist()
-        for array, feature in zip(rows, plan.features, strict=True)
-    ]
+    found = {stack.name: [] for stack in plan.stacks}
+    for array, feature in zip(rows, plan.features, strict=True):
+        name = plan.stacks[feature.stack_index].name
+        found[name] += (array[array != P] + feature.row_offset).tolist()
+    return {name: sorted(set(rows)) for name, rows in found.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -58,17 +59,17 @@ def read_rows(filled, shapes, plan):
 
 
 def rows_on_host(batch, plan):
-    """Returns the rows that the host finds, one sorted list per feature."""
-    rows = rows_of_batch(batch, plan, {stack.name for stack in plan.stacks})
-    arrays = {name: iter(arrays) for name, arrays in rows.items()}
-    found = []
-    for feature in plan.match(batch)[0].features:
-        stack = plan.stacks[feature.stack_index]
-        array = next(arrays[stack.name])
-        assert array.dtype == np.int32 and array.ndim == 1
-        assert array.size == 0 or 0 <= array.min() <= array.max() < stack.num_rows
-        found.append(np.unique(array).tolist())
-    assert not any(list(rest) for rest in arrays.values())
+    """Returns the rows that the host finds, sorted, by stack."""
+    found = rows_of_batch(batch, plan, {stack.name for stack in plan.stacks})
+    for stack in plan.stacks:
+        by_shard, found[stack.name] = found[stack.name], []
+        assert len(by_shard) == stack.num_shards
+        for shard, local in enumerate(by_shard):
+            assert local.dtype == np.int32 and local.ndim == 1
+            assert local.tolist() == sorted(set(local.tolist()))
+            found[stack.name] += (local * stack.num_shards + shard).tolist()
+        assert all(0 <= row < stack.num_rows for row in found[stack.name])
+        found[stack.name].sort()
     return found
 
 
@@ -223,8 +224,10 @@ def test_case(case, num_devices):
     if isinstance(ids, te.RaggedIds):
         batch = te.inputs.prepare_features(batch, plan)
     with np.errstate(over="ignore"):  # as the weights become float32
-        assert rows_on_devices(batch, plan) == [[offset + i for i in expected]]
-    assert rows_on_host(batch, plan) == [[offset + i for i in expected]]
+        assert rows_on_devices(batch, plan) == {
+            "stack_0": [offset + i for i in expected]
+        }
+    assert rows_on_host(batch, plan) == {"stack_0": [offset + i for i in expected]}
 
 
 @pytest.mark.parametrize("weight", [1e-40, -1e-40])
@@ -236,8 +239,9 @@ def test_weights_below_the_smallest_normal_float(weight):
     )
     plan = te.make_plan(feature, mesh_of(1))
     batch = dense([1], [weight])
-    assert set(*rows_on_devices(batch, plan)) <= set(*rows_on_host(batch, plan))
-    assert rows_on_host(batch, plan) == [[1, 4] if weight > 0 else [4]]
+    found = rows_on_host(batch, plan)["stack_0"]
+    assert set(rows_on_devices(batch, plan)["stack_0"]) <= set(found)
+    assert found == ([1, 4] if weight > 0 else [4])
 
 
 def two_stacks():
@@ -252,9 +256,20 @@ def test_only_the_named_stacks_are_read():
     batch = {"t4": np.array([1, 2]), "t8": "no ids"}
     found = rows_of_batch(batch, plan, [names[0]])
     assert {name: [rows.tolist() for rows in found[name]] for name in found} == {
-        names[0]: [[1, 2]]
+        names[0]: [[1], [0]]
     }
-    assert rows_of_batch({"t4": batch["t4"]}, plan, [names[1]]) == {names[1]: []}
+    (nothing,) = rows_of_batch({"t4": batch["t4"]}, plan, [names[1]]).values()
+    assert [len(rows) for rows in nothing] == [0, 0]
+
+
+def test_stacks_of_all_32_bits():
+    """Numbers of rows and shards together take 32 bits."""
+    table = te.TableConfig(vocabulary_size=2**31 - 2, dim=4, name="t")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(3))
+    last = 2**31 - 3
+    ids = np.array([0, 1, 2, last - 2, last - 1, last, last])
+    (rows,) = rows_of_batch(ids, plan, ["stack_0"]).values()
+    assert [local.tolist() for local in rows] == [[0, last // 3]] * 3
 
 
 def test_rows_are_not_a_view_of_the_batch():

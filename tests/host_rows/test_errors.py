@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,7 +9,6 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.host_rows import models
 from tests.host_rows.models import (
     batches,
@@ -204,12 +202,9 @@ TABLE = functools.partial(
         ("backend", {}, {"backend": "sparse_core"}),
         ("TableConfig.dtype", {"dtype": "int8"}, {}),
         ("use_ema", {}, {"optimizer": te.optimizers.adafactor(0.1, use_ema=True)}),
-        ("te.Sharded()", {}, {"mesh": mesh_of(1)}),
     ],
 )
-def test_plans_of_what_is_not_supported(fix, options, plan_options, monkeypatch):
-    if "mesh" in plan_options:
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_plans_of_what_is_not_supported(fix, options, plan_options):
     with rejects(ValueError, fix=fix):
         te.make_plan(te.FeatureConfig(table=TABLE(**options)), **plan_options)
 

@@ -84,7 +84,9 @@ def test_rules(rule, num_devices, dtype):
     )
     (stack,) = host.hosts.values()
     assert 0 < stack.num_fetched < stack.num_ids
-    assert stack.num_fetched > stack.slots_per_shard * num_devices  # Rows have left.
+    assert (
+        stack.num_fetched > stack.stack.layout.num_rows * num_devices
+    )  # Rows have left.
 
 
 @pytest.mark.full
@@ -110,7 +112,7 @@ def test_more_misses_than_an_exchange_holds(num_devices):
         config_of, batches_of, placement, num_devices, optimizer=RULES["adagrad"]
     )
     (stack,) = host.hosts.values()
-    assert stack.planner.exchange_rows == 256
+    assert stack.exchange_rows == 256
     assert stack.num_fetched > 4 * 450
 
 
@@ -141,11 +143,14 @@ def test_extreme_values_keep_their_bits():
         words[2::7] = draw.integers(1, 2**22, words[2::7].shape)
         words[3::7] = 0xFF800000
         values[name] = words.view(np.float32)
-    store = run.hosts["stack_0"].store
+    stores = run.hosts["stack_0"].shards.stores
     for table in plan.stacks[0].tables:
         words = values[table.name].view(np.uint32)
-        store.write_range(table.row_offset, words, slice(0, 5))
-        store.write_range(table.row_offset, words, slice(5, 10))
+        local, shards = np.divmod(table.row_offset + np.arange(len(words)), 2)
+        for shard, store in enumerate(stores):
+            rows, new = local[shards == shard], words[shards == shard]
+            store.write_words(rows, new, slice(0, 5))
+            store.write_words(rows, new, slice(5, 10))
     for batch in run.batches(batches_of(plan, 12)):
         run.evaluate(batch)
     state = run.state()

@@ -13,7 +13,7 @@ from tests.conftest import mesh_of
 from tests.host_rows.twins import Run, check_equal
 from tests.tiers import matrix, quick_cases
 from tpu_embedding.host_rows import initial
-from tpu_embedding.host_rows.initial import file_rows_of_words, words_of_file_rows
+from tpu_embedding.host_rows.records import file_rows_of_words, words_of_file_rows
 from tpu_embedding.host_rows.store import RowStore
 from tpu_embedding.rows import access
 from tpu_embedding.update.state import values_of

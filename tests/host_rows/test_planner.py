@@ -7,55 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rejections import rejects
-from tests.tiers import full_cases
-from tpu_embedding.host_rows.planner import Planner, unique_rows
+from tpu_embedding.host_rows.batch_rows import unique_rows
+from tpu_embedding.host_rows.planner import CacheTooSmallError, Planner
 from tpu_embedding.types import PADDING_ROW_ID
 
 WINDOW = 4
-SHARDS = (1, 2, 3, 8)
 
 
 def state_of(planner):
     """Returns a copy of all that decides the next plans, except for stamps."""
     arrays = planner.place, planner.row_of, planner.user
-    clock = planner._hands, planner._num_filled
-    return [planner.next_batch, *(array.copy().tolist() for array in arrays + clock)]
-
-
-def changes_of(planner, plan):
-    """Returns the changes of each shard in a plan's exchanges; checks the padding."""
-    changes = [[] for _ in range(planner.num_shards)]
-    shape = planner.num_shards, planner.exchange_rows
-    for exchange in plan.exchanges:
-        for array in exchange:
-            assert array.dtype == np.int32 and array.shape == shape
-        is_used = exchange.fetched_rows >= 0
-        assert is_used.any()
-        for local, rows in (
-            (exchange.fetched, exchange.fetched_rows),
-            (exchange.evicted, exchange.evicted_rows),
-        ):
-            expected = np.where(rows < 0, PADDING_ROW_ID, rows // planner.num_shards)
-            np.testing.assert_array_equal(local, expected)
-        assert (exchange.slots[~is_used] == PADDING_ROW_ID).all()
-        assert (exchange.evicted_rows[~is_used] == -1).all()
-        for shard, lane in np.argwhere(is_used).tolist():
-            parts = exchange.slots, exchange.fetched_rows, exchange.evicted_rows
-            changes[shard].append(tuple(int(part[shard, lane]) for part in parts))
-    return changes
+    clock = planner._hand, planner._num_filled
+    return [planner.next_batch, *clock, *(array.copy().tolist() for array in arrays)]
 
 
 class Program:
     """Runs a planner, and swaps the rows of a dictionary as the devices do."""
 
-    def __init__(self, num_rows, num_shards, slots_per_shard):
-        self.planner = Planner(num_rows, num_shards, slots_per_shard)
-        self.slots_per_shard, self.pinned = slots_per_shard, set()
+    def __init__(self, num_rows, num_slots):
+        self.planner = Planner(num_rows, num_slots)
+        self.num_slots, self.pinned = num_slots, set()
         self.reset()
 
     def reset(self):
-        self.cached = {}  # (shard, slot) to row.
+        self.cached = {}  # Slot to row.
         self.recent = []  # Rows that the latest batches use or pin.
         self.left = {}  # Row to the batch that evicted it.
         self.pinned = set()
@@ -65,29 +40,30 @@ class Program:
         planner, new = self.planner, set(rows.tolist())
         cached = set(self.cached.values())
         kept = set().union(self.pinned & cached, *self.recent[-2:])
-        needed = [0] * planner.num_shards
-        for row in kept | new:
-            needed[row % planner.num_shards] += 1
         before = state_of(planner), planner.stamp.tolist()
-        if max(needed) > self.slots_per_shard:
-            least = f"{(max(needed) - 1) * planner.num_shards + 1:,}"
-            with rejects(ValueError, field="cache_rows", fix=f" {least},"):
+        if len(kept | new) > self.num_slots:
+            with pytest.raises(CacheTooSmallError) as raised:
                 planner.plan(rows)
+            assert raised.value.num_rows == len(kept | new)
             assert before == (state_of(planner), planner.stamp.tolist())
             return None
         plan = planner.plan(rows)
-        changes = changes_of(planner, plan)
+        for array in (plan.slots, plan.fetched, plan.evicted):
+            assert array.dtype == np.int32 and array.shape == plan.fetched.shape
         missing = new - cached
-        assert (plan.num_rows, plan.num_fetched) == (len(new), len(missing))
-        assert {row for shard in changes for _, row, _ in shard} == missing
+        assert plan.num_rows == len(new)
+        assert set(plan.fetched.tolist()) == missing
+        assert len(plan.fetched) == len(missing)
         assert plan.wait_for == max((self.left.get(x, -1) for x in missing), default=-1)
-        for shard, moves in enumerate(changes):
-            for slot, row, old in moves:
-                assert row % planner.num_shards == shard and old not in kept | new
-                assert self.cached.get((shard, slot), -1) == old
-            for slot, row, old in moves:
-                self.cached[shard, slot] = row
-                self.left[old] = plan.batch
+        moves = list(
+            zip(*(x.tolist() for x in (plan.slots, plan.fetched, plan.evicted)), strict=True)
+        )
+        for slot, _, old in moves:
+            assert old not in kept | new
+            assert self.cached.get(slot, -1) == old
+        for slot, row, old in moves:
+            self.cached[slot] = row
+            self.left[old] = plan.batch
         self.recent = [*self.recent[-2:], new | (self.pinned & cached)]
         self.check()
         return plan
@@ -95,8 +71,8 @@ class Program:
     def check(self):
         """Compares the planner's arrays with the devices' cache."""
         planner, row_of = self.planner, np.full(len(self.planner.row_of), -1)
-        for (shard, slot), row in self.cached.items():
-            row_of[slot * planner.num_shards + shard] = row
+        for slot, row in self.cached.items():
+            row_of[slot] = row
         np.testing.assert_array_equal(planner.row_of, row_of)
         (places,) = np.nonzero(row_of >= 0)
         here = np.flatnonzero(planner.place >= 0)
@@ -111,7 +87,8 @@ class Program:
     def undo(self, plans, snapshot):
         """Takes back plans; the state equals the one that was before them."""
         state, (self.cached, self.recent, self.left, self.pinned) = snapshot
-        self.planner.undo(plans, state[0] - 1)
+        for plan in reversed(plans):
+            self.planner.undo(plan)
         assert state_of(self.planner) == state
         self.check()
 
@@ -122,10 +99,10 @@ def random_rows(random, num_rows, size):
     return unique_rows([np.minimum(rows.astype(np.int32) - 1, num_rows - 1)])
 
 
-def run_program(seed, num_shards, slots_per_shard, num_rows, size, num_steps):
+def run_program(seed, num_slots, num_rows, size, num_steps):
     """Plans random batches, and sometimes undoes, pins or resets."""
     random = np.random.default_rng(seed)
-    program = Program(num_rows, num_shards, slots_per_shard)
+    program = Program(num_rows, num_slots)
     coming, seen, pinned = [], 0, []
     for _ in range(num_steps):
         while len(coming) <= WINDOW:
@@ -157,23 +134,19 @@ def run_program(seed, num_shards, slots_per_shard, num_rows, size, num_steps):
 
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_shards=st.sampled_from(SHARDS),
-    slots_per_shard=st.integers(1, 40),
+    num_slots=st.integers(1, 200),
     rows_per_slot=st.sampled_from([1, 2, 10]),
     fill=st.sampled_from([0.2, 0.5, 1.0, 2.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_random_programs_lose_no_row(
-    seed, num_shards, slots_per_shard, rows_per_slot, fill
-):
-    slots = num_shards * slots_per_shard
-    num_rows, size = slots * rows_per_slot, int(fill * slots)
-    run_program(seed, num_shards, slots_per_shard, num_rows, size, num_steps=40)
+def test_random_programs_lose_no_row(seed, num_slots, rows_per_slot, fill):
+    num_rows, size = num_slots * rows_per_slot, int(fill * num_slots)
+    run_program(seed, num_slots, num_rows, size, num_steps=40)
 
 
 def test_rows_of_coming_batches_stay():
     """The rows that leave are those that no batch will use, then the oldest."""
-    program = Program(200, 1, 60)
+    program = Program(200, 60)
     for begin in (0, 20, 40):
         program.plan(np.arange(begin, begin + 20, dtype=np.int32))
     for _ in range(3):
@@ -183,41 +156,6 @@ def test_rows_of_coming_batches_stay():
     program.plan(np.arange(115, 135, dtype=np.int32))
     left = set(range(60)) - set(program.cached.values())
     assert left == {*range(5, 20), *range(40, 60)}
-
-
-@pytest.mark.parametrize("num_shards", full_cases([1, 3], "1"))
-def test_more_misses_than_an_exchange_holds(num_shards):
-    program = Program(40_000, num_shards, 1200)
-    random = np.random.default_rng(num_shards)
-    assert program.planner.exchange_rows == 0
-    program.plan(np.zeros(0, np.int32))
-    assert program.planner.exchange_rows == 0
-    program.plan(np.arange(100, dtype=np.int32))
-    assert program.planner.exchange_rows == 256
-    counts = []
-    for _ in range(5):
-        rows = random.choice(40_000, num_shards * 350, replace=False)
-        plan = program.plan(unique_rows([rows.astype(np.int32)]))
-        assert plan is not None
-        counts.append(len(plan.exchanges))
-    assert min(counts) > 1
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_shards", "slots", "expected"),
-    [
-        (1, 1, 10_000, 256),
-        (512, 1, 10_000, 256),
-        (513, 1, 10_000, 512),
-        (8 * 513, 8, 10_000, 512),
-        (600, 2, 301, 256),
-        (9, 1, 9, 16),
-    ],
-)
-def test_rows_of_an_exchange(num_rows, num_shards, slots, expected):
-    planner = Planner(10_000, num_shards, slots)
-    planner.plan(np.arange(num_rows, dtype=np.int32))
-    assert planner.exchange_rows == expected
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 200_000])

@@ -17,12 +17,16 @@ STEPS = 12
 
 
 class Layout:
-    """Tables, features and their two runs, drawn from a seed."""
+    """Tables, features and their two runs, drawn from a seed.
 
-    def __init__(self, seed):
+    Runs on the devices of `mesh`, if there is one.
+    """
+
+    def __init__(self, seed, mesh=None):
         draw = np.random.default_rng((0, seed))
         rule = RULES[list(RULES)[draw.integers(len(RULES))]]
         num_devices = int(draw.choice([1, 2, 3, 8]))
+        mesh = mesh or mesh_of(num_devices)
         dtype = str(draw.choice(["float32", "bfloat16"]))
         self.batch = int(draw.integers(1, 17))
         self.sizes = {}
@@ -31,7 +35,7 @@ class Layout:
         for i in range(draw.integers(1, 4)):
             self.sizes[f"t{i}"] = int(draw.integers(1, 400))
             # Three batches, and the pinned one of a loop that waits.
-            least = num_devices * 4 * 3 * self.batch
+            least = mesh.size * 4 * 3 * self.batch
             cache_rows = int(draw.choice([least, 2 * least, 10 * least]))
             placement[f"t{i}"] = te.HostRows(cache_rows=cache_rows, window=window)
             if i and draw.random() < 0.2:
@@ -59,12 +63,14 @@ class Layout:
             ]
             return te.make_plan(
                 {table.name: te.FeatureConfig(table=table) for table in tables},
-                mesh_of(num_devices),
+                mesh,
                 optimizer=rule,
                 capacity=capacity,
             )
 
         self.host = Run(plan=plan_of(placement))
+        for host in self.host.hosts.values():
+            host.exchange_rows = int(draw.choice([0, 8]))
         self.twin = Run(plan=plan_of(dict.fromkeys(self.sizes, te.Sharded())))
 
     def batches(self, draw, number, is_large=False):
@@ -84,7 +90,10 @@ class Layout:
                     name: (ids % n).astype(np.int32) for name, n in self.sizes.items()
                 }
             names = self.some if draw.random() < 0.2 else batch
-            batches.append({name: batch[name] for name in names})
+            batch = {name: batch[name] for name in names}
+            if jax.process_count() > 1 and draw.random() < 0.8:
+                batch = te.inputs.shard_batch(batch, self.host.plan)
+            batches.append(batch)
         return batches
 
 
@@ -94,8 +103,8 @@ layout_of = functools.cache(Layout)
 class Program:
     """Operations on both runs of a layout, drawn from a seed."""
 
-    def __init__(self, seed, directory):
-        self.layout = layout_of(seed // PROGRAMS_PER_LAYOUT)
+    def __init__(self, seed, directory, mesh=None):
+        self.layout = layout_of(seed // PROGRAMS_PER_LAYOUT, mesh)
         self.host, self.twin = self.layout.host, self.layout.twin
         self.draw = np.random.default_rng((1, seed))
         self.directory, self.num_saves = directory, 0
@@ -128,7 +137,7 @@ class Program:
                     break
                 if self.draw.random() < 0.1:
                     self.operate()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # Here, or in another process.
             assert "do not fit" in str(error)
             number += 1
         for batch in drawn:  # The last one, one behind.

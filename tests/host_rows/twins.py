@@ -81,7 +81,7 @@ class Run:
         return {
             "tables": functional.unstack_tables(self.tables, self.plan),
             "slots": functional.slot_values(self.slots, self.plan, "all"),
-            "outputs": jax.tree.map(np.asarray, self.outputs),
+            "outputs": jax.tree.map(own_part, self.outputs),
         }
 
 
@@ -111,6 +111,12 @@ def twins(config_of, batches_of, placement, num_devices=1, num_steps=12, **optio
     assert host.missing == 0
     check_equal(host.state(), devices.state())
     return host
+
+
+def own_part(array):
+    """Returns an array's parts on the devices of this process."""
+    parts = {str(x.index): np.asarray(x.data) for x in array.addressable_shards}
+    return np.concatenate([parts[index] for index in sorted(parts)])
 
 
 def check_equal(first, second):

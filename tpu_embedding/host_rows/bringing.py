@@ -2,26 +2,24 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tpu_embedding.host_rows.batch_rows import rows_of_batch
+from tpu_embedding.host_rows.batch_rows import RowsOfShards, rows_of_batch
 from tpu_embedding.host_rows.cached_rows import MappedRows
-from tpu_embedding.host_rows.feed import Feed, Key, RowsOfStacks
-from tpu_embedding.host_rows.planner import unique_rows
-from tpu_embedding.host_rows.stack import FetchedRows, HostStack
+from tpu_embedding.host_rows.feed import BroughtRows, Feed, Key
+from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.nn.model_tables import ModelTables, features_by_layer
 from tpu_embedding.transfers import moves_arrays
 
 Batch = TypeVar("Batch")
-_NO_ROWS: Final = np.zeros(0, np.int32)
 
 
 @contextlib.contextmanager
 def open_feed(
     batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
-) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
+) -> Iterator[Iterable[tuple[Batch, Mapping[Key, BroughtRows]]]]:
     """Opens a feed of the model's host rows, and closes the feed on exit."""
     hosts: dict[Key, HostStack] = {
         (path, name): rows.host
@@ -34,21 +32,19 @@ def open_feed(
         return
     plans = {path: tables.plan for path, tables in layers.items()}
 
-    def rows_of(batch: Batch) -> RowsOfStacks:
+    def rows_of(batch: Batch) -> dict[Key, RowsOfShards]:
         features = features_by_layer(features_of(batch), plans, "host_rows")
-        rows = dict.fromkeys(hosts, _NO_ROWS)
-        for path, plan in plans.items():
+        rows = {}
+        for path in features:
             names = [name for key, name in hosts if key == path]
-            if names and path in features:
-                found = rows_of_batch(features[path], plan, names)
-                rows |= {(path, x): unique_rows(found[x]) for x in names}
+            found = rows_of_batch(features[path], plans[path], names)
+            rows |= {(path, name): found[name] for name in names}
         return rows
 
     feed = Feed(batches, hosts, rows_of)
     try:
         yield feed
-        for host in hosts.values():
-            host.check_error(wait=True)
+        feed.check_end()
     finally:
         feed.close()
 
@@ -57,7 +53,7 @@ def open_feed(
 def rows_brought(
     layers: ModelTables,
     slots: Mapping[str, Any],
-    fetched: Mapping[Key, FetchedRows] | None,
+    fetched: Mapping[Key, BroughtRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Brings fetched rows into tables and slot variables, and returns them by layer.
@@ -81,12 +77,12 @@ def rows_brought(
     # All checks come before the first exchange, because it donates its arrays.
     for path, name, rows, state in on_host:
         lost = ((lost_reads or {}).get(path) or {}).get(name, np.int32(0))
-        coming = None if fetched is None else fetched[path, name]
+        coming = None if fetched is None else fetched[path, name].fetched
         rows.host.check(rows, state, lost, coming)
     for path, name, rows, state in on_host:
         if fetched is None:
             break
-        brought, state = rows.host.exchange(rows, state, fetched[path, name])
+        brought, state = rows.host.exchange(rows, state, *fetched[path, name])
         stacks[path][name] = brought
         if state is not None:
             new_slots[path][name] = state

@@ -45,9 +45,9 @@ class CachedRows(PackedRows):
     version: Any
     owner: int = 0
 
-    def read_windows(self, windows, exchange):
+    def read_windows(self, windows, exchange, receivers):
         """Flushes the cache, then yields the windows' blocks from the host."""
-        return self.host.read_windows(self, windows, exchange)
+        return self.host.read_windows(self, windows, exchange, receivers)
 
     def write_windows(self, windows, exchange, read):
         """Replaces the windows' rows on the host and in the cache."""

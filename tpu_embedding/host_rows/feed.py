@@ -1,11 +1,23 @@
 """Prefetches the rows of upcoming batches while a step computes.
 
-The main thread draws batches and dispatches exchanges. A reader thread plans a batch,
-reads its rows from the store and starts the transfers, two batches ahead of the
-exchanges. `HostStack` states the rules that keep the two threads in order.
+Turn `t` of the loop, before the step of batch `t`:
+
+    finder threads    find the rows of the samples of batch `t + window + 4`
+    main thread       receive what processes sent in the last turn: the rows of batch
+                      `t + window + 2`, and the numbers of exchanges of batch `t`
+                      send the rows of `t + window + 3`, and the numbers of `t + 1`
+                      run the exchanges of batch `t`
+    planner thread    plan batch `t + 2`
+    reader thread     read the rows of batch `t + 1`, and start their transfer
+    writer thread     write the rows that left with batch `t - 1`
+
+Only the main thread runs programs on the devices, and all processes run the same ones.
+`HostStack` states the rules that keep the threads in order.
 """
 
 import collections
+import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,25 +25,55 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from tpu_embedding import distributed
+from tpu_embedding.host_rows.batch_rows import RowsOfShards, united_rows
+from tpu_embedding.host_rows.messages import Messenger, ReceivedRows
+from tpu_embedding.host_rows.own_shards import Exchange
+from tpu_embedding.host_rows.planner import BatchPlan, Planner
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
+from tpu_embedding.host_rows.store import in_threads
 from tpu_embedding.host_rows.worker import ENDING, Worker
 from tpu_embedding.transfers import moves_arrays
 
+BATCHES_PLANNED: Final = 3
+"""Number of batches with plans: the next batch, and two more for the threads."""
+
 BATCHES_FETCHED: Final = 3
-"""Number of batches being fetched: the next batch, and two more for the reader."""
+"""Most batches whose rows are read before their turn."""
+
+_NO_ROWS: Final = np.zeros(0, np.int32)
+_loops: Final = itertools.count()
 
 Batch = TypeVar("Batch")
 Key = tuple[str, str]
 """The path of a layer, and the name of a stack."""
-RowsOfStacks = Mapping[Key, np.ndarray]
-"""The sorted unique rows of a batch, by stack."""
+Plans = dict[Key, list[BatchPlan]]
+"""A batch's plans of the own shards, by stack."""
+
+
+class BroughtRows(NamedTuple):
+    """The rows of a batch, ready to be brought to the devices.
+
+    Attributes:
+      fetched: the batch's exchanges.
+      num_exchanges: the most exchanges that a process needs for the batch.
+    """
+
+    fetched: FetchedRows
+    num_exchanges: int
 
 
 class _Coming(NamedTuple):
-    """A drawn batch and its rows."""
+    """A drawn batch and its rows.
+
+    Attributes:
+      found: rows of this process's samples, by stack, for all shards.
+      rows: rows of all samples, by stack, for the own shards.
+    """
 
     batch: Any
-    rows: Future[RowsOfStacks]
+    found: Future[dict[Key, RowsOfShards]]
+    rows: Future[dict[Key, RowsOfShards]]
 
 
 class Feed(Generic[Batch]):
@@ -41,96 +83,235 @@ class Feed(Generic[Batch]):
     `close` at the end.
 
     Args:
-      batches: batches on the host. Each is drawn `window + 2` batches early.
+      batches: batches on the host. Each is drawn `window + 4` batches early.
       hosts: host rows by stack.
-      rows_of: returns a batch's rows. Called for several batches at once, in threads.
+      rows_of: returns the rows of a batch's samples in this process, for all shards.
+        Called for several batches at once, in threads.
     """
 
     def __init__(
         self,
         batches: Iterable[Batch],
         hosts: Mapping[Key, HostStack],
-        rows_of: Callable[[Batch], RowsOfStacks],
+        rows_of: Callable[[Batch], dict[Key, RowsOfShards]],
     ):
         self._source, self._hosts, self._rows_of = iter(batches), hosts, rows_of
         windows = [host.stack.storage.window for host in hosts.values()]  # type: ignore
-        self._num_coming = max(windows) + BATCHES_FETCHED
+        self._window = max(windows)
         self._coming: collections.deque[_Coming] = collections.deque()
-        self._fetched: collections.deque[Future[dict[Key, FetchedRows]]] = (
+        self._plans: collections.deque[Future[Plans]] = collections.deque()
+        self._fetched: collections.deque[Future[dict[Key, list[Exchange]]]] = (
             collections.deque()
         )
         # Two batches, since a loop may draw a batch before training on the last.
-        self._handed_out: collections.deque[RowsOfStacks] = collections.deque(maxlen=2)
-        self._fetched_last: dict[Key, FetchedRows] = {}
+        self._handed_out: collections.deque[dict[Key, RowsOfShards]] = (
+            collections.deque(maxlen=2)
+        )
+        self._brought_last: dict[Key, BroughtRows] = {}
+        self._turn = self._num_listed = 0
+        self._own_error: Exception | None = None
+        self._has_sent = self._has_ended = False
         self._stopped = threading.Event()
+        self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
+        self._planner = Worker("host_rows_planner")
         self._reader = Worker("host_rows_reader")
         # NumPy releases the GIL, so it is faster to work on several batches at once.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
-    def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
+    def __iter__(self) -> Iterator[tuple[Batch, dict[Key, BroughtRows]]]:
         # A generator, because a StopIteration of `rows_of` must not end the loop.
-        while self._draw():
-            for key, rows in self._fetched_last.items():
-                self._hosts[key].check_brought(rows)
-            self._fetched_last = self._fetched[0].result()
-            self._fetched.popleft()
-            batch, rows = self._coming.popleft()
-            self._handed_out.append(rows.result())
-            yield batch, self._fetched_last
+        while True:
+            has_batch = self._draw()
+            for key, rows in self._brought_last.items():
+                self._hosts[key].check_brought(rows.fetched)
+            if not self._has_sent:
+                self._start()
+            numbers = self._receive()
+            if not has_batch:
+                return
+            self._work_ahead(least=1)
+            self._send(self._plans[1] if len(self._plans) > 1 else None)
+            exchanges = self._fetched.popleft().result()
+            plans = self._plans.popleft().result()
+            coming = self._coming.popleft()
+            self._turn += 1
+            self._handed_out.append(coming.rows.result())
+            self._brought_last = {
+                key: BroughtRows(FetchedRows(plans[key], exchanges[key]), number)
+                for key, number in zip(self._hosts, numbers, strict=True)
+            }
+            yield coming.batch, self._brought_last
+
+    def check_end(self) -> None:
+        """Raises errors of the last steps. Called once, after the last batch."""
+        for host in self._hosts.values():
+            host.wait_for_writer()
+        self._send(None, lists=False)
+        self._receive()
+        self._has_ended = True
 
     def _draw(self) -> bool:
-        """Draws batches ahead and starts to fetch; returns False at the end."""
+        """Draws batches ahead, and returns False at the end."""
         if any(host.feed is not self for host in self._hosts.values()):
-            self._start()
-        while len(self._coming) < self._num_coming:
-            rows: Future[RowsOfStacks] = Future()
+            self._claim()
+        while len(self._coming) < self._window + 5:
+            found: Future[dict[Key, RowsOfShards]] = Future()
             try:
                 batch = next(self._source)
-                rows = self._finders.submit(self._rows_of, batch)
+                found = self._finders.submit(self._rows_of, batch)
             except StopIteration:
                 self._source = iter(())  # Its iterator may block after its end.
                 break
             except Exception as error:  # Raised after the batches before it.
                 batch, self._source = None, iter(())
-                rows.set_exception(error)
-            self._coming.append(_Coming(batch, rows))
-            self._reader.submit(self._enter, self._coming[-1])
-        while len(self._fetched) < min(BATCHES_FETCHED, len(self._coming)):
-            coming = self._coming[len(self._fetched)]
-            self._fetched.append(
-                self._reader.submit(self._fetch, coming, self._stopped)
-            )
+                found.set_exception(error)
+            self._coming.append(_Coming(batch, found, Future()))
         return bool(self._coming)
 
     @moves_arrays
-    def _start(self) -> None:
+    def _claim(self) -> None:
         """Starts, or resumes after another pipeline ran or the tables changed."""
         for host in self._hosts.values():
             host.claim(self)
         self._unpin()
         self._next_to_enter = {
-            key: host.planner.next_batch for key, host in self._hosts.items()
+            key: host.shards.planners[0].next_batch for key, host in self._hosts.items()
         }
         self._stopped = threading.Event()
+        self._plans.clear()
         self._fetched.clear()
-        for coming in self._coming:
-            self._reader.submit(self._enter, coming)
+        num_received = self._num_listed - self._turn - self._has_sent
+        for coming in itertools.islice(self._coming, max(0, num_received)):
+            self._planner.submit(self._enter, coming)
+        if self._has_sent:  # Its rows are still needed, but not its numbers.
+            self._receive()
 
-    # Called in the reader thread, one call at a time:
+    def _start(self) -> None:
+        """Exchanges rows until the window is full, and plans the first batch."""
+        while self._num_listed < self._turn + self._window + BATCHES_PLANNED:
+            self._send(None)
+            self._receive()
+        self._work_ahead(least=0)
+        self._send(self._plans[0] if self._plans else None, lists=False)
+
+    def _work_ahead(self, least: int) -> None:
+        """Starts to plan batches, and to read the rows of at least some of them."""
+        while len(self._plans) < min(BATCHES_PLANNED, len(self._coming)):
+            coming = self._coming[len(self._plans)]
+            self._plans.append(self._planner.submit(self._plan, coming, self._stopped))
+        if all(host.exchange_rows for host in self._hosts.values()):
+            least = BATCHES_FETCHED
+        while len(self._fetched) < min(least, len(self._plans)):
+            plans = self._plans[len(self._fetched)]
+            self._fetched.append(self._reader.submit(self._fetch, plans, self._stopped))
+
+    # The main thread sends once in each turn, and receives in the next one:
+
+    @moves_arrays
+    def _send(self, plans: Future[Plans] | None, *, lists: bool = True) -> None:
+        """Sends the sizes of a batch's plans, and the rows of a later batch."""
+        self._own_error = None
+        numbers, found = [0] * 2 * len(self._hosts), {}
+        try:
+            for host in self._hosts.values():
+                host.check_error()
+            if plans is not None:
+                numbers = [n for x in plans.result().values() for n in _sizes_of(x)]
+        except Exception as error:
+            self._own_error = error
+        coming, self._sends_lists = None, lists
+        if lists:
+            number = self._num_listed - self._turn
+            coming = self._coming[number] if number < len(self._coming) else None
+            self._num_listed += 1
+        if coming is not None:
+            with contextlib.suppress(Exception):  # Its plan will raise this.
+                found = coming.found.result()
+        nothing = [_NO_ROWS] * len(self._messenger.processes)
+        header = [self._own_error is not None, coming is not None, *numbers]
+        self._messenger.send(header, [found.get(key, nothing) for key in self._hosts])
+        self._has_sent = True
+
+    @moves_arrays
+    def _receive(self) -> list[int]:
+        """Receives what `_send` sent, and returns the numbers of exchanges by stack.
+
+        Raises:
+          Exception: this process's error, or RuntimeError if another one has one.
+        """
+        headers, rows = self._messenger.receive()
+        self._has_sent = False
+        has_error, has_batch, *sizes = zip(*headers, strict=True)
+        if any(has_error):
+            self._has_ended = True
+            for host in self._hosts.values():
+                host.wait_for_writer()
+                with contextlib.suppress(Exception):  # All reads lost so far, once.
+                    host.check_error()
+            error = self._own_error
+            text = error and f"{type(error).__name__}: {error}"
+            texts = distributed.exchange("host_rows_errors", text)
+            if error is not None:
+                raise error
+            causes = [f"process {i}: {x}" for i, x in enumerate(texts) if x]
+            raise RuntimeError(f"te.host_rows failed in {'; '.join(causes)}")
+        number = self._num_listed - 1 - self._turn
+        if self._sends_lists and number < len(self._coming):
+            unequal = None
+            if not all(has_batch):
+                ended = [i for i, x in enumerate(has_batch) if not x]
+                unequal = ValueError(
+                    "Batches of te.host_rows must be equally many in all processes, "
+                    f"but processes {ended} have only {self._num_listed - 1}."
+                )
+            coming = self._coming[number]
+            self._planner.submit(self._merge, coming, rows, unequal)
+            self._planner.submit(self._enter, coming)
+        most = iter(map(max, sizes))
+        return [host.agree(next(most), next(most)) for host in self._hosts.values()]
+
+    # Called in the planner's thread, one call at a time:
+
+    def _merge(
+        self, coming: _Coming, received: ReceivedRows, unequal: ValueError | None
+    ) -> None:
+        """Sets the rows of a batch to those that all processes have found."""
+        try:
+            coming.found.result()
+            if unequal is not None:
+                raise unequal
+            coming.rows.set_result(
+                {
+                    key: list(in_threads(united_rows, of_stack))
+                    for key, of_stack in zip(self._hosts, received, strict=True)
+                }
+            )
+        except BaseException as error:
+            coming.rows.set_exception(error)
 
     def _enter(self, coming: _Coming) -> None:
         for key, rows in coming.rows.result().items():
-            self._hosts[key].planner.enter(self._next_to_enter[key], rows)
+            planners = self._hosts[key].shards.planners
+            for planner, of_shard in zip(planners, rows, strict=True):
+                planner.enter(self._next_to_enter[key], of_shard)
             self._next_to_enter[key] += 1
 
+    def _plan(self, coming: _Coming, stopped: threading.Event) -> Plans:
+        if stopped.is_set():
+            return {}
+        rows = coming.rows.result()
+        return {key: self._hosts[key].plan_batch(rows[key]) for key in rows}
+
+    # Called in the reader's thread, one call at a time:
+
     def _fetch(
-        self, coming: _Coming, stopped: threading.Event
-    ) -> dict[Key, FetchedRows]:
+        self, plans: Future[Plans], stopped: threading.Event
+    ) -> dict[Key, list[Exchange]]:
         if stopped.is_set():
             return {}
         return {
-            key: self._hosts[key].fetch(rows, stopped)
-            for key, rows in coming.rows.result().items()
+            key: self._hosts[key].fetch(of_stack, stopped)
+            for key, of_stack in plans.result().items()
         }
 
     def stop(self) -> None:
@@ -138,19 +319,23 @@ class Feed(Generic[Batch]):
         self._stopped.set()
         for host in self._hosts.values():
             host.wake()
+        self._planner.wait()
         self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
         """Keeps rows of the last two batches cached, since these may be untrained."""
-        for rows_of_stacks in self._handed_out:
-            for key, rows in rows_of_stacks.items():
-                if self._hosts[key] is host:
-                    host.planner.pin(rows)
+        for planner, rows in self._rows_handed_out():
+            if planner in host.shards.planners:
+                planner.pin(rows)
 
     def _unpin(self) -> None:
-        for rows_of_stacks in self._handed_out:
-            for key, rows in rows_of_stacks.items():
-                self._hosts[key].planner.unpin(rows)
+        for planner, rows in self._rows_handed_out():
+            planner.unpin(rows)
+
+    def _rows_handed_out(self) -> Iterator[tuple[Planner, np.ndarray]]:
+        for rows in self._handed_out:
+            for key, of_stack in rows.items():
+                yield from zip(self._hosts[key].shards.planners, of_stack, strict=True)
 
     @moves_arrays
     def close(self) -> None:
@@ -162,6 +347,9 @@ class Feed(Generic[Batch]):
         """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
+        if not self._has_ended:
+            self._messenger.leave(f"before its batch {self._turn}")
+        self._messenger.close()
         if threading.current_thread().name.startswith("host_rows"):
             self._stopped.set()
             return
@@ -171,4 +359,10 @@ class Feed(Generic[Batch]):
             host.end_writer()
         self._unpin()
         self._finders.shutdown(cancel_futures=True)
+        self._planner.close()
         self._reader.close()
+
+
+def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
+    """Returns the most rows of a batch on an own shard, and the most that enter."""
+    return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

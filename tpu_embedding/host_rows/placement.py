@@ -17,7 +17,7 @@ from tpu_embedding.argument_checks import (
     right_names,
 )
 from tpu_embedding.config import Placement
-from tpu_embedding.host_rows.initial import columns_of
+from tpu_embedding.host_rows.records import columns_of
 from tpu_embedding.host_rows.stack import HostStack
 from tpu_embedding.optimizers.probe import probe_rule
 from tpu_embedding.plan.memory import format_bytes
@@ -136,11 +136,6 @@ class HostStorage(RowStorage):
 def _problem(stack: StackPlan) -> str | None:
     """Returns why a stack's rows can't be on the host, or None if they can."""
     config, optimizer = stack.tables[0].config, stack.trained_by
-    if jax.process_count() > 1:
-        return (
-            "te.HostRows needs a job of one process, got "
-            f"{jax.process_count()} processes; use te.Sharded()"
-        )
     if not config.vocabulary.ids_are_rows:
         return (
             "te.HostRows needs a table whose ids are row numbers; set "

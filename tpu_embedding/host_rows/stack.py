@@ -1,8 +1,9 @@
 """A stack's rows on the host, kept in step with the devices' caches.
 
-Three threads use a `HostStack`. A pipeline's reader plans batches and reads their rows
-from the store. The main thread runs the exchanges on the devices in planning order. The
-writer writes evicted rows back to the store. Two rules ensure that no update is lost:
+Four threads use a `HostStack`. A pipeline's planner decides which rows move, and its
+reader reads them from the stores. The main thread runs the exchanges on the devices in
+planning order. The writer writes evicted rows back to the stores. Two rules ensure that
+no update is lost:
 
 1. Devices run exchanges and steps in batch order, and an exchange never evicts a row of
    a batch that may not have trained.
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -23,29 +24,19 @@ from jax.core import Tracer
 
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
-from tpu_embedding.host_rows.initial import (
-    columns_of,
-    file_rows_of_words,
-    fill_slots,
-    fill_tables,
-    measured_state,
-    words_of_file_rows,
-)
-from tpu_embedding.host_rows.planner import BatchPlan, Exchange, Planner
-from tpu_embedding.host_rows.store import RowStore
+from tpu_embedding.host_rows.initial import fill_slots, fill_tables, measured_state
+from tpu_embedding.host_rows.own_shards import Exchange, OwnShards
+from tpu_embedding.host_rows.planner import BatchPlan
 from tpu_embedding.host_rows.worker import ENDING, Worker
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
-from tpu_embedding.rows.file_rows import file_row
-from tpu_embedding.rows.packed_rows import PackedRows, StackContents, TableRange
-from tpu_embedding.rows.row_storage import RowStorage
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, round_up
 from tpu_embedding.tables.line_exchange import LineExchange, Window
 from tpu_embedding.tables.row_stream import (
     ReadTableRows,
+    Receivers,
     RowBlock,
-    blocks_of_rows,
-    new_rows,
-    read_blocks,
-    write_blocks,
+    read_windows,
+    write_windows,
 )
 from tpu_embedding.update.state import abstract_state, slots_of, with_slots
 
@@ -62,12 +53,12 @@ class FetchedRows:
     """A batch's exchanges, with their arrays on the devices.
 
     Attributes:
-      plan: plan of the batch.
-      arrays: moves and records of each exchange, for `swap_program`.
+      plans: plans of the own shards.
+      exchanges: exchanges with rows of the own shards.
     """
 
-    plan: BatchPlan
-    arrays: list[tuple[jax.Array, jax.Array]]
+    plans: list[BatchPlan]
+    exchanges: list[Exchange]
 
 
 class HostStack:
@@ -84,54 +75,37 @@ class HostStack:
     Attributes:
       stack: plan of the stack.
       plan: plan of the layer.
-      slots_per_shard: number of rows that a device caches.
+      shards: the shards on this process's devices.
       owner: number of optimizer states made so far.
       feed: the active pipeline, or `None`.
-      num_ids: number of unique rows of a batch, summed over all batches so far.
+      exchange_rows: K, the number of rows per shard in an exchange. 0 until the first
+        batch with rows sets it. K never changes afterwards, since each new size would
+        recompile the exchange.
+      num_ids: number of unique rows of a batch, summed over batches and own shards.
       num_fetched: how many of these rows were not in the cache.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self.plan = stack, plan
-        self.slots_per_shard = stack.layout.num_rows
-        self.owner = 0
+        self.shards = OwnShards(stack, plan)
+        self.owner = self.exchange_rows = 0
         self.feed: Feed | None = None
         self.num_ids = self.num_fetched = 0
-        self._columns = columns_of(stack)
         # By column of the records: the table, then each slot variable.
-        self._versions = np.full(len(self._columns), secrets.randbits(30), np.int32)
-        self._is_filled = [False] * len(self._columns)
+        num_columns = len(self.shards.columns)
+        self._versions = np.full(num_columns, secrets.randbits(30), np.int32)
+        self._is_filled = [False] * num_columns
+        self._is_empty = True
         self._is_verified = False
         self._executed = self._landed = -1
-        self._planned: list[BatchPlan] = []
+        self._planned: list[list[BatchPlan]] = []
         self._error: BaseException | None = None
         self._lost_reads: BaseException | None = None
+        self._empty_exchange: Exchange | None = None
         self._changed = threading.Condition()
 
     def __deepcopy__(self, memo: Any) -> "HostStack":
         return self
-
-    @functools.cached_property
-    def store(self) -> RowStore:
-        """Records of all rows. Each holds the table's row, then its slot variables."""
-        directory = self.stack.storage.directory  # type: ignore[attr-defined]
-        return RowStore(self.stack.num_rows, self._columns[-1].stop, directory)
-
-    @functools.cached_property
-    def planner(self) -> Planner:
-        """The planner that decides which rows are cached."""
-        names = [table.name for table in self.stack.tables]
-        return Planner(
-            self.stack.num_rows,
-            self.stack.num_shards,
-            self.slots_per_shard,
-            name=f"stack {self.stack.name!r} (tables {names})",
-        )
-
-    @functools.cached_property
-    def _held(self) -> np.ndarray:
-        """The stack row in each cache slot, by place; -1 for empty slots."""
-        return np.full(self.slots_per_shard * self.stack.num_shards, -1, np.int32)
 
     @functools.cached_property
     def _writer(self) -> Worker:
@@ -141,7 +115,7 @@ class HostStack:
         """Fills the store with new rows, and returns an empty cache."""
         rows = self.empty_rows()
         if not isinstance(rows.lines, Tracer):  # Tracers only need shapes.
-            fill_tables(self.store, self.stack, self.plan, key)
+            fill_tables(self.shards, self.plan, key)
             self._is_filled[0] = True
         return rows
 
@@ -190,16 +164,15 @@ class HostStack:
         if kept is not None:
             self._flush(table)
             slot_at = slots_of(kept).__getitem__
-            return measured_state(self.store, stack, self.plan, slot_at)
+            return measured_state(self.shards, self.plan, slot_at)
         if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
             self._flush(table)
             self.owner += 1
-            self._is_filled = [True] * len(self._columns)
-            state = fill_slots(
-                self.store, stack, self.plan, lambda i: self.empty_slot(i + 1)
-            )
+            self._is_filled = [True] * len(self._is_filled)
+            slot_at = lambda i: self.empty_slot(i + 1)  # noqa: E731
+            state = fill_slots(self.shards, self.plan, slot_at)
             return with_slots(state, [self._reloaded(x) for x in slots_of(state)])
         state = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(stack)
@@ -207,7 +180,8 @@ class HostStack:
         slots = [self.empty_slot(i + 1) for i in range(len(stack.slots))]
         return with_slots(state, slots)
 
-    # A pipeline calls claim, then fetch in its reader, and exchange in the main thread.
+    # A pipeline calls claim, then plan_batch and fetch in threads, and exchange in the
+    # main thread.
 
     def claim(self, feed: "Feed | None") -> None:
         """Makes a pipeline the active one; undoes the plans of the previous pipeline.
@@ -219,42 +193,63 @@ class HostStack:
         before, self.feed = self.feed, feed
         if before is not None:
             before.stop()
-        self.planner.undo(self._planned, self._executed)
+        for plans in reversed(self._planned):
+            for planner, plan in zip(self.shards.planners, plans, strict=True):
+                planner.undo(plan)
         self._planned.clear()
         if before is not None and feed is not None:
             before.pin(self)
 
-    def fetch(self, rows: np.ndarray, stopped: threading.Event) -> FetchedRows:
-        """Plans the next batch and reads its missing rows. Called in the reader.
+    def plan_batch(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
+        """Plans the next batch. Called in the planner's thread.
 
         Args:
-          rows: the batch's sorted unique stack rows.
+          rows: the batch's sorted unique local rows, of each own shard.
+        """
+        plans = self.shards.plan(rows)
+        self._planned.append(plans)
+        return plans
+
+    def agree(self, most_rows: int, most_fetched: int) -> int:
+        """Returns how many exchanges a batch needs, the same in all processes.
+
+        Args:
+          most_rows: most rows of the batch on a shard of any process.
+          most_fetched: most of these rows that are not in the cache.
+        """
+        if not self.exchange_rows and most_rows:
+            # Half the rows of the busiest shard: usually fewer rows are missing.
+            slots = round_up(self.stack.layout.num_rows, 8)
+            self.exchange_rows = min(round_up(-(-most_rows // 2), 256), slots)
+        return -(-most_fetched // self.exchange_rows) if most_fetched else 0
+
+    def fetch(
+        self, plans: Sequence[BatchPlan], stopped: threading.Event
+    ) -> list[Exchange]:
+        """Reads the missing rows of a planned batch. Called in the reader's thread.
+
+        Args:
+          plans: plans of the batch.
           stopped: set when the batch is no longer needed.
         """
-        plan = self.planner.plan(rows)
-        self._planned.append(plan)
+        wait_for = max(plan.wait_for for plan in plans)
 
         def is_over() -> bool:
-            has_landed = self._landed >= plan.wait_for
-            return has_landed or stopped.is_set() or ENDING.is_set()
+            return self._landed >= wait_for or stopped.is_set() or ENDING.is_set()
 
         with self._changed:
             while not self._changed.wait_for(is_over, _SECONDS_BETWEEN_LOOKS):
                 pass
-        if self._landed < plan.wait_for or stopped.is_set():  # No longer needed.
-            return FetchedRows(plan, [])
-        return FetchedRows(plan, list(map(self._send, plan.exchanges)))
+        if self._landed < wait_for or stopped.is_set():  # No longer needed.
+            return []
+        size, most = self.exchange_rows, max(len(plan.fetched) for plan in plans)
+        numbers = range(-(-most // size) if most else 0)
+        return [self.shards.exchange_of(plans, number, size) for number in numbers]
 
     def wake(self) -> None:
         """Makes a waiting reader check whether it was stopped."""
         with self._changed:
             self._changed.notify_all()
-
-    def _send(self, exchange: Exchange) -> tuple[jax.Array, jax.Array]:
-        records = self.store.read(exchange.fetched_rows.reshape(-1))
-        moves = np.stack([exchange.slots, exchange.fetched, exchange.evicted], axis=1)
-        sharding = self.plan.rows_sharding(self.stack)
-        return jax.device_put((moves.reshape(-1), records), sharding)
 
     def check(
         self,
@@ -275,19 +270,20 @@ class HostStack:
           lost_reads: int32 scalar, reads of missing rows since the last check.
           fetched: the next exchanges, from `fetch`, or `None` at the end.
         """
-        self.check_error()
         slots = slots_of(state)
         if fetched is not None:
             self._check_order(fetched, table, slots)
         versions = [rows.version for rows in (table, *slots)]
-        facts = _facts_of(versions, table.num_lost, lost_reads)
+        facts = _facts_program(self.plan, self.stack)(
+            versions, table.num_lost, lost_reads
+        )
         expected = self._versions[: len(versions), None].copy()
         self._writer.submit(self._check_facts, facts, expected)
 
     def _check_order(
         self, fetched: FetchedRows, table: MappedRows, slots: Sequence[Any]
     ) -> None:
-        if not self._planned or self._planned[0] is not fetched.plan:
+        if not self._planned or self._planned[0] is not fetched.plans:
             raise self._wrong_order()
         num_slots = len(self.stack.slots) if any(self._is_filled[1:]) else 0
         if [slot.owner for slot in slots] != [self.owner] * num_slots:
@@ -304,7 +300,7 @@ class HostStack:
 
     def check_brought(self, fetched: FetchedRows) -> None:
         """Raises if a batch is drawn before the previous batch's rows were brought."""
-        if fetched.plan.batch > self._executed:
+        if fetched.plans[0].batch > self._executed:
             raise self._wrong_order()
 
     def _wrong_order(self) -> ValueError:
@@ -315,7 +311,7 @@ class HostStack:
         )
 
     def exchange(
-        self, table: MappedRows, state: Any, fetched: FetchedRows
+        self, table: MappedRows, state: Any, fetched: FetchedRows, num_exchanges: int
     ) -> tuple[MappedRows, Any]:
         """Brings the next batch's rows to the devices.
 
@@ -323,53 +319,61 @@ class HostStack:
           table: rows of the table, after `check`; donated.
           state: optimizer state, or `None` if the table has no optimizer; donated.
           fetched: the batch's exchanges, from `fetch`.
+          num_exchanges: the most exchanges that a process needs for the batch.
         """
-        plan = self._planned.pop(0)
-        self._executed = plan.batch
+        plans = self._planned.pop(0)
+        batch = self._executed = plans[0].batch
         slots: Any = slots_of(state)
         left, swap = [], swap_program(self.plan.hardware)
+        none = num_exchanges - len(fetched.exchanges)
         try:
-            for exchange, arrays in zip(plan.exchanges, fetched.arrays, strict=True):
-                table, slots, records = swap(table, slots, *arrays, self.plan)
-                records.copy_to_host_async()
-                left.append((exchange.evicted_rows.reshape(-1), records))
+            for exchange in [*fetched.exchanges, *[self._nothing(plans)] * none]:
+                table, slots, records = swap(table, slots, *exchange.arrays, self.plan)
+                for part in self.shards.parts_of(records):
+                    part.copy_to_host_async()
+                left.append((exchange, records))
                 self._versions += 1
-                shard, lane = np.nonzero(exchange.fetched_rows >= 0)
-                places = exchange.slots[shard, lane] * self.stack.num_shards + shard
-                self._held[places] = exchange.fetched_rows[shard, lane]
+                self._is_empty = False
+                for held, slot, rows in zip(
+                    self.shards.held, exchange.slots, exchange.fetched, strict=True
+                ):
+                    held[slot] = rows
         except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
-            self._landed = plan.batch
+            self._landed = batch
             raise
-        self.num_ids += plan.num_rows
-        self.num_fetched += plan.num_fetched
-        self._writer.submit(self._write_back, plan.batch, left)
+        self.num_ids += sum(plan.num_rows for plan in plans)
+        self.num_fetched += sum(len(plan.fetched) for plan in plans)
+        self._writer.submit(self._write_back, batch, left)
         return table, with_slots(state, slots)
 
-    def _write_back(self, batch: int, left: Sequence[tuple[Any, Any]]) -> None:
-        """Writes evicted rows to the store. Called in the writer."""
+    def _nothing(self, plans: Sequence[BatchPlan]) -> Exchange:
+        """Returns an exchange of no rows, while other processes exchange some."""
+        if self._empty_exchange is None:
+            last = self.stack.layout.num_rows  # Past the rows of any exchange.
+            self._empty_exchange = self.shards.exchange_of(
+                plans, last, self.exchange_rows
+            )
+        return self._empty_exchange
+
+    def _write_back(
+        self, batch: int, left: Sequence[tuple[Exchange, jax.Array]]
+    ) -> None:
+        """Writes evicted rows to the stores. Called in the writer."""
         try:
-            for rows, records in left:
-                records = np.asarray(records)
+            for exchange, records in left:
                 if self._error is None:  # Else they may come from a stale copy.
-                    self._write_records(rows, records)
+                    self.shards.write(exchange, records)
         except BaseException as error:
             self._error = self._error or error
         with self._changed:
             self._landed = batch
             self._changed.notify_all()
 
-    def _write_records(self, rows: np.ndarray, records: np.ndarray) -> None:
-        num_words = records.shape[1]
-        if num_words == self._columns[-1].stop:
-            self.store.write(rows, records)
-        else:  # Without an optimizer, slot variables in the store must not change.
-            rows, records = rows[rows >= 0], records[rows >= 0]
-            self.store.write_words(rows, records, slice(0, num_words))
-
     def _check_facts(self, facts: jax.Array, expected: np.ndarray) -> None:
         try:
-            *versions, lost_changes, (lost_reads, *_) = np.asarray(facts)
+            parts = self.shards.parts_of(facts)
+            *versions, lost_changes, (lost_reads, *_) = np.concatenate(parts).T
         except BaseException as error:  # A step has failed on the devices.
             self._error = self._error or self._incomplete(error)
             return
@@ -395,34 +399,40 @@ class HostStack:
             writer.wait()
             writer.close()
 
-    def check_error(self, wait: bool = False) -> None:
+    def wait_for_writer(self) -> None:
+        """Waits until the writer has written and checked everything."""
+        if "_writer" in vars(self):
+            self._writer.wait()
+
+    def check_error(self) -> None:
         """Raises an error that the writer found.
 
         After an error that lost updates, every call raises it until all rows are
         replaced.
-
-        Args:
-          wait: whether to wait for the writer first.
         """
-        if wait and "_writer" in vars(self):
-            self._writer.wait()
         error, self._lost_reads = self._error or self._lost_reads, None
         if error is not None:
             raise error
 
     def _is_old(self, rows: Any) -> bool:
         version, expected = rows.version, self._versions[rows.column]
-        is_old = version.is_deleted() or (np.asarray(version) != expected).any()
-        return is_old or (rows.column > 0 and rows.owner != self.owner)
+        if version.is_deleted() or (rows.column > 0 and rows.owner != self.owner):
+            return True
+        return any(np.asarray(x) != expected for x in self.shards.parts_of(version))
 
     def check_current(self, rows: Any) -> None:
         """Raises if rows are older than the latest exchange, or have lost updates."""
-        self.check_error(wait=True)
+        self.wait_for_writer()
+        self.check_error()
         if self._is_old(rows):
             raise ValueError(self._stale())
-        if isinstance(rows, MappedRows) and np.asarray(rows.num_lost).any():
-            self._error = self._lost(0, int(np.asarray(rows.num_lost).sum()))
-            raise self._error
+        if isinstance(rows, MappedRows):
+            num_lost = sum(
+                int(np.asarray(x)[0]) for x in self.shards.parts_of(rows.num_lost)
+            )
+            if num_lost:
+                self._error = self._lost(0, num_lost)
+                raise self._error
 
     def _check_filled(self, column: int) -> None:
         if not self._is_filled[column]:
@@ -454,17 +464,20 @@ class HostStack:
     # Streams over all rows, for checkpoints, exports and users.
 
     def read_windows(
-        self, rows: CachedRows, windows: Sequence[Window], exchange: LineExchange
+        self,
+        rows: CachedRows,
+        windows: Sequence[Window],
+        exchange: LineExchange,
+        receivers: Receivers,
     ) -> Iterator[list[RowBlock]]:
         """Flushes the cached rows, then yields the windows' blocks."""
         self._check_filled(rows.column)
         self.check_current(rows)  # Even if nothing is cached.
         self._flush(rows)
-        column = self._columns[rows.column]
-        for window in windows:
-            end = window.start + window.num_rows
-            words = self.store.read_range(window.start, end, column)
-            yield list(blocks_of_rows(file_rows_of_words(words, exchange.row), window))
+        for first, near, facts in _near_windows(windows, exchange):
+            lines = self.shards.lines_of_rows(first, facts.layout, rows.column)
+            block = PackedRows(lines=lines, layout=facts.layout)
+            yield from read_windows(block, facts, near, receivers)
 
     def write_windows(
         self,
@@ -495,79 +508,79 @@ class HostStack:
             self.empty()
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
-        column = self._columns[rows.column]
         self._error = self._incomplete()
-        for window in windows:
-            words = words_of_file_rows(new_rows(window, exchange, read))
-            self.store.write_range(window.start, words, column)
+        for first, near, facts in _near_windows(windows, exchange):
+            lines = self.shards.lines_of_rows(first, facts.layout, rows.column)
+            block = PackedRows(lines=lines, layout=facts.layout)
+            block = write_windows(block, facts, near, read)
+            self.shards.write_rows(first, block.lines, facts.layout, rows.column)
         self._is_filled[rows.column] |= not is_partial
         rows = self._reloaded(rows)
         self._error = None
         return rows
 
     def empty(self) -> None:
-        """Marks all cache slots as empty, without writing their rows to the store."""
+        """Marks all cache slots as empty, without writing their rows to the stores."""
         self.claim(None)
-        self.end_writer()  # Otherwise it would later write old rows to the store.
-        self._held.fill(-1)
+        self.end_writer()  # Otherwise it would later write old rows to the stores.
+        self._is_empty = True
         self._versions += 1
-        self.planner.reset(self._executed + 1)
+        for held, planner in zip(self.shards.held, self.shards.planners, strict=True):
+            held.fill(-1)
+            planner.reset(self._executed + 1)
 
     def _flush(self, rows: CachedRows) -> None:
-        """Writes the cached rows of a table or slot variable to the store."""
+        """Writes the cached rows of a table or slot variable to the stores."""
         with self._changed:
             self._changed.wait_for(lambda: self._landed == self._executed)
         self.check_error()
-        if not (self._held >= 0).any():
-            return
-        self.check_current(rows)
-        column = self._columns[rows.column]
-        cache, cached = self._cache(rows)
-        for blocks in read_blocks(cached, cache, self.plan):
-            for _, start, values in blocks:
-                held = self._held[start : start + len(values)]
-                is_used = held >= 0
-                words = words_of_file_rows(values[is_used])
-                self.store.write_words(held[is_used], words, column)
+        if not self._is_empty:
+            self.check_current(rows)
+            self.shards.save_cache(rows, rows.column)
 
     def _reloaded(self, rows: Any) -> Any:
-        """Returns cached rows with the store's values, as a new version."""
-        row, column = file_row(rows), self._columns[rows.column]
-        cache, cached = self._cache(rows)
-
-        def read(table: str, start: int, num_rows: int) -> np.ndarray:
-            held = self._held[start : start + num_rows]
-            words = self.store.read(held)[:, column]
-            return file_rows_of_words(words, row)
-
-        if (self._held >= 0).any():
-            cached = write_blocks(cached, cache, self.plan, read)
+        """Returns cached rows with the stores' values, as a new version."""
+        lines = (
+            rows.lines if self._is_empty else self.shards.load_cache(rows, rows.column)
+        )
         self._versions[rows.column] += 1
         version = self._full((1,), self._versions[rows.column])
-        rows = dataclasses.replace(rows, lines=cached.lines, version=version)
+        rows = dataclasses.replace(rows, lines=lines, version=version)
         if isinstance(rows, MappedRows):
             rows = dataclasses.replace(rows, num_lost=jnp.zeros_like(rows.num_lost))
         return rows
 
-    def _cache(self, rows: CachedRows) -> tuple[StackPlan, PackedRows]:
-        """Returns cached rows by slot, as a stack of one table."""
-        stack, num_rows = self.stack, len(self._held)
-        contents = StackContents((TableRange("cache", 0, num_rows),), stack.num_shards)
 
-        table: TablePlan = dataclasses.replace(
-            stack.tables[0], name="cache", row_offset=0, num_rows=num_rows
-        )
-        cache = dataclasses.replace(
-            stack,
-            tables=(table,),
-            rows_per_shard=self.slots_per_shard,
-            layout=dataclasses.replace(stack.layout, contents=contents),
-            storage=RowStorage(),
-        )
-        layout = dataclasses.replace(rows.layout, contents=contents)
-        return cache, PackedRows(lines=rows.lines, layout=layout)
+def _near_windows(
+    windows: Iterable[Window], exchange: LineExchange
+) -> Iterator[tuple[int, list[Window], LineExchange]]:
+    """Yields windows in groups that are near each other, about one per device.
+
+    A group comes with its first local row and with facts about a stack that begins
+    there, to which the group's windows refer.
+    """
+    num_shards = exchange.num_shards
+    layout = dataclasses.replace(exchange.layout, num_rows=exchange.window_rows + 1)
+    facts = dataclasses.replace(exchange, layout=layout)
+    near: list[Window] = []
+    for window in [*windows, None]:
+        begin = near[0].start if near else 0
+        end = begin + exchange.window_rows * num_shards
+        if near and (window is None or window.start + window.num_rows > end):
+            first = begin // num_shards
+            shift = first * num_shards
+            moved = [dataclasses.replace(x, start=x.start - shift) for x in near]
+            yield first, moved, facts
+            near = []
+        near += [window] if window else []
 
 
-@jax.jit
-def _facts_of(versions: list[Any], num_lost: Any, lost_reads: Any) -> jax.Array:
-    return jnp.stack([*versions, num_lost, jnp.full_like(num_lost, lost_reads)])
+@functools.cache
+def _facts_program(plan: EmbeddingPlan, stack: StackPlan) -> Any:
+    """Returns a program that stacks facts by shard, int32 `[shards, facts]`."""
+
+    def stacked(versions: list[Any], num_lost: Any, lost_reads: Any) -> jax.Array:
+        lost = jnp.full_like(num_lost, lost_reads)
+        return jnp.stack([*versions, num_lost, lost], axis=1)
+
+    return jax.jit(stacked, out_shardings=plan.rows_sharding(stack))

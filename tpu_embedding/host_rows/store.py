@@ -1,17 +1,17 @@
 """Records of all rows of a stack, in host memory or in a memory-mapped file.
 
 A record holds the bits of a table's row and of its slot variables, so one access reads
-everything stored for a row. This module only moves bytes; `initial.py` and
-`exchange.py` define what they mean.
+everything stored for a row. This module only moves bytes; `records.py` says what they
+mean.
 """
 
 import functools
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class RowStore:
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
         self._map = None
         if directory is None:
-            self._records = np.empty((num_rows, words), np.uint32)
+            self._records = np.zeros((num_rows, words), np.uint32)
             return
         self._map = _mapped_file(directory, 4 * num_rows * words)
         if hasattr(mmap, "MADV_RANDOM"):
@@ -108,6 +108,14 @@ class RowStore:
 
         self._in_slices(write_slice, len(rows))
 
+    def fill(self, record: np.ndarray, words: slice) -> None:
+        """Sets the given words of all records to those of `record`, uint32 `[1, n]`."""
+
+        def fill_slice(part: slice) -> None:
+            self._records[part, words] = record
+
+        self._in_slices(fill_slice, len(self._records))
+
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
         """Returns a copy of the given words of rows `begin` to `end - 1`."""
         if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
@@ -149,9 +157,18 @@ class RowStore:
         if num_slices < 2:
             return function(slice(0, count))
         ends = [count * number // num_slices for number in range(num_slices + 1)]
-        threads = _threads_of_process(os.getpid())
-        for _ in threads.map(function, map(slice, ends[:-1], ends[1:])):
+        slices = list(map(slice, ends[:-1], ends[1:]))
+        for _ in in_threads(function, slices):
             pass  # Raises the error of a slice.
+
+
+def in_threads(
+    function: Callable[..., Any], *arguments: Sequence[Any]
+) -> Iterator[Any]:
+    """Yields a function's results, like `map`. Calls must not wait for each other."""
+    if len(arguments[0]) == 1:
+        return map(function, *arguments)
+    return _threads_of_process(os.getpid()).map(function, *arguments)
 
 
 @functools.cache

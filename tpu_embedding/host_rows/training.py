@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
-from tpu_embedding.host_rows.feed import Key
-from tpu_embedding.host_rows.stack import FetchedRows
+from tpu_embedding.host_rows.feed import BroughtRows, Key
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import checked_layers, tables_of_layers
 from tpu_embedding.transfers import moves_arrays
@@ -31,7 +30,7 @@ def host_rows(
 
     Args:
       batches: batches on the host. They must not depend on the model's state, because
-        each is drawn `HostRows.window + 2` batches early.
+        each is drawn `HostRows.window + 4` batches early.
       model: model with at least one `TPUEmbedding`. If no table uses `te.HostRows`, the
         batches are yielded unchanged.
       optimizer: the model's optimizer, or `None` if the model has none.
@@ -76,24 +75,31 @@ def host_rows(
     )
 
     @moves_arrays
-    def bring(fetched: Mapping[Key, FetchedRows] | None) -> None:
-        slots = {} if optimizer is None else optimizer.slots.get_value()
+    def taken_lost_reads() -> dict[str, Any]:
         lost_reads = {}
         for path, layer in layers.items():
             stats = layer.stats.get_value()
             lost_reads[path] = stats.missing_rows
             zeros = jax.tree.map(jnp.zeros_like, stats.missing_rows)
             layer.stats.set_value(dataclasses.replace(stats, missing_rows=zeros))
-        stacks, slots = rows_brought(
-            tables_of_layers(layers), slots, fetched, lost_reads
-        )
+        return lost_reads
+
+    @moves_arrays
+    def bring(fetched: Mapping[Key, BroughtRows] | None) -> None:
+        slots = {} if optimizer is None else optimizer.slots.get_value()
+        tables, lost_reads = tables_of_layers(layers), taken_lost_reads()
+        stacks, slots = rows_brought(tables, slots, fetched, lost_reads)
         for path, layer in layers.items():
             layer.tables.set_value(stacks[path])
         if optimizer is not None:
             optimizer.slots.set_value(slots)
 
     with open_feed(batches, tables_of_layers(layers), features_of) as feed:
-        for batch, fetched in feed:
-            bring(fetched)
-            yield batch
-        bring(None)
+        try:
+            for batch, fetched in feed:
+                bring(fetched)
+                yield batch
+            bring(None)
+        except Exception:
+            taken_lost_reads()  # The next loop must not raise because of them.
+            raise

@@ -3,6 +3,7 @@
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,6 +62,7 @@ def _work(calls: "queue.SimpleQueue[Any]") -> None:
 def _end_all() -> None:
     """Ends all threads, because Python can't safely stop one that runs C++ code."""
     ENDING.set()
+    end = time.monotonic() + _SECONDS_TO_END
     for thread, calls in list(_threads.items()):
         calls.put(None)
-        thread.join(_SECONDS_TO_END)
+        thread.join(max(0, end - time.monotonic()))

@@ -301,7 +301,7 @@ class PackedRows:
         """
         return self, row_ids
 
-    def read_windows(self, windows, exchange):
+    def read_windows(self, windows, exchange, receivers):
         """Yields the blocks of windows, like `row_stream.read_blocks`."""
         raise NotImplementedError
 

@@ -132,39 +132,81 @@ class _Tables(NamedTuple):
 
 
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
-    by_function: dict[RowFunction, list[TablePlan]] = {}
-    others = []
-    # Other vocabularies initialize a row when they assign it to an id.
-    for table in stack.tables if stack.vocabulary.ids_are_rows else ():
-        initializer = table.row_initializer
-        if initializer is None:
-            others.append(table)
-        else:
-            by_function.setdefault(initializer.function, []).append(table)
-    groups = [*by_function.values()]
-
-    def fill(facts_of_groups: list[_Tables]) -> PackedRows:
-        layout = stack.layout
-        zeros = jnp.zeros(layout.lines_shape, layout.stored_dtype)
-        rows = PackedRows(lines=zeros, layout=layout)
-        for tables, facts in zip(groups, facts_of_groups, strict=True):
-            values_of = functools.partial(values_of_rows, tables, facts)
-            rows = _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
-        return rows
-
-    rows = on_shards(fill, plan, in_specs=PartitionSpec(), out_specs=stack.rows_spec)(
-        [facts_of_tables(tables, key) for tables in groups]
-    )
+    """Returns all rows of a stack. Global."""
+    rows = on_shards(
+        lambda: zero_rows(stack.layout), plan, in_specs=(), out_specs=stack.rows_spec
+    )()
+    by_row, others = split_by_initializer(stack)
+    if by_row:
+        rows = init_block(rows, by_row, 0, stack, plan, key)
     for table in others:
         # Keep one whole table in memory at a time.
         rows, key = read_before_write((rows, key))
-        rows = on_shards(
+        rows = init_block(rows, [table], 0, stack, plan, key)
+    return rows
+
+
+def zero_rows(layout: RowLayout) -> PackedRows:
+    """Returns rows of zeros. Per shard."""
+    lines = jnp.zeros(layout.lines_shape, layout.stored_dtype)
+    return PackedRows(lines=lines, layout=layout)
+
+
+def split_by_initializer(stack: StackPlan) -> tuple[list[TablePlan], list[TablePlan]]:
+    """Returns tables whose rows are initialized one by one, and whole tables."""
+    # Other vocabularies initialize a row when they assign it to an id.
+    tables = stack.tables if stack.vocabulary.ids_are_rows else ()
+    by_row = [table for table in tables if table.row_initializer]
+    return by_row, [table for table in tables if not table.row_initializer]
+
+
+def init_block(
+    rows: PackedRows,
+    tables: Sequence[TablePlan],
+    first: Any,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+    key: jax.Array,
+) -> PackedRows:
+    """Writes initial values to a block of each shard's local rows. Global.
+
+    Args:
+      rows: the block. Rows outside of `tables` keep their values.
+      tables: tables whose initializers are all row initializers, or a single table.
+      first: local row where the block begins on every shard.
+      stack: the stack of the tables.
+      plan: plan of the layer.
+      key: see `init_tables`.
+    """
+    # With these offsets, the stack begins with the block.
+    shift = jnp.asarray(first, jnp.int32) * stack.num_shards
+    spec, everywhere = stack.rows_spec, PartitionSpec()
+    if tables[0].row_initializer is None:
+        (table,) = tables
+        return on_shards(
             functools.partial(_deal_rows, table=table, stack=stack),
             plan,
-            in_specs=stack.rows_spec,
-            out_specs=stack.rows_spec,
-        )(rows, logical_values(table, stack, plan, key))
-    return rows
+            in_specs=(spec, spec, everywhere),
+            out_specs=spec,
+        )(rows, logical_values(table, stack, plan, key), shift)
+    by_function: dict[RowFunction, list[TablePlan]] = {}
+    for table in tables:
+        assert table.row_initializer is not None
+        by_function.setdefault(table.row_initializer.function, []).append(table)
+    groups = [*by_function.values()]
+
+    def fill(
+        rows: PackedRows, facts_of_groups: list[_Tables], shift: Any
+    ) -> PackedRows:
+        for group, facts in zip(groups, facts_of_groups, strict=True):
+            values_of = functools.partial(values_of_rows, group, facts)
+            offsets = facts.offsets - shift
+            rows = _fill_slabs(rows, values_of, offsets, facts.sizes, stack)
+        return rows
+
+    return on_shards(
+        fill, plan, in_specs=(spec, everywhere, everywhere), out_specs=spec
+    )(rows, [facts_of_tables(group, key) for group in groups], shift)
 
 
 def keys_of_tables(
@@ -216,27 +258,30 @@ def _fill_slabs(
 ) -> PackedRows:
     """Writes this shard's rows of some tables, slab by slab. Per shard.
 
+    Tables may begin before the rows, and end after them.
+
     One loop covers all slabs of all tables, because XLA:TPU copies the rows between
     nested loops.
 
     `values_of` returns the values of some rows of table `i`.
     """
-    layout = stack.layout
+    layout = rows.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
     # A table's rows on a shard are one range in each bank.
     banks = layout.banks
     bank = jnp.arange(offsets.size * banks, dtype=jnp.int32) % banks
+    num_local = layout.row_of(layout.num_lines)
     begins, ends = (
-        stack.first_local_row(jnp.repeat(rows, banks), shard, bank)
-        for rows in (offsets, offsets + sizes)
+        jnp.clip(stack.first_local_row(jnp.repeat(x, banks), shard, bank), 0, num_local)
+        for x in (offsets, offsets + sizes)
     )
     # Extend the ranges to whole lines.
     begins = begins // rows_per_line * rows_per_line
     ends = -(-ends // rows_per_line) * rows_per_line
     num_slabs = -(-(ends - begins) // slab)
     end_slabs = jnp.cumsum(num_slabs)
-    last_start = layout.row_of(layout.num_lines) - slab
+    last_start = num_local - slab
 
     def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
         part = jnp.sum(end_slabs <= slab_id)
@@ -319,6 +364,7 @@ def _key_of_words(key: jax.Array, words: UInt32[Any, " 3"]) -> jax.Array:
 def _deal_rows(
     rows: PackedRows,
     values: Float[Array, "block dim"],
+    shift: Int[Array, ""],
     table: TablePlan,
     stack: StackPlan,
 ) -> PackedRows:
@@ -326,7 +372,8 @@ def _deal_rows(
 
     Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
     stores them contiguously. The block size is a multiple of the number of shards, so
-    row `i * num_shards + j` of every block has the same owner.
+    row `i * num_shards + j` of every block has the same owner. See `init_block` for
+    `shift`.
 
     Returns:
       `rows` with the table's rows replaced.
@@ -348,6 +395,6 @@ def _deal_rows(
         positions = jnp.maximum(row_ids - first_row, 0) // num_shards
         return gather_in_bounds(received, positions)
 
-    offset = jnp.asarray([table.row_offset], jnp.int32)
+    offset = jnp.asarray([table.row_offset], jnp.int32) - shift
     size = jnp.asarray([table.num_rows], jnp.int32)
     return _fill_slabs(rows, values_of, offset, size, stack)

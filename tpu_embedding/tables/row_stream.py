@@ -116,7 +116,17 @@ def read_blocks(
     exchange = line_exchange(packed, stack, plan)
     windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
-        return packed.read_windows(windows, exchange)
+        return packed.read_windows(windows, exchange, receivers)
+    return read_windows(packed, exchange, windows, receivers)
+
+
+def read_windows(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    receivers: Receivers,
+) -> Iterator[list[RowBlock]]:
+    """Returns the blocks of windows of a stack whose rows are all on devices."""
     if _is_on_host(packed):
         return _read_on_host(packed, exchange, windows)
     return _read_by_exchange(packed, exchange, windows, receivers)
@@ -151,6 +161,16 @@ def write_blocks(
     windows = windows_of(packed, stack, num_rows)
     if not packed.holds_all_rows:
         return packed.write_windows(windows, exchange, read)
+    return write_windows(packed, exchange, windows, read)
+
+
+def write_windows(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    read: ReadTableRows,
+) -> PackedRows:
+    """Replaces the windows' rows in a stack whose rows are all on devices, in place."""
     if _is_on_host(packed):
         return _write_on_host(packed, exchange, windows, read)
     return _write_by_exchange(packed, exchange, windows, read)
@@ -214,7 +234,7 @@ def _write_by_exchange(
     def deal(turn: Sequence[Window]) -> dict[int, np.ndarray]:
         lines = {}
         for shard in own_shards:
-            rows = new_rows(turn[shard], exchange, read)
+            rows = _new_rows(turn[shard], exchange, read)
             # Each turn needs new memory: the device may still read the previous turn's.
             parts = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             lines[shard] = _dealt(rows, turn[shard], exchange, parts)
@@ -272,7 +292,7 @@ def _write_on_host(
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     begin = -buffer.ctypes.data % _ALIGNMENT
     memory = buffer[begin : begin + num_bytes].view(dtype).reshape(exchange.dealt_shape)
-    read_rows = functools.partial(new_rows, exchange=exchange, read=read)
+    read_rows = functools.partial(_new_rows, exchange=exchange, read=read)
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
         dealt = jax.device_put(_dealt(rows, window, exchange, memory), sharding)
         lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
@@ -350,16 +370,18 @@ def _blocks_of_window(
         for part, lines in enumerate(parts):
             in_part, in_window = exchange.rows_of_part(part, window)
             rows[in_window] = file_rows_of_lines(lines, exchange.layout)[in_part]
-    yield from blocks_of_rows(rows, window)
+    yield from _blocks_of_rows(rows, window)
 
 
-def blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
+def _blocks_of_rows(rows: np.ndarray, window: Window) -> Iterator[RowBlock]:
     """Yields the blocks of a window from all its rows."""
     for table, start, num_rows, position in window.blocks:
         yield RowBlock(table, start, rows[position : position + num_rows])
 
 
-def new_rows(window: Window, exchange: LineExchange, read: ReadTableRows) -> np.ndarray:
+def _new_rows(
+    window: Window, exchange: LineExchange, read: ReadTableRows
+) -> np.ndarray:
     """Returns the new rows of a window, checking their shape and dtype."""
     row = exchange.row
     rows = np.zeros((window.num_rows, *row.shape), row.dtype)

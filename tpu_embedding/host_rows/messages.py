@@ -1,0 +1,197 @@
+"""Sends arrays from each process to each device's owner, and a header to all.
+
+One small program per turn: an all-to-all in which device `i` of a process carries part
+`i` of what the process sends to each device. With one process, nothing is sent.
+
+Only the main thread sends, so that all processes run their programs in the same order.
+"""
+
+import atexit
+import functools
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tpu_embedding import distributed
+from tpu_embedding.host_rows.worker import ENDING, Worker
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
+
+_FEWEST_WORDS: Final = 1024
+"""Minimum words from one device to another. Sizes are powers of two of it, because each
+size compiles a program."""
+
+_SECONDS_BETWEEN_LOOKS: Final = 1.0
+_SECONDS_TO_NOTICE: Final = 10.0
+"""Time in which a process may end by itself after another one has failed."""
+
+_FAILURES: Final = "host_rows_failed"
+
+
+ReceivedRows = list[list[list[np.ndarray]]]
+"""For each stack and each own device, in mesh order, an array from each process."""
+
+
+class Messenger:
+    """Sends messages between the processes of a mesh, in turns.
+
+    Args:
+      plan: provides the mesh.
+      loop: number of the loop over batches, the same in all processes.
+
+    Attributes:
+      processes: process of each device, in mesh order.
+    """
+
+    def __init__(self, plan: EmbeddingPlan, loop: int):
+        self._plan, self._loop = plan, loop
+        self.processes = [device.process_index for device in plan.mesh.devices.flat]
+        own = jax.process_index()
+        self._devices = [x for x in plan.mesh.devices.flat if x.process_index == own]
+        self._num_words = _FEWEST_WORDS
+        self._sent: Any = None
+        self._arriving: Any = None
+        self._is_closed = threading.Event()
+        self._waiter = Worker("host_rows_waiter")
+        self._watch = Worker("host_rows_watch")
+        if len(set(self.processes)) > 1:
+            self._watch.submit(self._end_with_others)
+
+    def send(self, header: Sequence[int], rows: Sequence[Sequence[np.ndarray]]) -> None:
+        """Sends a header to all processes, and rows to each device.
+
+        Args:
+          header: integers, equally many in each process and turn.
+          rows: for each stack, an int32 array for each device, in mesh order.
+        """
+        self._sent = header, rows
+        if len(set(self.processes)) == 1:
+            return
+        carriers, width = len(self._devices), 2 + len(header)
+        # For each stack, the number of rows, and then the rows.
+        texts = [
+            np.concatenate([x for y in of_device for x in (np.int32([len(y)]), y)])
+            for of_device in zip(*rows, strict=True)
+        ]
+        size = -(-max(map(len, texts)) // carriers)
+        words = np.zeros((carriers, len(texts), width + self._num_words), np.int32)
+        words[:, :, 0] = size
+        words[:, :, 2:width] = header
+        for device, text in enumerate(texts if size <= self._num_words else ()):
+            for carrier in range(carriers):
+                part = text[carrier * size : (carrier + 1) * size]
+                words[carrier, device, 1] = len(part)
+                words[carrier, device, width : width + len(part)] = part
+        shape = len(texts) ** 2, words.shape[2]
+        sent = jax.make_array_from_single_device_arrays(
+            shape,
+            NamedSharding(self._plan.mesh, self._plan.sample_spec),
+            jax.device_put(list(words), self._devices),
+        )
+        received = _exchange_program(self._plan)(sent)
+        shards = {shard.device: shard.data for shard in received.addressable_shards}
+        own = [shards[device] for device in self._devices]
+        self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own)))
+
+    def receive(self) -> tuple[list[list[int]], ReceivedRows]:
+        """Returns the headers of all processes, and the rows sent to own devices.
+
+        Waits for the devices.
+
+        Raises:
+          RuntimeError: if another process has left the loop.
+        """
+        assert self._sent is not None
+        header, rows = self._sent
+        if self._arriving is None:
+            return [list(header)], [[[x] for x in of_stack] for of_stack in rows]
+        width = 2 + len(header)
+        while (size := int((found := self._wait())[0][:, 0].max())) > self._num_words:
+            self._num_words = 1 << (size - 1).bit_length()
+            self.send(header, rows)
+        senders: dict[int, list[int]] = {}
+        for number, process in enumerate(self.processes):
+            senders.setdefault(process, []).append(number)
+        received: ReceivedRows = [[] for _ in rows]
+        for of_device in found:
+            for of_stack in received:
+                of_stack.append([])
+            for _, numbers in sorted(senders.items()):
+                parts = [x[width : width + x[1]] for x in of_device[numbers]]
+                text = np.concatenate(parts)
+                for of_stack in received:
+                    count = 1 + int(text[0])
+                    of_stack[-1].append(text[1:count])
+                    text = text[count:]
+        headers = [found[0][x[0], 2:width].tolist() for _, x in sorted(senders.items())]
+        return headers, received
+
+    def _wait(self) -> list[np.ndarray]:
+        """Returns what the own devices received, `[devices, words]` each."""
+        while True:
+            try:
+                return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
+            except Exception as error:  # Maybe the time is over, maybe a peer is gone.
+                self._check_left(error)
+                if self._arriving.done():
+                    raise
+
+    def _check_left(self, error: Exception) -> None:
+        for process, cause in distributed.posted(
+            f"host_rows_left/{self._loop}"
+        ).items():
+            if process != jax.process_index():
+                raise RuntimeError(
+                    f"Process {process} has left the loop over te.host_rows ({cause}), "
+                    "but this process goes on. All processes must train on the same "
+                    "number of batches; see the error of that process."
+                ) from error
+
+    def leave(self, cause: str) -> None:
+        """Tells the other processes that this one leaves the loop before its end."""
+        if len(set(self.processes)) > 1:
+            distributed.post(f"host_rows_left/{self._loop}", cause)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._is_closed.set()
+        self._waiter.close()
+        self._watch.close()
+
+    def _end_with_others(self) -> None:
+        """Ends this process if another one has failed, and this one can't notice it.
+
+        The main thread may wait forever for a step in which that process takes no part.
+        """
+        while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
+            failures = distributed.posted(_FAILURES)
+            failures.pop(jax.process_index(), None)
+            if failures and not self._is_closed.wait(_SECONDS_TO_NOTICE):
+                for process, cause in failures.items():
+                    text = f"te.host_rows: process {process} has failed: {cause}. This "
+                    print(f"{text}process can't go on.", file=sys.stderr, flush=True)
+                jax.distributed.shutdown()
+                os._exit(1)
+
+
+@functools.cache
+def _exchange_program(plan: EmbeddingPlan) -> Any:
+    def exchange(words: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)
+
+    spec = plan.sample_spec
+    return jax.jit(on_shards(exchange, plan, in_specs=spec, out_specs=spec))
+
+
+@atexit.register
+def _post_failure() -> None:
+    """Tells the other processes that an exception ends this one."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None and distributed.num_processes() > 1:
+        distributed.post(_FAILURES, f"{type(error).__name__}: {error}")

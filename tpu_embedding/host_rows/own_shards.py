@@ -1,0 +1,338 @@
+"""The shards of a stack on this process's devices, and their rows on the host.
+
+Each shard has a store with all its rows, and a planner that decides which of them are
+cached. This module moves rows between stores and devices; `stack.py` keeps the order.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embedding import distributed
+from tpu_embedding.argument_checks import about
+from tpu_embedding.host_rows.planner import BatchPlan, CacheTooSmallError, Planner
+from tpu_embedding.host_rows.records import (
+    columns_of,
+    file_rows_of_words,
+    rows_of_record,
+    words_of_file_rows,
+)
+from tpu_embedding.host_rows.store import RowStore, in_threads
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.shard_map import on_shards
+from tpu_embedding.rows.file_rows import file_rows_of_lines, lines_of_file_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+from tpu_embedding.types import PADDING_ROW_ID
+
+_CHUNK_BYTES: Final = 2**24
+"""Bytes of cached lines that a device sends to its host at once."""
+
+
+class Exchange(NamedTuple):
+    """Rows of each own shard that enter the cache, and rows that leave for them.
+
+    Attributes:
+      slots: slots that change.
+      fetched: local rows that enter.
+      evicted: local rows that leave; -1 where the slot was empty.
+      arrays: moves and records for `swap_program`, global.
+    """
+
+    slots: list[np.ndarray]
+    fetched: list[np.ndarray]
+    evicted: list[np.ndarray]
+    arrays: tuple[jax.Array, jax.Array]
+
+
+class OwnShards:
+    """The shards of a stack on this process's devices. Lists are in shard order.
+
+    Args:
+      stack: plan of the stack.
+      plan: plan of the layer.
+
+    Attributes:
+      columns: position of the table and of each slot variable in a record.
+    """
+
+    def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
+        self.stack, self._plan = stack, plan
+        self.columns = columns_of(stack)
+
+    @functools.cached_property
+    def _devices(self) -> dict[int, jax.Device]:
+        """The own shards' devices, by number of the shard."""
+        sharding = self._plan.rows_sharding(self.stack)
+        indices = sharding.addressable_devices_indices_map((self.stack.num_shards,))
+        shards = {(x[0].start or 0): device for device, x in indices.items() if x}
+        return dict(sorted(shards.items()))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the own shards in the stack, ascending."""
+        return list(self._devices)
+
+    @functools.cached_property
+    def stores(self) -> list[RowStore]:
+        """Records of each shard's rows: the table's row, then its slot variables.
+
+        All processes must call this together.
+
+        Raises:
+          OSError: if a process lacks the memory or the disk space.
+        """
+        directory = self.stack.storage.directory  # type: ignore[attr-defined]
+        shape, stores, error = (
+            (self.stack.rows_per_shard, self.columns[-1].stop),
+            [],
+            None,
+        )
+        try:
+            stores = [RowStore(*shape, directory) for _ in self.numbers]
+        except (OSError, MemoryError) as raised:
+            error = raised
+        texts = distributed.exchange("host_rows_stores", error and str(error))
+        if error is not None:
+            raise error
+        for process, text in enumerate(texts):
+            if text is not None:
+                raise OSError(f"Process {process} can't store its rows: {text}")
+        return stores
+
+    @functools.cached_property
+    def planners(self) -> list[Planner]:
+        """The planner of each shard."""
+        shape = self.stack.rows_per_shard, self.stack.layout.num_rows
+        return [Planner(*shape) for _ in self.numbers]
+
+    @functools.cached_property
+    def held(self) -> list[np.ndarray]:
+        """The local row in each cache slot, int32 `[slots]` per shard; -1 if empty."""
+        shape = self.stack.layout.num_rows
+        return [np.full(shape, -1, np.int32) for _ in self.numbers]
+
+    def parts_of(self, array: jax.Array) -> list[jax.Array]:
+        """Returns the own parts of a global array that is split by shard."""
+        size = array.shape[0] // self.stack.num_shards
+        parts = {
+            (x.index[0].start or 0) // size: x.data for x in array.addressable_shards
+        }
+        return [parts[number] for number in self.numbers]
+
+    def array_of(self, parts: Iterable[np.ndarray]) -> jax.Array:
+        """Returns the global array with these own parts, which have equal shapes."""
+        parts = list(parts)
+        shape = self.stack.num_shards * parts[0].shape[0], *parts[0].shape[1:]
+        return jax.make_array_from_single_device_arrays(
+            shape,
+            self._plan.rows_sharding(self.stack),
+            jax.device_put(parts, list(self._devices.values())),
+        )
+
+    def plan(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
+        """Plans the next batch from the local rows that it reads from each shard.
+
+        Raises:
+          ValueError: if they don't fit in the cache. No planner is then changed.
+        """
+
+        def plan(planner: Planner, rows: np.ndarray) -> BatchPlan | CacheTooSmallError:
+            try:
+                return planner.plan(rows)
+            except CacheTooSmallError as error:
+                return error
+
+        plans = list(in_threads(plan, self.planners, rows))
+        planned = [plan for plan in plans if isinstance(plan, BatchPlan)]
+        if len(planned) == len(plans):
+            return planned
+        needed = [x.num_rows if isinstance(x, CacheTooSmallError) else 0 for x in plans]
+        shard = int(np.argmax(needed))
+        for planner, plan in zip(self.planners, plans, strict=True):
+            if isinstance(plan, BatchPlan):
+                planner.undo(plan)
+        num_slots, num_shards = self.stack.layout.num_rows, self.stack.num_shards
+        names = [table.name for table in self.stack.tables]
+        error = ValueError(
+            f"Batch {self.planners[0].next_batch} and the two before it need "
+            f"{needed[shard]:,} rows of device {self.numbers[shard]}, which do not fit "
+            f"in its {num_slots:,} cached rows of stack {self.stack.name!r} (tables "
+            f"{names}). Raise HostRows.cache_rows to at least "
+            f"{(needed[shard] - 1) * num_shards + 1:,}, or use smaller batches."
+        )
+        raise about(error, "HostRows.cache_rows", num_slots * num_shards)
+
+    def exchange_of(
+        self, plans: Sequence[BatchPlan], number: int, size: int
+    ) -> Exchange:
+        """Reads the records of a batch's exchange, and sends them to the devices.
+
+        Args:
+          plans: the batch's plans.
+          number: number of the exchange. Past the last rows, nothing moves.
+          size: rows of an exchange.
+        """
+        part = slice(number * size, (number + 1) * size)
+        slots, fetched, evicted = (
+            [x[part] for x in arrays]
+            for arrays in zip(
+                *((x.slots, x.fetched, x.evicted) for x in plans), strict=True
+            )
+        )
+        moves, records = [], []
+        for store, *rows in zip(self.stores, slots, fetched, evicted, strict=True):
+            of_shard = np.full((3, size), PADDING_ROW_ID, np.int32)
+            of_shard[:, : len(rows[0])] = rows
+            of_shard[2][of_shard[2] < 0] = PADDING_ROW_ID
+            moves.append(of_shard.reshape(-1))
+            records.append(np.empty((size, self.columns[-1].stop), np.uint32))
+            store.read(rows[1], out=records[-1][: len(rows[1])])
+        arrays = self.array_of(moves), self.array_of(records)
+        return Exchange(slots, fetched, evicted, arrays)
+
+    def write(self, exchange: Exchange, records: jax.Array) -> None:
+        """Writes the records of rows that left, once the devices have sent them."""
+        for store, rows, part in zip(
+            self.stores, exchange.evicted, self.parts_of(records), strict=True
+        ):
+            values = np.asarray(part)[: len(rows)]
+            if values.shape[1] == self.columns[-1].stop:
+                store.write(rows, values)
+            else:  # Without an optimizer, slot variables in the store must not change.
+                words = slice(0, values.shape[1])
+                store.write_words(rows[rows >= 0], values[rows >= 0], words)
+
+    # Ranges of local rows, the same on all shards.
+
+    def lines_of_rows(self, first: int, layout: RowLayout, column: int) -> jax.Array:
+        """Returns rows of the stores as lines on the devices, padded with zeros.
+
+        Args:
+          first: first local row.
+          layout: packing and number of the rows.
+          column: 0 for the table, or the number of a slot variable.
+        """
+        row, size = rows_of_record(self.stack)[column], layout.row_of(layout.num_lines)
+        end = min(first + size, self.stack.rows_per_shard)
+
+        def lines_of(store: RowStore) -> np.ndarray:
+            rows = np.zeros((size, *row.shape), row.dtype)
+            words = store.read_range(first, end, self.columns[column])
+            rows[: end - first] = file_rows_of_words(words, row)
+            return lines_of_file_rows(rows, layout)
+
+        return self.array_of(map(lines_of, self.stores))
+
+    def write_rows(
+        self,
+        first: int,
+        lines: jax.Array,
+        layout: RowLayout,
+        column: int,
+        stack_rows: tuple[int, int] | None = None,
+    ) -> None:
+        """Replaces rows of the stores by those of lines; see `lines_of_rows`.
+
+        `stack_rows` is the range of rows of the stack to replace, by default all.
+        """
+        stack_rows = stack_rows or (0, self.stack.num_rows)
+        for number, store, part in zip(
+            self.numbers, self.stores, self.parts_of(lines), strict=True
+        ):
+            rows = file_rows_of_lines(np.asarray(part), layout)
+            begin, end = (self.stack.first_local_row(x, number, 0) for x in stack_rows)
+            begin, end = max(begin, first), min(end, first + len(rows))
+            if begin < end:
+                words = words_of_file_rows(rows[begin - first : end - first])
+                store.write_range(begin, words, self.columns[column])
+
+    def save_cache(self, rows: PackedRows, column: int) -> None:
+        """Writes cached rows to the stores."""
+        for start, size in self._chunks(rows):
+            lines = _read_lines(
+                *(rows.lines, np.int32(start)),
+                num_lines=size,
+                plan=self._plan,
+                stack=self.stack,
+            )
+            for number, part in enumerate(self.parts_of(lines)):
+                held, is_used = self._held_in(number, start, size, rows.layout)
+                values = file_rows_of_lines(np.asarray(part), rows.layout)
+                words = words_of_file_rows(values[: len(held)][is_used])
+                self.stores[number].write_words(
+                    held[is_used], words, self.columns[column]
+                )
+
+    def load_cache(self, rows: PackedRows, column: int) -> jax.Array:
+        """Returns the lines of cached rows with the stores' values. Donates `rows`."""
+        row, lines = rows_of_record(self.stack)[column], rows.lines
+        for start, size in self._chunks(rows):
+            parts = []
+            for number, store in enumerate(self.stores):
+                held, is_used = self._held_in(number, start, size, rows.layout)
+                values = np.zeros((rows.layout.row_of(size), *row.shape), row.dtype)
+                words = store.read(held[is_used])[:, self.columns[column]]
+                values[: len(held)][is_used] = file_rows_of_words(words, row)
+                parts.append(lines_of_file_rows(values, rows.layout))
+            lines = _write_lines(
+                *(lines, self.array_of(parts), np.int32(start)),
+                plan=self._plan,
+                stack=self.stack,
+            )
+        return lines
+
+    def _chunks(self, rows: PackedRows) -> Iterator[tuple[int, int]]:
+        """Yields the first line and the number of lines of each chunk of the cache."""
+        num_lines = rows.layout.num_lines
+        size = min(num_lines, max(1, _CHUNK_BYTES // (4 * rows.layout.lanes_per_line)))
+        for start in range(0, num_lines, size):  # The last two may overlap.
+            yield min(start, num_lines - size), size
+
+    def _held_in(
+        self, number: int, start: int, size: int, layout: RowLayout
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the local rows in a chunk of a shard's cache, and which are used."""
+        held = self.held[number][layout.row_of(start) : layout.row_of(start + size)]
+        return held, held >= 0
+
+
+@functools.partial(jax.jit, static_argnames=("num_lines", "plan", "stack"))
+def _read_lines(
+    lines: jax.Array,
+    start: Any,
+    *,
+    num_lines: int,
+    plan: EmbeddingPlan,
+    stack: StackPlan,
+) -> jax.Array:
+    """Returns some lines of each shard. Global."""
+
+    def read(lines: jax.Array, start: Any) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(lines, start, num_lines)
+
+    spec = stack.rows_spec
+    specs = dict(in_specs=(spec, PartitionSpec()), out_specs=spec)
+    return on_shards(read, plan, **specs)(lines, start)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "stack"), donate_argnums=0)
+def _write_lines(
+    lines: jax.Array,
+    new: jax.Array,
+    start: Any,
+    *,
+    plan: EmbeddingPlan,
+    stack: StackPlan,
+) -> jax.Array:
+    """Replaces some lines of each shard, in place. Global."""
+
+    def write(lines: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(lines, new, start, axis=0)
+
+    spec = stack.rows_spec
+    specs = dict(in_specs=(spec, spec, PartitionSpec()), out_specs=spec)
+    return on_shards(write, plan, **specs)(lines, new, start)
