@@ -152,7 +152,8 @@ def steps_of(side: str, shapes: Shapes, batches: Sequence[np.ndarray]) -> Iterat
         tables, slots, *results = jit_step(tables, slots, ids, cotangents, plan)
         if host is not None and fetched == 1:
             jax.block_until_ready(results)
-            host.check_error(wait=True)
+            host.wait_for_writer()
+            host.check_error()
         jax.block_until_ready(before)
         times = _now() - start
         before, missing = results, results[1]  # An array waits for this step.

@@ -149,33 +149,37 @@ class RowStore:
 
     def _in_slices(self, function: Callable[[slice], None], count: int) -> None:
         """Calls a function on slices of `count` rows, in threads for many rows."""
-        if self._map is None:
-            num_bytes = count * self._records.strides[0]
-            num_slices = min(_num_cores(), num_bytes // _SLICE_BYTES)
-        else:
-            num_slices = min(_FILE_THREADS, count // _FILE_SLICE_ROWS)
+        num_threads, num_bytes = _num_cores(), count * self._records.strides[0]
+        num_slices = min(num_threads, num_bytes // _SLICE_BYTES)
+        if self._map is not None:
+            num_threads = _FILE_THREADS
+            num_slices = min(num_threads, count // _FILE_SLICE_ROWS)
         if num_slices < 2:
             return function(slice(0, count))
         ends = [count * number // num_slices for number in range(num_slices + 1)]
         slices = list(map(slice, ends[:-1], ends[1:]))
-        for _ in in_threads(function, slices):
+        for _ in in_threads(function, slices, num_threads=num_threads):
             pass  # Raises the error of a slice.
 
 
 def in_threads(
-    function: Callable[..., Any], *arguments: Sequence[Any]
+    function: Callable[..., Any], *arguments: Sequence[Any], num_threads: int = 0
 ) -> Iterator[Any]:
-    """Yields a function's results, like `map`. Calls must not wait for each other."""
+    """Yields a function's results, like `map`. Calls must not wait for each other.
+
+    `num_threads` defaults to the number of cores.
+    """
     if len(arguments[0]) == 1:
         return map(function, *arguments)
-    return _threads_of_process(os.getpid()).map(function, *arguments)
+    threads = _threads_of_process(os.getpid(), num_threads or _num_cores())
+    return threads.map(function, *arguments)
 
 
 @functools.cache
-def _threads_of_process(process_id: int) -> ThreadPoolExecutor:
-    """Returns the thread pool of a process. A fork can't use its parent's pool."""
+def _threads_of_process(process_id: int, count: int) -> ThreadPoolExecutor:
+    """Returns threads of a process. A fork can't use its parent's threads."""
     del process_id
-    return ThreadPoolExecutor(_num_cores() + _FILE_THREADS, "host_rows")
+    return ThreadPoolExecutor(count, "host_rows")
 
 
 def _num_cores() -> int:
