@@ -55,9 +55,8 @@ class Program:
         assert set(plan.fetched.tolist()) == missing
         assert len(plan.fetched) == len(missing)
         assert plan.wait_for == max((self.left.get(x, -1) for x in missing), default=-1)
-        moves = list(
-            zip(*(x.tolist() for x in (plan.slots, plan.fetched, plan.evicted)), strict=True)
-        )
+        changed = plan.slots, plan.fetched, plan.evicted
+        moves = list(zip(*(array.tolist() for array in changed), strict=True))
         for slot, _, old in moves:
             assert old not in kept | new
             assert self.cached.get(slot, -1) == old

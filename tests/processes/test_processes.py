@@ -42,11 +42,12 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run_job(module, num_devices, directory, *arguments):
-    """Runs two processes of a worker; returns what each one writes and prints."""
-    address, paths = f"127.0.0.1:{free_port()}", [directory / f"{i}.npz" for i in "01"]
+def run_job(module, num_devices, directory, *arguments, num_processes=2):
+    """Runs the processes of a worker; returns what each one writes and prints."""
+    address = f"127.0.0.1:{free_port()}"
+    paths = [directory / f"{i}.npz" for i in range(num_processes)]
     jobs = [
-        start(module, address, 2, process, num_devices, path, *arguments)
+        start(module, address, num_processes, process, num_devices, path, *arguments)
         for process, path in enumerate(paths)
     ]
     outputs = []

@@ -134,7 +134,7 @@ class Feed(Generic[Batch]):
             exchanges = self._fetched.popleft().result()
             plans = self._plans.popleft().result()
             coming = self._coming.popleft()
-            self._turn += 1
+            self._turn = self._messenger.num_taken = self._turn + 1
             self._handed_out.append(coming.rows.result())
             self._brought_last = {
                 key: BroughtRows(FetchedRows(plans[key], exchanges[key]), number)
@@ -348,7 +348,7 @@ class Feed(Generic[Batch]):
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
         if not self._has_ended:
-            self._messenger.leave(f"before its batch {self._turn}")
+            self._messenger.leave()
         self._messenger.close()
         if threading.current_thread().name.startswith("host_rows"):
             self._stopped.set()

@@ -47,10 +47,12 @@ class Messenger:
 
     Attributes:
       processes: process of each device, in mesh order.
+      num_taken: how many batches the loop has taken.
     """
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
-        self._plan, self._loop = plan, loop
+        self._plan, self._left = plan, f"host_rows_left/{loop}"
+        self.num_taken = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
         self._devices = [x for x in plan.mesh.devices.flat if x.process_index == own]
@@ -105,7 +107,7 @@ class Messenger:
         Waits for the devices.
 
         Raises:
-          RuntimeError: if another process has left the loop.
+          RuntimeError: if another process has failed, or has left the loop.
         """
         assert self._sent is not None
         header, rows = self._sent
@@ -137,26 +139,31 @@ class Messenger:
         while True:
             try:
                 return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
-            except Exception as error:  # Maybe the time is over, maybe a peer is gone.
-                self._check_left(error)
+            except Exception as error:  # The time is over, or a peer is gone.
+                if causes := self._absences():
+                    raise RuntimeError(f"te.host_rows can't go on: {causes}") from error
                 if self._arriving.done():
                     raise
 
-    def _check_left(self, error: Exception) -> None:
-        for process, cause in distributed.posted(
-            f"host_rows_left/{self._loop}"
-        ).items():
-            if process != jax.process_index():
-                raise RuntimeError(
-                    f"Process {process} has left the loop over te.host_rows ({cause}), "
-                    "but this process goes on. All processes must train on the same "
-                    "number of batches; see the error of that process."
-                ) from error
+    def _absences(self) -> str:
+        """Returns why other processes take no part in this one's programs, if so."""
+        absences = [
+            (process, f"has failed: {text}")
+            for process, text in distributed.posted(_FAILURES).items()
+        ]
+        for process, num_taken in distributed.posted(self._left).items():
+            if int(num_taken) < self.num_taken:
+                text = (
+                    f"has left the loop after {num_taken} batches, and this one took "
+                )
+                absences.append((process, text + str(self.num_taken)))
+        own = jax.process_index()
+        return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
-    def leave(self, cause: str) -> None:
+    def leave(self) -> None:
         """Tells the other processes that this one leaves the loop before its end."""
         if len(set(self.processes)) > 1:
-            distributed.post(f"host_rows_left/{self._loop}", cause)
+            distributed.post(self._left, str(self.num_taken))
 
     def close(self) -> None:
         """Ends the threads."""
@@ -165,17 +172,14 @@ class Messenger:
         self._watch.close()
 
     def _end_with_others(self) -> None:
-        """Ends this process if another one has failed, and this one can't notice it.
+        """Ends this process if another one is gone, and this one can't notice it.
 
         The main thread may wait forever for a step in which that process takes no part.
         """
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
-            failures = distributed.posted(_FAILURES)
-            failures.pop(jax.process_index(), None)
-            if failures and not self._is_closed.wait(_SECONDS_TO_NOTICE):
-                for process, cause in failures.items():
-                    text = f"te.host_rows: process {process} has failed: {cause}. This "
-                    print(f"{text}process can't go on.", file=sys.stderr, flush=True)
+            if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
+                text = f"te.host_rows ends this process: {self._absences()}."
+                print(text, file=sys.stderr, flush=True)
                 jax.distributed.shutdown()
                 os._exit(1)
 
