@@ -8,8 +8,8 @@ import numpy as np
 
 from tpu_embedding.host_rows.batch_rows import RowsOfShards, rows_of_batch
 from tpu_embedding.host_rows.cached_rows import MappedRows
-from tpu_embedding.host_rows.feed import BroughtRows, Feed, Key
-from tpu_embedding.host_rows.stack import HostStack
+from tpu_embedding.host_rows.feed import Feed, Key
+from tpu_embedding.host_rows.stack import FetchedRows, HostStack
 from tpu_embedding.nn.model_tables import ModelTables, features_by_layer
 from tpu_embedding.transfers import moves_arrays
 
@@ -19,7 +19,7 @@ Batch = TypeVar("Batch")
 @contextlib.contextmanager
 def open_feed(
     batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
-) -> Iterator[Iterable[tuple[Batch, Mapping[Key, BroughtRows]]]]:
+) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
     """Opens a feed of the model's host rows, and closes the feed on exit."""
     hosts: dict[Key, HostStack] = {
         (path, name): rows.host
@@ -53,7 +53,7 @@ def open_feed(
 def rows_brought(
     layers: ModelTables,
     slots: Mapping[str, Any],
-    fetched: Mapping[Key, BroughtRows] | None,
+    fetched: Mapping[Key, FetchedRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Brings fetched rows into tables and slot variables, and returns them by layer.
@@ -77,12 +77,12 @@ def rows_brought(
     # All checks come before the first exchange, because it donates its arrays.
     for path, name, rows, state in on_host:
         lost = ((lost_reads or {}).get(path) or {}).get(name, np.int32(0))
-        coming = None if fetched is None else fetched[path, name].fetched
+        coming = None if fetched is None else fetched[path, name]
         rows.host.check(rows, state, lost, coming)
     for path, name, rows, state in on_host:
         if fetched is None:
             break
-        brought, state = rows.host.exchange(rows, state, *fetched[path, name])
+        brought, state = rows.host.exchange(rows, state, fetched[path, name])
         stacks[path][name] = brought
         if state is not None:
             new_slots[path][name] = state

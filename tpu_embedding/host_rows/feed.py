@@ -25,9 +25,12 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from tpu_embedding import distributed
 from tpu_embedding.host_rows.batch_rows import RowsOfShards, united_rows
-from tpu_embedding.host_rows.messages import Messenger, ReceivedRows
+from tpu_embedding.host_rows.messages import (
+    Messenger,
+    ReceivedRows,
+    raise_together,
+)
 from tpu_embedding.host_rows.own_shards import Exchange
 from tpu_embedding.host_rows.planner import BatchPlan, Planner
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
@@ -49,18 +52,6 @@ Key = tuple[str, str]
 """The path of a layer, and the name of a stack."""
 Plans = dict[Key, list[BatchPlan]]
 """A batch's plans of the own shards, by stack."""
-
-
-class BroughtRows(NamedTuple):
-    """The rows of a batch, ready to be brought to the devices.
-
-    Attributes:
-      fetched: the batch's exchanges.
-      num_exchanges: the most exchanges that a process needs for the batch.
-    """
-
-    fetched: FetchedRows
-    num_exchanges: int
 
 
 class _Coming(NamedTuple):
@@ -107,7 +98,7 @@ class Feed(Generic[Batch]):
         self._handed_out: collections.deque[dict[Key, RowsOfShards]] = (
             collections.deque(maxlen=2)
         )
-        self._brought_last: dict[Key, BroughtRows] = {}
+        self._brought_last: dict[Key, FetchedRows] = {}
         self._turn = self._num_listed = 0
         self._own_error: Exception | None = None
         self._has_sent = self._has_ended = False
@@ -118,12 +109,12 @@ class Feed(Generic[Batch]):
         # NumPy releases the GIL, so it is faster to work on several batches at once.
         self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
 
-    def __iter__(self) -> Iterator[tuple[Batch, dict[Key, BroughtRows]]]:
+    def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
         # A generator, because a StopIteration of `rows_of` must not end the loop.
         while True:
             has_batch = self._draw()
             for key, rows in self._brought_last.items():
-                self._hosts[key].check_brought(rows.fetched)
+                self._hosts[key].check_brought(rows)
             if not self._has_sent:
                 self._start()
             numbers = self._receive()
@@ -137,7 +128,7 @@ class Feed(Generic[Batch]):
             self._turn = self._messenger.num_taken = self._turn + 1
             self._handed_out.append(coming.rows.result())
             self._brought_last = {
-                key: BroughtRows(FetchedRows(plans[key], exchanges[key]), number)
+                key: FetchedRows(plans[key], exchanges[key], number)
                 for key, number in zip(self._hosts, numbers, strict=True)
             }
             yield coming.batch, self._brought_last
@@ -248,13 +239,7 @@ class Feed(Generic[Batch]):
                 host.wait_for_writer()
                 with contextlib.suppress(Exception):  # All reads lost so far, once.
                     host.check_error()
-            error = self._own_error
-            text = error and f"{type(error).__name__}: {error}"
-            texts = distributed.exchange("host_rows_errors", text)
-            if error is not None:
-                raise error
-            causes = [f"process {i}: {x}" for i, x in enumerate(texts) if x]
-            raise RuntimeError(f"te.host_rows failed in {'; '.join(causes)}")
+            raise_together(self._own_error)
         number = self._num_listed - 1 - self._turn
         if self._sends_lists and number < len(self._coming):
             unequal = None

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
-from tpu_embedding.host_rows.feed import BroughtRows, Key
+from tpu_embedding.host_rows.feed import Key
+from tpu_embedding.host_rows.stack import FetchedRows
 from tpu_embedding.nn.model_tables import LayerTables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -53,7 +54,7 @@ def host_rows(
     """
 
     def bring(
-        fetched: Mapping[Key, BroughtRows],
+        fetched: Mapping[Key, FetchedRows],
         tables: dict[str, PackedRows],
         slots: dict[str, Any],
     ) -> tuple[Any, Any]:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
-from tpu_embedding.host_rows.feed import BroughtRows, Key
+from tpu_embedding.host_rows.feed import Key
+from tpu_embedding.host_rows.stack import FetchedRows
 from tpu_embedding.nn.linen.training import TrainState
 from tpu_embedding.nn.linen.variables import LayerTables, layer_tables, with_tables
 
@@ -36,7 +37,7 @@ def host_rows(
       ...     state, loss = train_step(bring(state), batch)
     """
 
-    def bring(fetched: Mapping[Key, BroughtRows], state: TrainState) -> TrainState:
+    def bring(fetched: Mapping[Key, FetchedRows], state: TrainState) -> TrainState:
         layers = layer_tables(state.variables)
         stacks, slots = rows_brought(layers, state.slots, fetched)
         tables = {

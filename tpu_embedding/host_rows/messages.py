@@ -184,6 +184,22 @@ class Messenger:
                 os._exit(1)
 
 
+def raise_together(error: Exception | None) -> None:
+    """Raises in all processes if at least one of them has an error.
+
+    All processes must call this together, in the main thread.
+
+    Raises:
+      Exception: this process's error, or RuntimeError if only others have one.
+    """
+    text = error and f"{type(error).__name__}: {error}"
+    texts = distributed.exchange("host_rows_errors", text)
+    if error is not None:
+        raise error
+    if causes := [f"process {i}: {x}" for i, x in enumerate(texts) if x]:
+        raise RuntimeError(f"te.HostRows failed in {'; '.join(causes)}")
+
+
 @functools.cache
 def _exchange_program(plan: EmbeddingPlan) -> Any:
     def exchange(words: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tpu_embedding import distributed
 from tpu_embedding.argument_checks import about
+from tpu_embedding.host_rows.messages import raise_together
 from tpu_embedding.host_rows.planner import BatchPlan, CacheTooSmallError, Planner
 from tpu_embedding.host_rows.records import (
     columns_of,
@@ -62,6 +62,7 @@ class OwnShards:
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self._plan = stack, plan
         self.columns = columns_of(stack)
+        self._programs = _line_programs(plan, stack)
 
     @functools.cached_property
     def _devices(self) -> dict[int, jax.Device]:
@@ -83,24 +84,17 @@ class OwnShards:
         All processes must call this together.
 
         Raises:
-          OSError: if a process lacks the memory or the disk space.
+          OSError: if this process lacks the memory or the disk space.
+          RuntimeError: if another process does.
         """
         directory = self.stack.storage.directory  # type: ignore[attr-defined]
-        shape, stores, error = (
-            (self.stack.rows_per_shard, self.columns[-1].stop),
-            [],
-            None,
-        )
+        shape = self.stack.rows_per_shard, self.columns[-1].stop
+        stores, error = [], None
         try:
             stores = [RowStore(*shape, directory) for _ in self.numbers]
-        except (OSError, MemoryError) as raised:
+        except OSError as raised:
             error = raised
-        texts = distributed.exchange("host_rows_stores", error and str(error))
-        if error is not None:
-            raise error
-        for process, text in enumerate(texts):
-            if text is not None:
-                raise OSError(f"Process {process} can't store its rows: {text}")
+        raise_together(error)
         return stores
 
     @functools.cached_property
@@ -253,12 +247,7 @@ class OwnShards:
     def save_cache(self, rows: PackedRows, column: int) -> None:
         """Writes cached rows to the stores."""
         for start, size in self._chunks(rows):
-            lines = _read_lines(
-                *(rows.lines, np.int32(start)),
-                num_lines=size,
-                plan=self._plan,
-                stack=self.stack,
-            )
+            lines = self._programs.read(rows.lines, np.int32(start), num_lines=size)
             for number, part in enumerate(self.parts_of(lines)):
                 held, is_used = self._held_in(number, start, size, rows.layout)
                 values = file_rows_of_lines(np.asarray(part), rows.layout)
@@ -278,11 +267,7 @@ class OwnShards:
                 words = store.read(held[is_used])[:, self.columns[column]]
                 values[: len(held)][is_used] = file_rows_of_words(words, row)
                 parts.append(lines_of_file_rows(values, rows.layout))
-            lines = _write_lines(
-                *(lines, self.array_of(parts), np.int32(start)),
-                plan=self._plan,
-                stack=self.stack,
-            )
+            lines = self._programs.write(lines, self.array_of(parts), np.int32(start))
         return lines
 
     def _chunks(self, rows: PackedRows) -> Iterator[tuple[int, int]]:
@@ -300,39 +285,30 @@ class OwnShards:
         return held, held >= 0
 
 
-@functools.partial(jax.jit, static_argnames=("num_lines", "plan", "stack"))
-def _read_lines(
-    lines: jax.Array,
-    start: Any,
-    *,
-    num_lines: int,
-    plan: EmbeddingPlan,
-    stack: StackPlan,
-) -> jax.Array:
-    """Returns some lines of each shard. Global."""
+class _LinePrograms(NamedTuple):
+    """Programs on some lines of each shard. Global.
 
-    def read(lines: jax.Array, start: Any) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(lines, start, num_lines)
+    Attributes:
+      read: `(lines, start, num_lines) -> lines`.
+      write: `(lines, new lines, start) -> lines`, in place.
+    """
 
-    spec = stack.rows_spec
-    specs = dict(in_specs=(spec, PartitionSpec()), out_specs=spec)
-    return on_shards(read, plan, **specs)(lines, start)
+    read: Any
+    write: Any
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "stack"), donate_argnums=0)
-def _write_lines(
-    lines: jax.Array,
-    new: jax.Array,
-    start: Any,
-    *,
-    plan: EmbeddingPlan,
-    stack: StackPlan,
-) -> jax.Array:
-    """Replaces some lines of each shard, in place. Global."""
+@functools.cache
+def _line_programs(plan: EmbeddingPlan, stack: StackPlan) -> _LinePrograms:
+    slice_, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice_in_dim
+    spec, everywhere = stack.rows_spec, PartitionSpec()
 
-    def write(lines: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(lines, new, start, axis=0)
+    def read(lines: jax.Array, start: Any, num_lines: int) -> jax.Array:
+        specs = dict(in_specs=(spec, everywhere), out_specs=spec)
+        read_shard = functools.partial(slice_, slice_size=num_lines)
+        return on_shards(read_shard, plan, **specs)(lines, start)
 
-    spec = stack.rows_spec
-    specs = dict(in_specs=(spec, spec, PartitionSpec()), out_specs=spec)
-    return on_shards(write, plan, **specs)(lines, new, start)
+    specs = dict(in_specs=(spec, spec, everywhere), out_specs=spec)
+    write = on_shards(functools.partial(update, axis=0), plan, **specs)
+    return _LinePrograms(
+        jax.jit(read, static_argnames="num_lines"), jax.jit(write, donate_argnums=0)
+    )

@@ -55,10 +55,12 @@ class FetchedRows:
     Attributes:
       plans: plans of the own shards.
       exchanges: exchanges with rows of the own shards.
+      num_exchanges: the most exchanges that a process needs for the batch.
     """
 
     plans: list[BatchPlan]
     exchanges: list[Exchange]
+    num_exchanges: int
 
 
 class HostStack:
@@ -311,7 +313,7 @@ class HostStack:
         )
 
     def exchange(
-        self, table: MappedRows, state: Any, fetched: FetchedRows, num_exchanges: int
+        self, table: MappedRows, state: Any, fetched: FetchedRows
     ) -> tuple[MappedRows, Any]:
         """Brings the next batch's rows to the devices.
 
@@ -325,7 +327,7 @@ class HostStack:
         batch = self._executed = plans[0].batch
         slots: Any = slots_of(state)
         left, swap = [], swap_program(self.plan.hardware)
-        none = num_exchanges - len(fetched.exchanges)
+        none = fetched.num_exchanges - len(fetched.exchanges)
         try:
             for exchange in [*fetched.exchanges, *[self._nothing(plans)] * none]:
                 table, slots, records = swap(table, slots, *exchange.arrays, self.plan)

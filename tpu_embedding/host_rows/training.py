@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding.host_rows.bringing import Batch, open_feed, rows_brought
-from tpu_embedding.host_rows.feed import BroughtRows, Key
+from tpu_embedding.host_rows.feed import Key
+from tpu_embedding.host_rows.stack import FetchedRows
 from tpu_embedding.nn.optimizer import Optimizer
 from tpu_embedding.nn.training import checked_layers, tables_of_layers
 from tpu_embedding.transfers import moves_arrays
@@ -85,7 +86,7 @@ def host_rows(
         return lost_reads
 
     @moves_arrays
-    def bring(fetched: Mapping[Key, BroughtRows] | None) -> None:
+    def bring(fetched: Mapping[Key, FetchedRows] | None) -> None:
         slots = {} if optimizer is None else optimizer.slots.get_value()
         tables, lost_reads = tables_of_layers(layers), taken_lost_reads()
         stacks, slots = rows_brought(tables, slots, fetched, lost_reads)
