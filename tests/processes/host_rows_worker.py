@@ -22,6 +22,7 @@ def run_programs(directory, seeds):
     num_rows = num_fetched = 0
     for seed in seeds:
         if seed % PROGRAMS_PER_LAYOUT == 0:
+            jax.clear_caches()  # Compiled programs map memory.
             layout_of.cache_clear()
         folder = directory / str(seed)
         folder.mkdir(exist_ok=True)

@@ -28,8 +28,13 @@ EVERY_CASE = pytest.mark.full(every_case=True)
     ("num_processes", "seeds"),
     [
         pytest.param(2, range(10), marks=EVERY_CASE, id="2"),
-        pytest.param(2, range(10, 110), marks=pytest.mark.exhaustive, id="2_many"),
-        pytest.param(4, range(110, 200), marks=pytest.mark.exhaustive, id="4_many"),
+        *(
+            pytest.param(
+                n, range(i, i + 10), marks=pytest.mark.exhaustive, id=f"{n}_{i}"
+            )
+            for n, seeds in ((2, range(10, 110, 10)), (4, range(110, 200, 10)))
+            for i in seeds
+        ),
     ],
 )
 def test_random_programs(num_processes, seeds, tmp_path):

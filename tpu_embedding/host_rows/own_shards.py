@@ -57,11 +57,13 @@ class OwnShards:
 
     Attributes:
       columns: position of the table and of each slot variable in a record.
+      record_bytes: size of a record: a table's row and its slot variables.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self._plan = stack, plan
         self.columns = columns_of(stack)
+        self.record_bytes = 4 * self.columns[-1].stop
         self._programs = _line_programs(plan, stack)
 
     @functools.cached_property

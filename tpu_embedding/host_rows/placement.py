@@ -45,16 +45,17 @@ class HostRows(Placement):
     for bit on CPU.
 
     Slot variables are stored with their rows. Each row of the table also takes 4 bytes
-    on its device, for the map from rows to cache slots. Only jobs of one process are
-    supported.
+    on its device, for the map from rows to cache slots. On several hosts, each host
+    keeps the rows that its devices own.
 
     Attributes:
       cache_rows: number of rows that all devices cache together, rounded up to a
         multiple of the number of devices. The rows of three batches must fit. With a
         cache a few times larger, most lookups find their rows in it.
-      directory: directory for a memory-mapped file, for tables larger than the host's
-        memory. The file is scratch space and is removed at the end. `None` keeps the
-        rows in memory.
+      directory: directory of memory-mapped files, for tables larger than the hosts'
+        memory, on a disk of each host. The files have no names, so that several
+        processes may use the same directory, and are freed at the end. `None` keeps
+        the rows in memory.
       window: batches to read ahead, 1 to 64. Their cached rows are evicted last.
 
     Example:

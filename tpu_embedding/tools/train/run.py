@@ -369,7 +369,8 @@ class _Run:
 
         With such tables, batches are drawn ahead, and `exchanged` is set for each
         batch: `hit_rate`, the share of its distinct rows that were on the devices, and
-        `exchanged_bytes`, the size of all other rows, there and back.
+        `exchanged_bytes`, the size of all other rows, there and back. Both are about
+        the rows of this process's devices.
         """
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches
@@ -378,7 +379,7 @@ class _Run:
         layers = embedding_layers(model).values()
         tables = [rows for x in layers for rows in x.tables.get_value().values()]
         hosts = [rows.host for rows in tables if isinstance(rows, MappedRows)]
-        row_bytes = [x.store.num_bytes // x.stack.num_rows for x in hosts]
+        row_bytes = [x.shards.record_bytes for x in hosts]
 
         def total() -> np.ndarray:
             return np.array([(x.num_ids, x.num_fetched) for x in hosts]).T
