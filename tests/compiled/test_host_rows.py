@@ -13,6 +13,7 @@ from tests.compiled.test_train_step import TOPOLOGIES, WITH_SPARSE_CORE
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases
 from tpu_embedding.host_rows.exchange import swap_program
+from tpu_embedding.host_rows.messages import exchange_program
 from tpu_embedding.host_rows.records import columns_of
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
@@ -168,3 +169,19 @@ def test_programs_for_the_cpu_are_in_place(num_devices, rule):
     on_host, cache = make_plans(mesh_of(num_devices), 16, rule)
     check_exchange(on_host, cache)
     check_step(on_host, cache)
+
+
+@pytest.mark.parametrize("generation", quick_cases(TOPOLOGIES, "v6e"))
+def test_messages(generation):
+    """One exchange, and no more memory than what is sent and received."""
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    plan, _ = make_plans(mesh, 32, "sgd")
+    num_words = 1 << 14
+    words = jax.ShapeDtypeStruct(
+        (mesh.size**2, num_words), jnp.int32, sharding=plan.batch_sharding
+    )
+    compiled = exchange_program(plan).lower(words).compile()
+    assert compiled.as_text().count(" all-to-all") >= 1
+    assert "all-gather" not in compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 2 * 4 * mesh.size * num_words

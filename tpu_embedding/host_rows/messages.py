@@ -58,11 +58,11 @@ class Messenger:
         self._devices = [x for x in plan.mesh.devices.flat if x.process_index == own]
         self._num_words = _FEWEST_WORDS
         self._sent: Any = None
-        self._arriving: Any = None
         self._is_closed = threading.Event()
-        self._waiter = Worker("host_rows_waiter")
-        self._watch = Worker("host_rows_watch")
-        if len(set(self.processes)) > 1:
+        self._is_shared = len(set(self.processes)) > 1
+        if self._is_shared:
+            self._waiter = Worker("host_rows_waiter")
+            self._watch = Worker("host_rows_watch")
             self._watch.submit(self._end_with_others)
 
     def send(self, header: Sequence[int], rows: Sequence[Sequence[np.ndarray]]) -> None:
@@ -73,7 +73,7 @@ class Messenger:
           rows: for each stack, an int32 array for each device, in mesh order.
         """
         self._sent = header, rows
-        if len(set(self.processes)) == 1:
+        if not self._is_shared:
             return
         carriers, width = len(self._devices), 2 + len(header)
         # For each stack, the number of rows, and then the rows.
@@ -96,7 +96,7 @@ class Messenger:
             NamedSharding(self._plan.mesh, self._plan.sample_spec),
             jax.device_put(list(words), self._devices),
         )
-        received = _exchange_program(self._plan)(sent)
+        received = exchange_program(self._plan)(sent)
         shards = {shard.device: shard.data for shard in received.addressable_shards}
         own = [shards[device] for device in self._devices]
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own)))
@@ -111,7 +111,7 @@ class Messenger:
         """
         assert self._sent is not None
         header, rows = self._sent
-        if self._arriving is None:
+        if not self._is_shared:
             return [list(header)], [[[x] for x in of_stack] for of_stack in rows]
         width = 2 + len(header)
         while (size := int((found := self._wait())[0][:, 0].max())) > self._num_words:
@@ -162,14 +162,15 @@ class Messenger:
 
     def leave(self) -> None:
         """Tells the other processes that this one leaves the loop before its end."""
-        if len(set(self.processes)) > 1:
+        if self._is_shared:
             distributed.post(self._left, str(self.num_taken))
 
     def close(self) -> None:
         """Ends the threads."""
         self._is_closed.set()
-        self._waiter.close()
-        self._watch.close()
+        if self._is_shared:
+            self._waiter.close()
+            self._watch.close()
 
     def _end_with_others(self) -> None:
         """Ends this process if another one is gone, and this one can't notice it.
@@ -201,7 +202,9 @@ def raise_together(error: Exception | None) -> None:
 
 
 @functools.cache
-def _exchange_program(plan: EmbeddingPlan) -> Any:
+def exchange_program(plan: EmbeddingPlan) -> Any:
+    """Returns a program that sends row `i * devices + j` from device `i` to `j`."""
+
     def exchange(words: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)
 

@@ -139,12 +139,15 @@ def _problem(stack: StackPlan) -> str | None:
     config, optimizer = stack.tables[0].config, stack.trained_by
     if not config.vocabulary.ids_are_rows:
         return (
-            "te.HostRows needs a table whose ids are row numbers; set "
-            "TableConfig.vocabulary_size to an int, and hash ids with "
-            "te.inputs.hash_ids"
+            "te.HostRows needs a table whose ids are row numbers, because other ids "
+            "get their rows only in the step; set TableConfig.vocabulary_size to an "
+            "int, and hash ids with te.inputs.hash_ids"
         )
     if stack.backend.replaces_lookup or stack.backend.replaces_update:
-        return "te.HostRows works only with backend='xla'; remove the backend argument"
+        return (
+            "te.HostRows works only with backend='xla', because other backends need "
+            "all rows on their device; remove the backend argument"
+        )
     if config.dtype_name == "int8":
         return (
             "te.HostRows does not support int8 rows; set TableConfig.dtype to "
