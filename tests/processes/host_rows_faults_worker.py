@@ -28,7 +28,7 @@ def batches(fault):
         if fault and step == FAULTY_STEP:
             if fault == "iterator raises":
                 raise OSError("no more data")
-            if fault == "iterator ends":
+            if fault.startswith("iterator ends"):
                 return
         ids = draw.integers(0, USED_ROWS, (BATCH, 3), np.int32)
         yield ids[: BATCH // 2] if jax.process_index() == 0 else ids[BATCH // 2 :]
@@ -70,11 +70,20 @@ def main(fault):
                 ids = 4 * ids + 3
             yield ids
 
+    def prepared(batches):
+        """All processes agree on the size of each batch."""
+        for ids in batches:
+            ragged = {"user": te.RaggedIds.from_lists(ids.tolist())}
+            model.prepare(ragged, samples="process")
+            yield ids
+
     host = model.tables.get_value()["stack_0"].host
     if fault == "writer fails" and is_faulty:
         host.shards.write = None
     steps = 0
     data = with_large_batch(batches(fault if is_faulty else ""))
+    if fault == "iterator ends, ragged":
+        data = prepared(data)
     for ids in te.host_rows(data, model, optimizer, features_of=features_of):
         batch = te.inputs.shard_batch({"user": ids}, model.plan, samples="process")
         loss = float(step(model, optimizer, batch))

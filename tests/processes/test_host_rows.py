@@ -112,10 +112,11 @@ FAULTS = {
     "cache too small": "cached rows",
     "iterator raises": "no more data",
     "iterator ends": "have only 5",
+    "iterator ends, ragged": "drew only 5 batches",
     "features_of raises": "KeyError",
     "writer fails": "TypeError",
     "directory": "HostRows.directory",
-    "break": "has left the loop after 5",
+    "break": "took only 5 batches",
     "interrupt": "KeyboardInterrupt",
     "body raises": "ArithmeticError",
 }

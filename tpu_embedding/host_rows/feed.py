@@ -101,7 +101,7 @@ class Feed(Generic[Batch]):
         self._brought_last: dict[Key, FetchedRows] = {}
         self._turn = self._num_listed = 0
         self._own_error: Exception | None = None
-        self._has_sent = self._has_ended = False
+        self._has_sent = self._has_ended = self._has_drawn_all = False
         self._stopped = threading.Event()
         self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
         self._planner = Worker("host_rows_planner")
@@ -147,11 +147,16 @@ class Feed(Generic[Batch]):
             self._claim()
         while len(self._coming) < self._window + 5:
             found: Future[dict[Key, RowsOfShards]] = Future()
+            self._messenger.num_drawn += 1
             try:
                 batch = next(self._source)
                 found = self._finders.submit(self._rows_of, batch)
             except StopIteration:
                 self._source = iter(())  # Its iterator may block after its end.
+                self._messenger.num_drawn -= 1
+                if not self._has_drawn_all:
+                    self._messenger.post_last("drew")
+                self._has_drawn_all = True
                 break
             except Exception as error:  # Raised after the batches before it.
                 batch, self._source = None, iter(())
@@ -333,7 +338,7 @@ class Feed(Generic[Batch]):
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
         if not self._has_ended:
-            self._messenger.leave()
+            self._messenger.post_last("took")
         self._messenger.close()
         if threading.current_thread().name.startswith("host_rows"):
             self._stopped.set()

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
@@ -47,12 +47,13 @@ class Messenger:
 
     Attributes:
       processes: process of each device, in mesh order.
-      num_taken: how many batches the loop has taken.
+      num_drawn: how many batches were drawn, or are being drawn.
+      num_taken: how many of them the loop has taken.
     """
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
-        self._plan, self._left = plan, f"host_rows_left/{loop}"
-        self.num_taken = 0
+        self._plan, self._loop = plan, loop
+        self.num_drawn = self.num_taken = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
         self._devices = [x for x in plan.mesh.devices.flat if x.process_index == own]
@@ -151,19 +152,23 @@ class Messenger:
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
         ]
-        for process, num_taken in distributed.posted(self._left).items():
-            if int(num_taken) < self.num_taken:
-                text = (
-                    f"has left the loop after {num_taken} batches, and this one took "
-                )
-                absences.append((process, text + str(self.num_taken)))
+        for event, own in (("drew", self.num_drawn), ("took", self.num_taken)):
+            for process, text in distributed.posted(self._name_of(event)).items():
+                if int(text) < own:
+                    absences.append(
+                        (process, f"{event} only {text} batches, not {own}")
+                    )
         own = jax.process_index()
         return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
-    def leave(self) -> None:
-        """Tells the other processes that this one leaves the loop before its end."""
+    def post_last(self, event: Literal["drew", "took"]) -> None:
+        """Tells the other processes that this one draws, or takes, no other batch."""
         if self._is_shared:
-            distributed.post(self._left, str(self.num_taken))
+            number = self.num_drawn if event == "drew" else self.num_taken
+            distributed.post(self._name_of(event), str(number))
+
+    def _name_of(self, event: str) -> str:
+        return f"host_rows/{self._loop}/{event}"
 
     def close(self) -> None:
         """Ends the threads."""
@@ -179,10 +184,12 @@ class Messenger:
         """
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
             if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
-                text = f"te.host_rows ends this process: {self._absences()}."
-                print(text, file=sys.stderr, flush=True)
-                jax.distributed.shutdown()
-                os._exit(1)
+                if absences := self._absences():  # They may have been for a moment.
+                    text = f"te.host_rows ends this process: {absences}."
+                    print(text, file=sys.stderr, flush=True)
+                    distributed.post(_FAILURES, text)
+                    jax.distributed.shutdown()
+                    os._exit(1)
 
 
 def raise_together(error: Exception | None) -> None:
