@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from tpu_embedding import distributed
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import fill_slots, fill_tables, measured_state
@@ -95,7 +96,9 @@ class HostStack:
         self.num_ids = self.num_fetched = 0
         # By column of the records: the table, then each slot variable.
         num_columns = len(self.shards.columns)
-        self._versions = np.full(num_columns, secrets.randbits(30), np.int32)
+        # Random, so that copies from another run are stale; equal in all processes.
+        first = distributed.exchange("host_rows_version", secrets.randbits(30))[0]
+        self._versions = np.full(num_columns, first, np.int32)
         self._is_filled = [False] * num_columns
         self._is_empty = True
         self._is_verified = False
@@ -263,8 +266,8 @@ class HostStack:
         """Checks the rows before an exchange.
 
         Stale copies and lost updates are only known after the devices have run the
-        steps so far. The writer checks for them, and the next `check` or the end of the
-        loop raises the error.
+        steps so far. The writer checks for them, and the pipeline raises the error in
+        its next turn or at the end of the loop.
 
         Args:
           table: rows of the table.
@@ -321,7 +324,6 @@ class HostStack:
           table: rows of the table, after `check`; donated.
           state: optimizer state, or `None` if the table has no optimizer; donated.
           fetched: the batch's exchanges, from `fetch`.
-          num_exchanges: the most exchanges that a process needs for the batch.
         """
         plans = self._planned.pop(0)
         batch = self._executed = plans[0].batch
