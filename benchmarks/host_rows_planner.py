@@ -2,8 +2,8 @@
 
     python benchmarks/host_rows_planner.py [--steps N] [--json FILE]
 
-For each batch of zipf ids, the host finds the rows of each shard (`rows_of_batch`), lets
-the batch enter the window (`Planner.enter`), and plans the batch that leaves it
+For each batch of zipf ids, the host finds the rows of each shard (`rows_of_batch`),
+lets the batch enter the window (`Planner.enter`), and plans the batch that leaves it
 (`Planner.plan`), as a loop over `te.host_rows` does. Features and shards are divided
 among the cores; the rows of the next batch are found while a batch is planned. Each
 number of cores gets a process of its own. All times are taken after the cache is full.
