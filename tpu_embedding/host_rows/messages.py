@@ -79,7 +79,9 @@ class Messenger:
         carriers, width = len(self._devices), 2 + len(header)
         # For each stack, the number of rows, and then the rows.
         texts = [
-            np.concatenate([x for y in of_device for x in (np.int32([len(y)]), y)])
+            np.concatenate(
+                [x for y in of_device for x in (np.array([len(y)], np.int32), y)]
+            )
             for of_device in zip(*rows, strict=True)
         ]
         size = -(-max(map(len, texts)) // carriers)

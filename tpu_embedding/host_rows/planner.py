@@ -133,7 +133,7 @@ class Planner:
         self.user[used] = batch
         slots = self._take_slots(len(fetched), batch)
         if slots is None:
-            in_use = np.count_nonzero(self.user > batch - UNFINISHED_BATCHES)
+            in_use = int(np.count_nonzero(self.user > batch - UNFINISHED_BATCHES))
             self.user[used] = users
             raise CacheTooSmallError(in_use + len(fetched))
         evicted = self.row_of[slots].astype(np.intp)
