@@ -79,21 +79,21 @@ def rows_of_batch(
       [[7]]
     """
     plan, leaves = plan.match(features)
-    features_of: dict[str, list[Any]] = {name: [] for name in stacks}
+    stack_of = {stack.name: stack for stack in plan.stacks}
+    tasks: dict[str, list[Any]] = {name: [] for name in stacks}
     for leaf, feature in zip(leaves, plan.features, strict=True):
-        name = plan.stacks[feature.stack_index].name
-        if name in features_of:
+        stack = plan.stacks[feature.stack_index]
+        if stack.name in tasks:
             ids = rows_of_ids(leaf, feature)
             shape = feature_shape(ids, feature, plan.num_shards)
-            features_of[name].append((ids, shape, feature))
-    stack_of = {stack.name: stack for stack in plan.stacks}
-    tasks = [(stack_of[name], *x) for name, xs in features_of.items() for x in xs]
-    found = list(in_threads(_rows_by_shard, *zip(*tasks, strict=True))) if tasks else []
+            tasks[stack.name].append((stack, ids, shape, feature))
+    all_tasks = [task for of_stack in tasks.values() for task in of_stack]
+    rows_by_feature = iter(all_tasks and in_threads(_rows_by_shard, all_tasks))
     rows: dict[str, RowsOfShards] = {}
-    for name, xs in features_of.items():
-        parts, found = found[: len(xs)], found[len(xs) :]
-        nothing = [[_NO_ROWS] * plan.num_shards]
-        by_shard = list(zip(*(parts or nothing), strict=True))
+    for name, tasks_of_stack in tasks.items():
+        nothing = [_NO_ROWS] * stack_of[name].num_shards
+        by_feature = [next(rows_by_feature) for _ in tasks_of_stack] or [nothing]
+        by_shard = list(zip(*by_feature, strict=True))
         rows[name] = list(in_threads(united_rows, by_shard))
     return rows
 
@@ -129,9 +129,10 @@ def _unique(values: np.ndarray) -> np.ndarray:
 
 
 def _rows_by_shard(
-    stack: StackPlan, ids: Any, shape: FeatureShape, feature: FeaturePlan
+    task: tuple[StackPlan, Any, FeatureShape, FeaturePlan],
 ) -> RowsOfShards:
     """Returns the local rows that a feature reads from each shard."""
+    stack, ids, shape, feature = task
     rows = _rows_of_feature(jax.tree.map(_own_samples, ids), shape, feature)
     if stack.num_shards == 1:
         return [unique_rows([rows])]
@@ -152,8 +153,8 @@ def _own_samples(array: Any) -> Any:
     """Returns the samples on this process's devices, of an array on several ones."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return array
-    parts = {x.index[0].start or 0: x.data for x in array.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    data = {x.index[0].start or 0: x.data for x in array.addressable_shards}
+    return np.concatenate([np.asarray(data[start]) for start in sorted(data)])
 
 
 def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.ndarray:

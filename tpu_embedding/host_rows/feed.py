@@ -2,7 +2,7 @@
 
 Turn `t` of the loop, before the step of batch `t`:
 
-    finder threads    find the rows of the samples of batch `t + window + 4`
+    finder thread     find the rows of the samples of batch `t + window + 4`
     main thread       receive what processes sent in the last turn: the rows of batch
                       `t + window + 2`, and the numbers of exchanges of batch `t`
                       send the rows of `t + window + 3`, and the numbers of `t + 1`
@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -77,7 +77,7 @@ class Feed(Generic[Batch]):
       batches: batches on the host. Each is drawn `window + 4` batches early.
       hosts: host rows by stack.
       rows_of: returns the rows of a batch's samples in this process, for all shards.
-        Called for several batches at once, in threads.
+        Called in a thread, in the order of the batches.
     """
 
     def __init__(
@@ -102,12 +102,13 @@ class Feed(Generic[Batch]):
         self._turn = self._num_listed = 0
         self._own_error: Exception | None = None
         self._has_sent = self._has_ended = self._has_drawn_all = False
+        self._is_closed = False
         self._stopped = threading.Event()
         self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
         self._planner = Worker("host_rows_planner")
         self._reader = Worker("host_rows_reader")
-        # NumPy releases the GIL, so it is faster to work on several batches at once.
-        self._finders = ThreadPoolExecutor(thread_name_prefix="host_rows_finder")
+        # One thread, since processes may agree on sizes in `features_of`, in order.
+        self._finder = Worker("host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
         # A generator, because a StopIteration of `rows_of` must not end the loop.
@@ -150,7 +151,7 @@ class Feed(Generic[Batch]):
             self._messenger.num_drawn += 1
             try:
                 batch = next(self._source)
-                found = self._finders.submit(self._rows_of, batch)
+                found = self._finder.submit(self._find, batch)
             except StopIteration:
                 self._source = iter(())  # Its iterator may block after its end.
                 self._messenger.num_drawn -= 1
@@ -260,6 +261,9 @@ class Feed(Generic[Batch]):
         most = iter(map(max, sizes))
         return [host.agree(next(most), next(most)) for host in self._hosts.values()]
 
+    def _find(self, batch: Any) -> dict[Key, RowsOfShards]:
+        return {} if self._is_closed else self._rows_of(batch)
+
     # Called in the planner's thread, one call at a time:
 
     def _merge(
@@ -272,8 +276,8 @@ class Feed(Generic[Batch]):
                 raise unequal
             coming.rows.set_result(
                 {
-                    key: list(in_threads(united_rows, of_stack))
-                    for key, of_stack in zip(self._hosts, received, strict=True)
+                    key: list(in_threads(united_rows, rows_by_shard))
+                    for key, rows_by_shard in zip(self._hosts, received, strict=True)
                 }
             )
         except BaseException as error:
@@ -281,9 +285,8 @@ class Feed(Generic[Batch]):
 
     def _enter(self, coming: _Coming) -> None:
         for key, rows in coming.rows.result().items():
-            planners = self._hosts[key].shards.planners
-            for planner, of_shard in zip(planners, rows, strict=True):
-                planner.enter(self._next_to_enter[key], of_shard)
+            planners, batch = self._hosts[key].shards.planners, self._next_to_enter[key]
+            list(in_threads(Planner.enter, planners, [batch] * len(planners), rows))
             self._next_to_enter[key] += 1
 
     def _plan(self, coming: _Coming, stopped: threading.Event) -> Plans:
@@ -300,8 +303,8 @@ class Feed(Generic[Batch]):
         if stopped.is_set():
             return {}
         return {
-            key: self._hosts[key].fetch(of_stack, stopped)
-            for key, of_stack in plans.result().items()
+            key: self._hosts[key].fetch(stack_plans, stopped)
+            for key, stack_plans in plans.result().items()
         }
 
     def stop(self) -> None:
@@ -314,6 +317,8 @@ class Feed(Generic[Batch]):
 
     def pin(self, host: HostStack) -> None:
         """Keeps rows of the last two batches cached, since these may be untrained."""
+        if self._is_closed:  # It will never resume, and never unpin them.
+            return
         for planner, rows in self._rows_handed_out():
             if planner in host.shards.planners:
                 planner.pin(rows)
@@ -323,9 +328,9 @@ class Feed(Generic[Batch]):
             planner.unpin(rows)
 
     def _rows_handed_out(self) -> Iterator[tuple[Planner, np.ndarray]]:
-        for rows in self._handed_out:
-            for key, of_stack in rows.items():
-                yield from zip(self._hosts[key].shards.planners, of_stack, strict=True)
+        for rows_by_stack in self._handed_out:
+            for key, rows in rows_by_stack.items():
+                yield from zip(self._hosts[key].shards.planners, rows, strict=True)
 
     @moves_arrays
     def close(self) -> None:
@@ -337,6 +342,7 @@ class Feed(Generic[Batch]):
         """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
+        self._is_closed = True
         if not self._has_ended:
             self._messenger.post_last("took")
         self._messenger.close()
@@ -348,7 +354,7 @@ class Feed(Generic[Batch]):
                 host.claim(None)
             host.end_writer()
         self._unpin()
-        self._finders.shutdown(cancel_futures=True)
+        self._finder.close()
         self._planner.close()
         self._reader.close()
 

@@ -28,7 +28,7 @@ _FEWEST_WORDS: Final = 1024
 size compiles a program."""
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
-_SECONDS_TO_NOTICE: Final = 10.0
+_SECONDS_TO_NOTICE: Final = 8.0
 """Time in which a process may end by itself after another one has failed."""
 
 _FAILURES: Final = "host_rows_failed"
@@ -76,33 +76,28 @@ class Messenger:
         self._sent = header, rows
         if not self._is_shared:
             return
-        carriers, width = len(self._devices), 2 + len(header)
-        # For each stack, the number of rows, and then the rows.
-        texts = [
-            np.concatenate(
-                [x for y in of_device for x in (np.array([len(y)], np.int32), y)]
-            )
-            for of_device in zip(*rows, strict=True)
-        ]
-        size = -(-max(map(len, texts)) // carriers)
-        words = np.zeros((carriers, len(texts), width + self._num_words), np.int32)
+        messages = [_encode(arrays) for arrays in zip(*rows, strict=True)]
+        num_carriers, width = len(self._devices), 2 + len(header)
+        size = -(-max(map(len, messages)) // num_carriers)
+        words = np.zeros(
+            (num_carriers, len(messages), width + self._num_words), np.int32
+        )
         words[:, :, 0] = size
         words[:, :, 2:width] = header
-        for device, text in enumerate(texts if size <= self._num_words else ()):
-            for carrier in range(carriers):
-                part = text[carrier * size : (carrier + 1) * size]
-                words[carrier, device, 1] = len(part)
-                words[carrier, device, width : width + len(part)] = part
-        shape = len(texts) ** 2, words.shape[2]
+        for device, message in enumerate(messages if size <= self._num_words else ()):
+            for carrier in range(num_carriers):
+                piece = message[carrier * size : (carrier + 1) * size]
+                words[carrier, device, 1] = len(piece)
+                words[carrier, device, width : width + len(piece)] = piece
         sent = jax.make_array_from_single_device_arrays(
-            shape,
+            (len(messages) ** 2, words.shape[2]),
             NamedSharding(self._plan.mesh, self._plan.sample_spec),
             jax.device_put(list(words), self._devices),
         )
         received = exchange_program(self._plan)(sent)
-        shards = {shard.device: shard.data for shard in received.addressable_shards}
-        own = [shards[device] for device in self._devices]
-        self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own)))
+        data = {shard.device: shard.data for shard in received.addressable_shards}
+        own_data = [data[device] for device in self._devices]
+        self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
 
     def receive(self) -> tuple[list[list[int]], ReceivedRows]:
         """Returns the headers of all processes, and the rows sent to own devices.
@@ -117,24 +112,25 @@ class Messenger:
         if not self._is_shared:
             return [list(header)], [[[x] for x in of_stack] for of_stack in rows]
         width = 2 + len(header)
-        while (size := int((found := self._wait())[0][:, 0].max())) > self._num_words:
+        # int32 `[devices, words]` for each own device: a row from each device.
+        words_by_device = self._wait()
+        while (size := int(words_by_device[0][:, 0].max())) > self._num_words:
             self._num_words = 1 << (size - 1).bit_length()
             self.send(header, rows)
-        senders: dict[int, list[int]] = {}
-        for number, process in enumerate(self.processes):
-            senders.setdefault(process, []).append(number)
-        received: ReceivedRows = [[] for _ in rows]
-        for of_device in found:
-            for of_stack in received:
-                of_stack.append([])
-            for _, numbers in sorted(senders.items()):
-                parts = [x[width : width + x[1]] for x in of_device[numbers]]
-                text = np.concatenate(parts)
-                for of_stack in received:
-                    count = 1 + int(text[0])
-                    of_stack[-1].append(text[1:count])
-                    text = text[count:]
-        headers = [found[0][x[0], 2:width].tolist() for _, x in sorted(senders.items())]
+            words_by_device = self._wait()
+        carriers: dict[int, list[int]] = {}
+        for device, process in enumerate(self.processes):
+            carriers.setdefault(process, []).append(device)
+        senders = [devices for _, devices in sorted(carriers.items())]
+        headers = [words_by_device[0][x[0], 2:width].tolist() for x in senders]
+        arrays = [
+            [_decode(words[devices], width, len(rows)) for devices in senders]
+            for words in words_by_device
+        ]
+        received = [
+            [[by_stack[stack] for by_stack in by_sender] for by_sender in arrays]
+            for stack in range(len(rows))
+        ]
         return headers, received
 
     def _wait(self) -> list[np.ndarray]:
@@ -142,10 +138,11 @@ class Messenger:
         while True:
             try:
                 return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
-            except Exception as error:  # The time is over, or a peer is gone.
-                if causes := self._absences():
-                    raise RuntimeError(f"te.host_rows can't go on: {causes}") from error
-                if self._arriving.done():
+            except Exception as error:
+                if absences := self._absences():
+                    text = f"te.host_rows can't go on: {absences}"
+                    raise RuntimeError(text) from error
+                if not isinstance(error, TimeoutError):
                     raise
 
     def _absences(self) -> str:
@@ -190,8 +187,35 @@ class Messenger:
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
-                    jax.distributed.shutdown()
+                    # Frees the others from waiting for this process, if they do.
+                    leave = threading.Thread(
+                        target=jax.distributed.shutdown, daemon=True
+                    )
+                    leave.start()
+                    leave.join(_SECONDS_TO_NOTICE)
                     os._exit(1)
+
+
+def _encode(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins arrays, each after its length."""
+    lengths = [np.array([len(array)], np.int32) for array in arrays]
+    pairs = zip(lengths, arrays, strict=True)
+    return np.concatenate([array for pair in pairs for array in pair])
+
+
+def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
+    """Returns the arrays of a message from what each device of a process has carried.
+
+    Inverse of `_encode`. `words` has the lengths of the pieces in its second column,
+    and the pieces from column `width` on.
+    """
+    pieces = [row[width : width + row[1]] for row in words]
+    message, arrays = np.concatenate(pieces), []
+    for _ in range(count):
+        end = 1 + int(message[0])
+        arrays.append(message[1:end])
+        message = message[end:]
+    return arrays
 
 
 def raise_together(error: Exception | None) -> None:

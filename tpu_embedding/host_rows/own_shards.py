@@ -94,7 +94,7 @@ class OwnShards:
         stores, error = [], None
         try:
             stores = [RowStore(*shape, directory) for _ in self.numbers]
-        except OSError as raised:
+        except (OSError, MemoryError) as raised:
             error = raised
         raise_together(error)
         return stores
@@ -173,20 +173,17 @@ class OwnShards:
           size: rows of an exchange.
         """
         part = slice(number * size, (number + 1) * size)
-        slots, fetched, evicted = (
-            [x[part] for x in arrays]
-            for arrays in zip(
-                *((x.slots, x.fetched, x.evicted) for x in plans), strict=True
-            )
-        )
+        slots = [plan.slots[part] for plan in plans]
+        fetched = [plan.fetched[part] for plan in plans]
+        evicted = [plan.evicted[part] for plan in plans]
         moves, records = [], []
-        for store, *rows in zip(self.stores, slots, fetched, evicted, strict=True):
-            of_shard = np.full((3, size), PADDING_ROW_ID, np.int32)
-            of_shard[:, : len(rows[0])] = rows
-            of_shard[2][of_shard[2] < 0] = PADDING_ROW_ID
-            moves.append(of_shard.reshape(-1))
+        for store, *moved in zip(self.stores, slots, fetched, evicted, strict=True):
+            padded = np.full((3, size), PADDING_ROW_ID, np.int32)
+            padded[:, : len(moved[0])] = moved
+            padded[2][padded[2] < 0] = PADDING_ROW_ID
+            moves.append(padded.reshape(-1))
             records.append(np.empty((size, self.columns[-1].stop), np.uint32))
-            store.read(rows[1], out=records[-1][: len(rows[1])])
+            store.read(moved[1], out=records[-1][: len(moved[1])])
         arrays = self.array_of(moves), self.array_of(records)
         return Exchange(slots, fetched, evicted, arrays)
 
