@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import quick_cases, with_ids
 
 PROGRAMS = {"some": [0, 3], "all": range(300)}
 SIZES = [1, 2, 3, 7, 8, 13, 16, 24, 40, 64, 65, 128, 250, 256]
@@ -176,7 +175,14 @@ def check_program(program):
         assert np.all(difference <= bound + 1e-30)
 
 
-@pytest.mark.parametrize("seeds", quick_cases(with_ids(PROGRAMS)))
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(PROGRAMS["some"], marks=pytest.mark.full(every_case=True)),
+        pytest.param(PROGRAMS["all"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
 def test_random_programs_equal_their_definition(seeds):
     for seed in seeds:
         try:
