@@ -145,10 +145,11 @@ def time_batches(
     counted = {name: values[work.warm_up + WINDOW :] for name, values in times.items()}
     medians = {f"{k}_ms": statistics.median(v) for k, v in counted.items()}
     low, _, high = statistics.quantiles(counted["all"], n=4, method="inclusive")
-    model = None
+    model = {}
     if num_cores == 1:
         find_ms, plan_ms = medians["find_ms"], medians["plan_ms"]
-        model = find_ms / min(16, work.features) + plan_ms / min(16, num_shards)
+        modelled = find_ms / min(16, work.features) + plan_ms / min(16, num_shards)
+        model = {"modelled_16_ms": modelled}
     return {
         **dataclasses.asdict(work),
         "shards": num_shards,
@@ -156,7 +157,7 @@ def time_batches(
         **medians,
         "all_quartiles_ms": (low, high),
         "ns_per_id": 1e6 * medians["all_ms"] / work.ids,
-        "modelled_16_ms": model,
+        **model,
         "unique": num_rows / work.ids / steps,
         "fetched": num_fetched / work.ids / steps,
     }

@@ -27,7 +27,7 @@ FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "table_size": ("median_ms", "ratio"),
     "memory_tables": ("median_ms", "ratio"),
     "host_rows": ("median_ms", "ratio", "cpu_ms", "hit_rate", "moved_bytes"),
-    "host_rows_planner": ("deduplicate_ns", "enter_ns", "plan_ns", "all_ns"),
+    "host_rows_planner": ("find_ms", "plan_ms", "all_ms", "modelled_16_ms"),
     "gather_speed": ("ours_ms", "plain_ms", "ratio"),
     "peers": ("train_ms", "train_ratio", "forward_ms", "forward_ratio"),
     "compile_time": ("trace_seconds", "compile_seconds", "ratio"),

@@ -18,7 +18,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "table_size": ("devices", "rows"),
     "memory_tables": ("rows",),
     "host_rows": ("side", "devices"),
-    "host_rows_planner": ("rows", "ids", "shards", "threads"),
+    "host_rows_planner": ("rows", "ids", "shards", "cores"),
     "peers": ("setting", "peer", "device"),
     "compile_time": ("tables", "features"),
     "checkpoint_speed": ("work", "side", "devices"),

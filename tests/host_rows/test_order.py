@@ -72,3 +72,20 @@ def test_rows_of_a_waiting_loop_are_pinned():
     twin = make(te.Sharded())
     models.fit(*twin, disjoint_batches(2))
     check_equal(models.state_of(model, optimizer), models.state_of(*twin))
+
+
+@pytest.mark.full
+def test_an_old_loop_closed_in_another_thread():
+    """As the garbage collector may do, while the next loop trains."""
+    model, optimizer = make(te.HostRows(cache_rows=120, window=1))
+    old = feed(disjoint_batches(3), model, optimizer)
+    train(model, optimizer, next(old))
+    for number, batch in enumerate(feed(disjoint_batches(12), model, optimizer)):
+        train(model, optimizer, batch)
+        if number == 4:
+            thread = threading.Thread(target=old.close)
+            thread.start()
+            thread.join()
+    twin = make(te.Sharded())
+    models.fit(*twin, [*disjoint_batches(1), *disjoint_batches(12)])
+    check_equal(models.state_of(model, optimizer), models.state_of(*twin))

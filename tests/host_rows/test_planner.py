@@ -122,7 +122,8 @@ def run_program(seed, num_slots, num_rows, size, num_steps):
             pinned = [np.array(sorted(program.pinned), np.int32)]
             program.planner.pin(pinned[0])
         elif action == "pin" and pinned:
-            program.planner.unpin(pinned.pop())
+            program.planner.unpin_all()
+            pinned.clear()
             program.pinned = set()
         elif action == "reset":
             seen = int(random.integers(50))

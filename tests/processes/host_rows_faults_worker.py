@@ -7,6 +7,7 @@ Run by `test_host_rows.py`. Process 1 has the fault.
 """
 
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def main(fault):
         steps += 1
         print(f"step {steps} loss {loss:.4f}", flush=True)
         if is_faulty and steps == FAULTY_STEP:
-            if fault == "break":
+            if fault.startswith("break"):
                 break
             if fault == "interrupt":
                 signal.raise_signal(signal.SIGINT)
@@ -99,6 +100,8 @@ def main(fault):
             if fault == "killed":
                 signal.raise_signal(signal.SIGKILL)
     print("left the loop", flush=True)
+    if fault == "break and stay" and is_faulty:
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

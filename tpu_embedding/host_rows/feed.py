@@ -73,6 +73,9 @@ class Feed(Generic[Batch]):
     The caller must run a batch's exchanges before drawing the next batch, and call
     `close` at the end.
 
+    Attributes:
+      is_closed: True after `close`.
+
     Args:
       batches: batches on the host. Each is drawn `window + 4` batches early.
       hosts: host rows by stack.
@@ -102,8 +105,9 @@ class Feed(Generic[Batch]):
         self._turn = self._num_listed = 0
         self._own_error: Exception | None = None
         self._has_sent = self._has_ended = self._has_drawn_all = False
-        self._is_closed = False
+        self.is_closed = False
         self._stopped = threading.Event()
+        self._thread = threading.get_ident()
         self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
         self._planner = Worker("host_rows_planner")
         self._reader = Worker("host_rows_reader")
@@ -126,7 +130,7 @@ class Feed(Generic[Batch]):
             exchanges = self._fetched.popleft().result()
             plans = self._plans.popleft().result()
             coming = self._coming.popleft()
-            self._turn = self._messenger.num_taken = self._turn + 1
+            self._turn += 1
             self._handed_out.append(coming.rows.result())
             self._brought_last = {
                 key: FetchedRows(plans[key], exchanges[key], number)
@@ -148,20 +152,22 @@ class Feed(Generic[Batch]):
             self._claim()
         while len(self._coming) < self._window + 5:
             found: Future[dict[Key, RowsOfShards]] = Future()
-            self._messenger.num_drawn += 1
+            self._messenger.num_awaited = self._turn + len(self._coming) + 1
             try:
                 batch = next(self._source)
                 found = self._finder.submit(self._find, batch)
             except StopIteration:
                 self._source = iter(())  # Its iterator may block after its end.
-                self._messenger.num_drawn -= 1
                 if not self._has_drawn_all:
-                    self._messenger.post_last("drew")
+                    number = self._messenger.num_awaited - 1
+                    self._messenger.post_last("batches", number)
                 self._has_drawn_all = True
                 break
             except Exception as error:  # Raised after the batches before it.
                 batch, self._source = None, iter(())
                 found.set_exception(error)
+            finally:
+                self._messenger.num_awaited = 0
             self._coming.append(_Coming(batch, found, Future()))
         return bool(self._coming)
 
@@ -170,7 +176,6 @@ class Feed(Generic[Batch]):
         """Starts, or resumes after another pipeline ran or the tables changed."""
         for host in self._hosts.values():
             host.claim(self)
-        self._unpin()
         self._next_to_enter = {
             key: host.shards.planners[0].next_batch for key, host in self._hosts.items()
         }
@@ -222,8 +227,10 @@ class Feed(Generic[Batch]):
             coming = self._coming[number] if number < len(self._coming) else None
             self._num_listed += 1
         if coming is not None:
+            self._messenger.num_awaited = self._num_listed
             with contextlib.suppress(Exception):  # Its plan will raise this.
                 found = coming.found.result()
+            self._messenger.num_awaited = 0
         nothing = [_NO_ROWS] * len(self._messenger.processes)
         header = [self._own_error is not None, coming is not None, *numbers]
         self._messenger.send(header, [found.get(key, nothing) for key in self._hosts])
@@ -245,7 +252,7 @@ class Feed(Generic[Batch]):
                 host.wait_for_writer()
                 with contextlib.suppress(Exception):  # All reads lost so far, once.
                     host.check_error()
-            raise_together(self._own_error)
+            raise_together(self._own_error, self._messenger.plan)
         number = self._num_listed - 1 - self._turn
         if self._sends_lists and number < len(self._coming):
             unequal = None
@@ -262,7 +269,7 @@ class Feed(Generic[Batch]):
         return [host.agree(next(most), next(most)) for host in self._hosts.values()]
 
     def _find(self, batch: Any) -> dict[Key, RowsOfShards]:
-        return {} if self._is_closed else self._rows_of(batch)
+        return {} if self.is_closed else self._rows_of(batch)
 
     # Called in the planner's thread, one call at a time:
 
@@ -317,46 +324,37 @@ class Feed(Generic[Batch]):
 
     def pin(self, host: HostStack) -> None:
         """Keeps rows of the last two batches cached, since these may be untrained."""
-        if self._is_closed:  # It will never resume, and never unpin them.
-            return
-        for planner, rows in self._rows_handed_out():
-            if planner in host.shards.planners:
-                planner.pin(rows)
-
-    def _unpin(self) -> None:
-        for planner, rows in self._rows_handed_out():
-            planner.unpin(rows)
-
-    def _rows_handed_out(self) -> Iterator[tuple[Planner, np.ndarray]]:
         for rows_by_stack in self._handed_out:
             for key, rows in rows_by_stack.items():
-                yield from zip(self._hosts[key].shards.planners, rows, strict=True)
+                if self._hosts[key] is host:
+                    for planner, shard_rows in zip(
+                        host.shards.planners, rows, strict=True
+                    ):
+                        planner.pin(shard_rows)
 
     @moves_arrays
     def close(self) -> None:
         """Ends the pipeline, at the end of the batches or earlier.
 
-        The garbage collector may call this in any thread. A thread of the pipeline must
-        not wait for itself. In such a thread, this method only stops the fetches, and
-        the next `claim` does the rest.
+        The garbage collector may call this in any thread, while the main thread runs
+        another pipeline. Then this method only stops the fetches, and the next `claim`
+        does the rest.
         """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
-        self._is_closed = True
+        self.is_closed = True
         if not self._has_ended:
-            self._messenger.post_last("took")
-        self._messenger.close()
-        if threading.current_thread().name.startswith("host_rows"):
-            self._stopped.set()
-            return
-        for host in self._hosts.values():
-            if host.feed is self:
-                host.claim(None)
-            host.end_writer()
-        self._unpin()
-        self._finder.close()
-        self._planner.close()
-        self._reader.close()
+            self._messenger.post_last("messages", self._messenger.num_sent)
+        if threading.get_ident() == self._thread:
+            for host in self._hosts.values():
+                if host.feed is self:
+                    host.claim(None)
+                if host.feed is None:
+                    host.end_writer()
+            for worker in (self._finder, self._planner, self._reader):
+                worker.close()
+        self._stopped.set()
+        self._messenger.close()  # Last, since the others may wait for a lost process.
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:

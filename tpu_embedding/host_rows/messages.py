@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tpu_embedding import distributed
+from tpu_embedding.argument_checks import invalid
 from tpu_embedding.host_rows.worker import ENDING, Worker
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
@@ -46,21 +47,23 @@ class Messenger:
       loop: number of the loop over batches, the same in all processes.
 
     Attributes:
+      plan: provides the mesh.
       processes: process of each device, in mesh order.
-      num_drawn: how many batches were drawn, or are being drawn.
-      num_taken: how many of them the loop has taken.
+      num_sent: number of messages so far.
+      num_awaited: number of the batch that the main thread waits for, counted from 1,
+        while it waits.
     """
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
-        self._plan, self._loop = plan, loop
-        self.num_drawn = self.num_taken = 0
+        self.plan, self._loop = plan, loop
+        self.num_sent = self.num_awaited = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
         self._devices = [x for x in plan.mesh.devices.flat if x.process_index == own]
         self._num_words = _FEWEST_WORDS
         self._sent: Any = None
         self._is_closed = threading.Event()
-        self._is_shared = len(set(self.processes)) > 1
+        self._is_shared = is_shared(plan)
         if self._is_shared:
             self._waiter = Worker("host_rows_waiter")
             self._watch = Worker("host_rows_watch")
@@ -74,6 +77,7 @@ class Messenger:
           rows: for each stack, an int32 array for each device, in mesh order.
         """
         self._sent = header, rows
+        self.num_sent += 1
         if not self._is_shared:
             return
         messages = [_encode(arrays) for arrays in zip(*rows, strict=True)]
@@ -91,10 +95,10 @@ class Messenger:
                 words[carrier, device, width : width + len(piece)] = piece
         sent = jax.make_array_from_single_device_arrays(
             (len(messages) ** 2, words.shape[2]),
-            NamedSharding(self._plan.mesh, self._plan.sample_spec),
+            NamedSharding(self.plan.mesh, self.plan.sample_spec),
             jax.device_put(list(words), self._devices),
         )
-        received = exchange_program(self._plan)(sent)
+        received = exchange_program(self.plan)(sent)
         data = {shard.device: shard.data for shard in received.addressable_shards}
         own_data = [data[device] for device in self._devices]
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
@@ -151,23 +155,23 @@ class Messenger:
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
         ]
-        for event, own in (("drew", self.num_drawn), ("took", self.num_taken)):
-            for process, text in distributed.posted(self._name_of(event)).items():
-                if int(text) < own:
-                    absences.append(
-                        (process, f"{event} only {text} batches, not {own}")
-                    )
+        for process, number in distributed.posted(self._name_of("messages")).items():
+            if int(number) < self.num_sent:
+                absences.append((process, "has left the loop, and this one goes on"))
+        for process, number in distributed.posted(self._name_of("batches")).items():
+            if int(number) < self.num_awaited:
+                text = f"has only {number} batches, and this one has more"
+                absences.append((process, text))
         own = jax.process_index()
         return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
-    def post_last(self, event: Literal["drew", "took"]) -> None:
-        """Tells the other processes that this one draws, or takes, no other batch."""
+    def post_last(self, kind: Literal["messages", "batches"], number: int) -> None:
+        """Tells the other processes how many messages or batches there are in all."""
         if self._is_shared:
-            number = self.num_drawn if event == "drew" else self.num_taken
-            distributed.post(self._name_of(event), str(number))
+            distributed.post(self._name_of(kind), str(number))
 
-    def _name_of(self, event: str) -> str:
-        return f"host_rows/{self._loop}/{event}"
+    def _name_of(self, kind: str) -> str:
+        return f"host_rows/{self._loop}/{kind}"
 
     def close(self) -> None:
         """Ends the threads."""
@@ -218,8 +222,26 @@ def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
     return arrays
 
 
-def raise_together(error: Exception | None) -> None:
-    """Raises in all processes if at least one of them has an error.
+def is_shared(plan: EmbeddingPlan) -> bool:
+    """Returns True if the plan's devices belong to several processes.
+
+    Raises:
+      ValueError: if they belong to some processes of the job, but not to all.
+    """
+    processes = {device.process_index for device in plan.mesh.devices.flat}
+    if 1 < len(processes) < distributed.num_processes():
+        rule = "be of one process, or of all processes of the job, for te.HostRows"
+        raise invalid("Devices of the mesh", rule, sorted(processes))
+    return len(processes) > 1
+
+
+def exchange(name: str, value: Any, plan: EmbeddingPlan) -> list[Any]:
+    """Returns the values of all processes of a plan; see `distributed.exchange`."""
+    return distributed.exchange(name, value) if is_shared(plan) else [value]
+
+
+def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
+    """Raises in all processes of a plan if at least one of them has an error.
 
     All processes must call this together, in the main thread.
 
@@ -227,7 +249,7 @@ def raise_together(error: Exception | None) -> None:
       Exception: this process's error, or RuntimeError if only others have one.
     """
     text = error and f"{type(error).__name__}: {error}"
-    texts = distributed.exchange("host_rows_errors", text)
+    texts = exchange("host_rows_errors", text, plan)
     if error is not None:
         raise error
     if causes := [f"process {i}: {x}" for i, x in enumerate(texts) if x]:

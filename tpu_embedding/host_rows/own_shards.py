@@ -96,7 +96,7 @@ class OwnShards:
             stores = [RowStore(*shape, directory) for _ in self.numbers]
         except (OSError, MemoryError) as raised:
             error = raised
-        raise_together(error)
+        raise_together(error, self._plan)
         return stores
 
     @functools.cached_property

@@ -170,16 +170,16 @@ class Planner:
         self.next_batch = plan.batch
 
     def pin(self, rows: np.ndarray) -> None:
-        """Keeps a batch's cached rows in the cache until `unpin`.
+        """Keeps a batch's cached rows in the cache until `unpin_all`.
 
         Args:
           rows: int32, sorted unique local rows. Rows that are not cached are ignored.
         """
         self._pinned.append(rows)
 
-    def unpin(self, rows: np.ndarray) -> None:
-        """Reverts `pin` of the same array object; does nothing after a `reset`."""
-        self._pinned = [pinned for pinned in self._pinned if pinned is not rows]
+    def unpin_all(self) -> None:
+        """Reverts all calls of `pin`."""
+        self._pinned.clear()
 
     def _take_slots(self, count: int, batch: int) -> np.ndarray | None:
         """Returns slots for new rows, or `None` if too few rows may leave."""

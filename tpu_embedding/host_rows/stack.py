@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tpu_embedding import distributed
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import fill_slots, fill_tables, measured_state
+from tpu_embedding.host_rows.messages import exchange as exchange_values
 from tpu_embedding.host_rows.own_shards import Exchange, OwnShards
 from tpu_embedding.host_rows.planner import BatchPlan
 from tpu_embedding.host_rows.worker import ENDING, Worker
@@ -93,11 +93,12 @@ class HostStack:
         self.shards = OwnShards(stack, plan)
         self.owner = self.exchange_rows = 0
         self.feed: Feed | None = None
+        self._paused: list[Feed] = []
         self.num_ids = self.num_fetched = 0
         # By column of the records: the table, then each slot variable.
         num_columns = len(self.shards.columns)
         # Random, so that copies from another run are stale; equal in all processes.
-        first = distributed.exchange("host_rows_version", secrets.randbits(30))[0]
+        first = exchange_values("host_rows_version", secrets.randbits(30), plan)[0]
         self._versions = np.full(num_columns, first, np.int32)
         self._is_filled = [False] * num_columns
         self._is_empty = True
@@ -191,19 +192,23 @@ class HostStack:
     def claim(self, feed: "Feed | None") -> None:
         """Makes a pipeline the active one; undoes the plans of the previous pipeline.
 
-        The previous pipeline's last two batches stay cached until it resumes.
+        The last two batches of a pipeline stay cached until it resumes, or is closed.
         """
         if feed is not None:
             self._is_verified = False
         before, self.feed = self.feed, feed
         if before is not None:
             before.stop()
+            self._paused.append(before)
         for plans in reversed(self._planned):
             for planner, plan in zip(self.shards.planners, plans, strict=True):
                 planner.undo(plan)
         self._planned.clear()
-        if before is not None and feed is not None:
-            before.pin(self)
+        self._paused = [x for x in self._paused if x is not feed and not x.is_closed]
+        for planner in self.shards.planners:
+            planner.unpin_all()
+        for paused in self._paused:
+            paused.pin(self)
 
     def plan_batch(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
         """Plans the next batch. Called in the planner's thread.
@@ -506,7 +511,10 @@ class HostStack:
         num_new = sum(block.num_rows for window in windows for block in window.blocks)
         is_partial = num_new < num_rows
         is_table = isinstance(rows, MappedRows)
-        if is_partial or not is_table or not (self._error or self._is_old(rows)):
+        # Other processes may have no error, but must run the same programs.
+        is_lost = bool(self._error or self._is_old(rows))
+        is_lost = any(exchange_values("host_rows_lost", is_lost, self.plan))
+        if is_partial or not is_table or not is_lost:
             self._flush(rows)
         else:
             self.empty()
