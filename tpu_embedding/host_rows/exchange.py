@@ -25,7 +25,7 @@ from tpu_embedding.xla import read_before_write
 
 @functools.cache
 def swap_program(hardware: HardwareInfo) -> Any:
-    """Returns `_swap_rows`, jitted with the hardware's compiler options.
+    """Compiles `_swap_rows` with the hardware's compiler options.
 
     Without these options, TPUs scatter into packed rows on the TensorCore.
     """
@@ -91,7 +91,7 @@ def _swap_rows(
 
 
 def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
-    """Returns the rows' bits; two bfloat16 elements share a word."""
+    """Casts rows to their bits. Two bfloat16 elements share a word."""
     words = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     words = words.reshape(words.shape[0], layout.dim)
     if layout.narrow_dtype is None:
@@ -103,7 +103,7 @@ def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
 def _rows_of_words(
     words: UInt32[Array, "rows words"], layout: RowLayout, dtype: Any
 ) -> Array:
-    """Returns the rows with the given bits; inverse of `_words_of_rows`."""
+    """Casts bits to rows, the inverse of `_words_of_rows`."""
     if layout.narrow_dtype is not None:
         pairs = jnp.stack([words << 16, words & jnp.uint32(0xFFFF0000)], axis=2)
         words = pairs.reshape(words.shape[0], -1)[:, : layout.dim]

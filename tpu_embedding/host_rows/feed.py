@@ -221,6 +221,8 @@ class Feed(Generic[Batch]):
                 numbers = [n for x in plans.result().values() for n in _sizes_of(x)]
         except Exception as error:
             self._own_error = error
+        # A batch's rows are sent several turns before its plan needs them, so that no
+        # turn waits for the devices.
         coming, self._sends_lists = None, lists
         if lists:
             number = self._num_listed - self._turn
@@ -358,5 +360,5 @@ class Feed(Generic[Batch]):
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
-    """Returns the most rows of a batch on an own shard, and the most that enter."""
+    """Finds the busiest own shard's number of rows, and of rows that enter."""
     return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

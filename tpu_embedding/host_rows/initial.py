@@ -95,7 +95,7 @@ def fill_slots(
 def measured_state(
     shards: OwnShards, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
 ) -> Any:
-    """Returns a stack's initial state, with totals over the rows now in the stores.
+    """Makes a stack's initial state, with totals over the rows now in the stores.
 
     Args:
       shards: the stack's shards.
@@ -121,7 +121,7 @@ def _state_with(
 def _initial_values_and_slots(
     shards: OwnShards, plan: EmbeddingPlan
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the initial values shared by all rows, and a row of each slot variable.
+    """Computes the initial values that all rows share, and a row of each slot variable.
 
     Both depend on the table's rows only through totals.
     """
@@ -140,7 +140,7 @@ def _initial_values_and_slots(
 
 
 def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]:
-    """Returns the totals that the rule requests; see `totals.find_totals`. Global."""
+    """Computes the totals that the rule requests, like `totals.find_totals`. Global."""
     stack: Any = shards.stack
 
     def add(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:

@@ -82,6 +82,7 @@ class Messenger:
             return
         messages = [_encode(arrays) for arrays in zip(*rows, strict=True)]
         num_carriers, width = len(self._devices), 2 + len(header)
+        # Each own device carries a piece, so buffers are small and all links are used.
         size = -(-max(map(len, messages)) // num_carriers)
         words = np.zeros(
             (num_carriers, len(messages), width + self._num_words), np.int32
@@ -104,7 +105,7 @@ class Messenger:
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
 
     def receive(self) -> tuple[list[list[int]], ReceivedRows]:
-        """Returns the headers of all processes, and the rows sent to own devices.
+        """Receives the headers of all processes, and the rows for own devices.
 
         Waits for the devices.
 
@@ -138,7 +139,7 @@ class Messenger:
         return headers, received
 
     def _wait(self) -> list[np.ndarray]:
-        """Returns what the own devices received, `[devices, words]` each."""
+        """Waits for what each own device receives, int32 `[devices, words]`."""
         while True:
             try:
                 return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
@@ -150,7 +151,7 @@ class Messenger:
                     raise
 
     def _absences(self) -> str:
-        """Returns why other processes take no part in this one's programs, if so."""
+        """Explains which processes don't run this one's programs, or returns ''."""
         absences = [
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
@@ -208,7 +209,7 @@ def _encode(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-    """Returns the arrays of a message from what each device of a process has carried.
+    """Splits a message, which a process's devices carried in pieces, into its arrays.
 
     Inverse of `_encode`. `words` has the lengths of the pieces in its second column,
     and the pieces from column `width` on.
@@ -223,7 +224,7 @@ def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
 
 
 def is_shared(plan: EmbeddingPlan) -> bool:
-    """Returns True if the plan's devices belong to several processes.
+    """Returns True if a plan's devices belong to several processes.
 
     Raises:
       ValueError: if they belong to some processes of the job, but not to all.
@@ -236,7 +237,7 @@ def is_shared(plan: EmbeddingPlan) -> bool:
 
 
 def exchange(name: str, value: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Returns the values of all processes of a plan; see `distributed.exchange`."""
+    """Exchanges values among a plan's processes; see `distributed.exchange`."""
     return distributed.exchange(name, value) if is_shared(plan) else [value]
 
 
@@ -258,7 +259,7 @@ def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
 
 @functools.cache
 def exchange_program(plan: EmbeddingPlan) -> Any:
-    """Returns a program that sends row `i * devices + j` from device `i` to `j`."""
+    """Compiles a program that sends row `i * devices + j` from device `i` to `j`."""
 
     def exchange(words: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)

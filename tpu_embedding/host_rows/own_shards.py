@@ -112,7 +112,7 @@ class OwnShards:
         return [np.full(shape, -1, np.int32) for _ in self.numbers]
 
     def parts_of(self, array: jax.Array) -> list[jax.Array]:
-        """Returns the own parts of a global array that is split by shard."""
+        """Splits a global array into the parts on own devices."""
         size = array.shape[0] // self.stack.num_shards
         parts = {
             (x.index[0].start or 0) // size: x.data for x in array.addressable_shards
@@ -120,7 +120,7 @@ class OwnShards:
         return [parts[number] for number in self.numbers]
 
     def array_of(self, parts: Iterable[np.ndarray]) -> jax.Array:
-        """Returns the global array with these own parts, which have equal shapes."""
+        """Sends parts of equal shape to the own devices, as one global array."""
         parts = list(parts)
         shape = self.stack.num_shards * parts[0].shape[0], *parts[0].shape[1:]
         return jax.make_array_from_single_device_arrays(
@@ -202,7 +202,7 @@ class OwnShards:
     # Ranges of local rows, the same on all shards.
 
     def lines_of_rows(self, first: int, layout: RowLayout, column: int) -> jax.Array:
-        """Returns rows of the stores as lines on the devices, padded with zeros.
+        """Sends rows of the stores to the devices as lines, padded with zeros.
 
         Args:
           first: first local row.
@@ -256,7 +256,7 @@ class OwnShards:
                 )
 
     def load_cache(self, rows: PackedRows, column: int) -> jax.Array:
-        """Returns the lines of cached rows with the stores' values. Donates `rows`."""
+        """Replaces cached rows by the stores' values. Donates `rows`, returns lines."""
         row, lines = rows_of_record(self.stack)[column], rows.lines
         for start, size in self._chunks(rows):
             parts = []
@@ -279,7 +279,7 @@ class OwnShards:
     def _held_in(
         self, number: int, start: int, size: int, layout: RowLayout
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the local rows in a chunk of a shard's cache, and which are used."""
+        """Finds the local rows in a chunk of a shard's cache, and which are used."""
         held = self.held[number][layout.row_of(start) : layout.row_of(start + size)]
         return held, held >= 0
 

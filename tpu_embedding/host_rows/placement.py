@@ -135,7 +135,7 @@ class HostStorage(RowStorage):
 
 
 def _problem(stack: StackPlan) -> str | None:
-    """Returns why a stack's rows can't be on the host, or None if they can."""
+    """Explains why a stack's rows can't be on the host, or returns None."""
     config, optimizer = stack.tables[0].config, stack.trained_by
     if not config.vocabulary.ids_are_rows:
         return (
@@ -172,7 +172,7 @@ def _problem(stack: StackPlan) -> str | None:
 
 
 def _note(stack: StackPlan, cache_rows: int, directory: str | None) -> str:
-    """Returns a line about the sizes of the host's rows and of the cache."""
+    """Describes the sizes of the host's rows and of the cache."""
     cache_rows = min(cache_rows, stack.num_rows)
     num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
     return (

@@ -182,7 +182,7 @@ class Planner:
         self._pinned.clear()
 
     def _take_slots(self, count: int, batch: int) -> np.ndarray | None:
-        """Returns slots for new rows, or `None` if too few rows may leave."""
+        """Finds slots for new rows, or returns `None` if too few rows may leave."""
         begin = self._num_filled
         end = min(begin + count, len(self.row_of))
         slots = np.arange(begin, end)
@@ -195,7 +195,7 @@ class Planner:
         return slots
 
     def _victims(self, need: int, num_filled: int, batch: int) -> np.ndarray | None:
-        """Returns slots to evict, or `None` if too few may be evicted."""
+        """Chooses slots to evict, or returns `None` if too few may be evicted."""
         users, stamps = self.user[:num_filled], self.stamp[:num_filled]
         hand = self._hand
         size = max(_FEWEST_SLOTS, _SLOTS_PER_VICTIM * need)
@@ -218,7 +218,7 @@ class Planner:
 
 
 def _cached(places: np.ndarray) -> np.ndarray:
-    """Returns the slots of rows that are cached.
+    """Keeps the slots of rows that are cached.
 
     As `intp`, which NumPy would otherwise convert them to at each use.
     """
@@ -227,7 +227,7 @@ def _cached(places: np.ndarray) -> np.ndarray:
 
 
 def _ring(values: np.ndarray, begin: int, size: int) -> np.ndarray:
-    """Returns `size` values from `begin` on, wrapping around at the end."""
+    """Reads `size` values from `begin` on, wrapping around at the end."""
     if begin + size <= len(values):
         return values[begin : begin + size]
     return np.concatenate([values[begin:], values[: begin + size - len(values)]])

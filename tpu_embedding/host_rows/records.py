@@ -11,13 +11,13 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shape of each file row in a record: table, then slot variables."""
+    """Lists the file rows in a record: the table's, then the slot variables'."""
     lines = jax.ShapeDtypeStruct((), stack.layout.stored_dtype)
     return [file_row(PackedRows(lines=lines, layout=stack.layout)), *stack.slots]
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
-    """Returns the position of each file row's words in a record.
+    """Finds the position of each file row's words in a record.
 
     Example:
       >>> import tpu_embedding as te
@@ -33,7 +33,7 @@ def columns_of(stack: StackPlan) -> list[slice]:
 
 
 def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
-    """Returns file rows as words of records, padding the last word with zeros.
+    """Casts file rows to words of records, padding the last word with zeros.
 
     Args:
       rows: `[rows, *shape]`, with the shape and dtype of `file_row`.
@@ -47,7 +47,7 @@ def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def file_rows_of_words(words: np.ndarray, row: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns words of records as file rows; inverse of `words_of_file_rows`.
+    """Casts words of records to file rows, the inverse of `words_of_file_rows`.
 
     Args:
       words: uint32 `[rows, words]`.

@@ -126,7 +126,7 @@ class HostStack:
         return rows
 
     def empty_rows(self) -> MappedRows:
-        """Returns an empty cache of the table."""
+        """Makes an empty cache of the table."""
         layout = self.stack.layout
         return MappedRows(
             lines=self._full(layout.lines_shape, 0, layout.stored_dtype),
@@ -139,7 +139,7 @@ class HostStack:
         )
 
     def empty_slot(self, column: int) -> CachedRows:
-        """Returns an empty cache of a slot variable."""
+        """Makes an empty cache of a slot variable."""
         row = self.stack.slots[column - 1]
         layout = self.stack.layout.slot_layout(row)
         return CachedRows(
@@ -154,7 +154,7 @@ class HostStack:
     def _full(
         self, shape: tuple[int, ...], value: Any, dtype: Any = jnp.int32
     ) -> jax.Array:
-        """Returns an array with one value in all elements, `shape` per shard."""
+        """Fills an array with one value, `shape` per shard."""
         sharding = self.plan.rows_sharding(self.stack)
         shape = (self.stack.num_shards * shape[0], *shape[1:])
         return jnp.full(shape, value, dtype, device=sharding)
@@ -221,7 +221,7 @@ class HostStack:
         return plans
 
     def agree(self, most_rows: int, most_fetched: int) -> int:
-        """Returns how many exchanges a batch needs, the same in all processes.
+        """Computes how many exchanges a batch needs, the same in all processes.
 
         Args:
           most_rows: most rows of the batch on a shard of any process.
@@ -357,7 +357,7 @@ class HostStack:
         return table, with_slots(state, slots)
 
     def _nothing(self, plans: Sequence[BatchPlan]) -> Exchange:
-        """Returns an exchange of no rows, while other processes exchange some."""
+        """Makes an exchange of no rows, for when only other processes have some."""
         if self._empty_exchange is None:
             last = self.stack.layout.num_rows  # Past the rows of any exchange.
             self._empty_exchange = self.shards.exchange_of(
@@ -551,7 +551,7 @@ class HostStack:
             self.shards.save_cache(rows, rows.column)
 
     def _reloaded(self, rows: Any) -> Any:
-        """Returns cached rows with the stores' values, as a new version."""
+        """Reads cached rows from the stores again, as a new version."""
         lines = (
             rows.lines if self._is_empty else self.shards.load_cache(rows, rows.column)
         )
@@ -589,7 +589,7 @@ def _near_windows(
 
 @functools.cache
 def _facts_program(plan: EmbeddingPlan, stack: StackPlan) -> Any:
-    """Returns a program that stacks facts by shard, int32 `[shards, facts]`."""
+    """Compiles a program that stacks facts by shard, int32 `[shards, facts]`."""
 
     def stacked(versions: list[Any], num_lost: Any, lost_reads: Any) -> jax.Array:
         lost = jnp.full_like(num_lost, lost_reads)

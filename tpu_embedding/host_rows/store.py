@@ -44,6 +44,7 @@ class RowStore:
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
         self._map = None
         if directory is None:
+            # Totals also read padding rows. Linux allocates pages of zeros lazily.
             self._records = np.zeros((num_rows, words), np.uint32)
             return
         self._map = _mapped_file(directory, 4 * num_rows * words)
@@ -58,7 +59,7 @@ class RowStore:
         return self._records.nbytes
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the records of rows, using several threads for many rows.
+        """Reads the records of rows, using several threads for many rows.
 
         Args:
           rows: int32 `[count]`, stack rows. Negative rows give unspecified records.
@@ -117,7 +118,7 @@ class RowStore:
         self._in_slices(fill_slice, len(self._records))
 
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
-        """Returns a copy of the given words of rows `begin` to `end - 1`."""
+        """Copies the given words of rows `begin` to `end - 1`."""
         if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
             return self._records[begin:end, words].copy()
         # Turns read-ahead back on, only for these rows.
@@ -177,13 +178,13 @@ def in_threads(
 
 @functools.cache
 def _threads_of_process(process_id: int, count: int) -> ThreadPoolExecutor:
-    """Returns threads of a process. A fork can't use its parent's threads."""
+    """Makes threads of a process. A fork can't use its parent's threads."""
     del process_id
     return ThreadPoolExecutor(count, "host_rows")
 
 
 def _num_cores() -> int:
-    """Returns how many CPU cores this process may use."""
+    """Counts the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
