@@ -1,9 +1,9 @@
-"""One process of a job, one of which fails in a loop over `te.host_rows`.
+"""One process of a job in which process 1 fails in a loop over `te.host_rows`.
 
     python -m tests.processes.host_rows_faults_worker
         COORDINATOR NUM_PROCESSES PROCESS DEVICES FILE FAULT
 
-Run by `test_host_rows.py`. Process 1 has the fault.
+Run by `test_host_rows.py`.
 """
 
 import signal

@@ -103,7 +103,7 @@ def test_jobs_equal_one_process(num_processes, rules, tmp_path, monkeypatch):
         for x in (tmp_path / "tables", of_job)
     ]
     assert files[0] == files[1]
-    # Padding rows, and those of the map, are less than a tenth more.
+    # Padding rows add less than a tenth.
     num_bytes = sum(int(values["store_bytes"]) for values in found)
     assert num_bytes <= 1.1 * 4 * models.ROWS * 2 * models.DIM
 

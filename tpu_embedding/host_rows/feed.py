@@ -26,11 +26,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tpu_embedding.host_rows.batch_rows import RowsOfShards, united_rows
-from tpu_embedding.host_rows.messages import (
-    Messenger,
-    ReceivedRows,
-    raise_together,
-)
+from tpu_embedding.host_rows.messages import Messenger, ReceivedRows, raise_together
 from tpu_embedding.host_rows.own_shards import Exchange
 from tpu_embedding.host_rows.planner import BatchPlan, Planner
 from tpu_embedding.host_rows.stack import FetchedRows, HostStack
@@ -73,14 +69,14 @@ class Feed(Generic[Batch]):
     The caller must run a batch's exchanges before drawing the next batch, and call
     `close` at the end.
 
-    Attributes:
-      is_closed: True after `close`.
-
     Args:
       batches: batches on the host. Each is drawn `window + 4` batches early.
       hosts: host rows by stack.
       rows_of: returns the rows of a batch's samples in this process, for all shards.
         Called in a thread, in the order of the batches.
+
+    Attributes:
+      is_closed: True after `close`.
     """
 
     def __init__(

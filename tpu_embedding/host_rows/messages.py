@@ -1,6 +1,6 @@
 """Sends arrays from each process to each device's owner, and a header to all.
 
-One small program per turn: an all-to-all in which device `i` of a process carries part
+One small program per turn: an all-to-all in which device `i` of a process carries piece
 `i` of what the process sends to each device. With one process, nothing is sent.
 
 Only the main thread sends, so that all processes run their programs in the same order.
@@ -25,8 +25,8 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 
 _FEWEST_WORDS: Final = 1024
-"""Minimum words from one device to another. Sizes are powers of two of it, because each
-size compiles a program."""
+"""Minimum words from one device to another. Larger sizes are powers of two, because
+each size compiles a program."""
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _SECONDS_TO_NOTICE: Final = 8.0
@@ -188,16 +188,17 @@ class Messenger:
         """
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
             if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
-                if absences := self._absences():  # They may have been for a moment.
+                if absences := self._absences():  # Not only for a moment.
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
-                    # Frees the others from waiting for this process, if they do.
-                    leave = threading.Thread(
+                    # Otherwise JAX's barrier at exit would keep the others waiting for
+                    # this process. In a thread, since the barrier may block as well.
+                    shutdown = threading.Thread(
                         target=jax.distributed.shutdown, daemon=True
                     )
-                    leave.start()
-                    leave.join(_SECONDS_TO_NOTICE)
+                    shutdown.start()
+                    shutdown.join(_SECONDS_TO_NOTICE)
                     os._exit(1)
 
 
@@ -236,7 +237,7 @@ def is_shared(plan: EmbeddingPlan) -> bool:
     return len(processes) > 1
 
 
-def exchange(name: str, value: Any, plan: EmbeddingPlan) -> list[Any]:
+def exchange_values(name: str, value: Any, plan: EmbeddingPlan) -> list[Any]:
     """Exchanges values among a plan's processes; see `distributed.exchange`."""
     return distributed.exchange(name, value) if is_shared(plan) else [value]
 
@@ -250,7 +251,7 @@ def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
       Exception: this process's error, or RuntimeError if only others have one.
     """
     text = error and f"{type(error).__name__}: {error}"
-    texts = exchange("host_rows_errors", text, plan)
+    texts = exchange_values("host_rows_errors", text, plan)
     if error is not None:
         raise error
     if causes := [f"process {i}: {x}" for i, x in enumerate(texts) if x]:

@@ -228,7 +228,7 @@ class OwnShards:
         column: int,
         stack_rows: tuple[int, int] | None = None,
     ) -> None:
-        """Replaces rows of the stores by those of lines; see `lines_of_rows`.
+        """Writes lines to rows of the stores, the inverse of `lines_of_rows`.
 
         `stack_rows` is the range of rows of the stack to replace, by default all.
         """

@@ -25,7 +25,7 @@ from jax.core import Tracer
 from tpu_embedding.host_rows.cached_rows import CachedRows, MappedRows
 from tpu_embedding.host_rows.exchange import swap_program
 from tpu_embedding.host_rows.initial import fill_slots, fill_tables, measured_state
-from tpu_embedding.host_rows.messages import exchange as exchange_values
+from tpu_embedding.host_rows.messages import exchange_values
 from tpu_embedding.host_rows.own_shards import Exchange, OwnShards
 from tpu_embedding.host_rows.planner import BatchPlan
 from tpu_embedding.host_rows.worker import ENDING, Worker

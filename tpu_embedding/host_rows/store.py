@@ -110,7 +110,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def fill(self, record: np.ndarray, words: slice) -> None:
-        """Sets the given words of all records to those of `record`, uint32 `[1, n]`."""
+        """Copies `record`, uint32 `[1, n]`, to the given words of all records."""
 
         def fill_slice(part: slice) -> None:
             self._records[part, words] = record
