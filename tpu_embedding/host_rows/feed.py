@@ -350,7 +350,7 @@ class Feed(Generic[Batch]):
                 if host.feed is None:
                     host.end_writer()
             for worker in (self._finder, self._planner, self._reader):
-                worker.close()
+                worker.end()
         self._stopped.set()
         self._messenger.close()  # Last, since the others may wait for a lost process.
 

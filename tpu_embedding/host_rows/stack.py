@@ -406,7 +406,7 @@ class HostStack:
         """Ends the writer after its queued calls. The next write starts a new one."""
         if writer := vars(self).pop("_writer", None):
             writer.wait()
-            writer.close()
+            writer.end()
 
     def wait_for_writer(self) -> None:
         """Waits until the writer has written and checked everything."""

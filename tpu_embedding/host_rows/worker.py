@@ -29,6 +29,7 @@ class Worker:
         arguments = (self._calls,)
         thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         thread.start()
+        self._thread = thread
         _threads[thread] = self._calls
         self.close = weakref.finalize(self, self._calls.put, None)
 
@@ -37,6 +38,11 @@ class Worker:
         future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
+
+    def end(self) -> None:
+        """Ends the thread after its queued calls, and waits a while for it."""
+        self.close()
+        self._thread.join(_SECONDS_TO_END)
 
     def wait(self) -> None:
         """Waits until all queued calls have returned."""
