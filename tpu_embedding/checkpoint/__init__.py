@@ -1,16 +1,11 @@
 """Saves and restores training state, and imports tables from other libraries.
 
-Files don't depend on devices or plans. A checkpoint is an ordinary Orbax checkpoint in
-which each table is one array with its rows in natural order.
+A checkpoint is an ordinary Orbax checkpoint in which each table is one array with its
+rows in natural order, so any plan on any devices can read it.
 
-    saving           te.save, te.restore, and the Orbax handler they use
-    restoring        reads a checkpoint into a state block by block, under any plan
-    split_state      splits a state into embedding layers and other leaves
-    saved_leaves     describes the leaves to save, and places ids of dynamic tables
-    arrays           reads and writes arrays on disk, chunk by chunk
-    records          file names, descriptions, and CheckpointError
-    state_file       writes, seals, reads and checks state.json
-    imports/         reads tables written by other libraries
+Start with `saving`. `split_state` finds the tables in a state, `saved_leaves` describes
+them, `arrays` moves rows to and from disk, `state_file` seals and checks `state.json`,
+and `restoring` puts everything back.
 """
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table

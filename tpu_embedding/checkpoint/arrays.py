@@ -1,14 +1,9 @@
-"""Reads and writes the arrays of a checkpoint with tensorstore.
+"""Reads and writes checkpoint arrays with tensorstore, chunk by chunk.
 
-Arrays are stored as uncompressed zarr 3. Each chunk ends with its CRC-32C, so any zarr
-reader notices a flipped bit. `state.json` repeats these checksums, so `te.restore` also
-notices a chunk that is missing or comes from another checkpoint. A large table's chunks
-hold 10 to 20 MB of adjacent rows.
-
-Orbax passes the leaves of a tree, with names for their arrays, to an `ArrayWriter`.
-Tables and slot variables are `TableToSave` leaves. A stack's rows are read and written
-block by block (`tables/row_stream.py`), so neither devices nor host hold a second copy
-of a table. Each process writes the blocks of its own devices.
+Arrays are uncompressed zarr 3, in chunks of 10 to 20 MB that end with their CRC-32C.
+When saving, Orbax passes all leaves to an `ArrayWriter`, which streams stacks block by
+block (`tables/row_stream.py`), so neither devices nor host hold a second table. When
+reading, `SavedArray` trusts nothing on disk that `state.json` doesn't confirm.
 """
 
 import collections
@@ -73,10 +68,7 @@ _MAX_PADDING: Final = 1 / 128
 def array_spec(
     path: epath.Path, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the tensorstore spec of a new array in the directory `path`.
-
-    For empty axes, `chunk_shape` may hold zeros, which are raised to one.
-    """
+    """Builds the tensorstore spec for a new array in the directory `path`."""
     return {
         "driver": "zarr3",
         "kvstore": _kvstore(path),
@@ -85,6 +77,7 @@ def array_spec(
             "data_type": np.dtype(dtype).name,
             "chunk_grid": {
                 "name": "regular",
+                # An empty axis has chunk size 0, which zarr doesn't allow.
                 "configuration": {"chunk_shape": [max(1, x) for x in chunk_shape]},
             },
             "codecs": [
@@ -92,34 +85,37 @@ def array_spec(
                 {"name": "crc32c"},
             ],
         },
+        # By default, tensorstore writes no file for a chunk of zeros. Then a missing
+        # chunk couldn't be told from zeros.
         "store_data_equal_to_fill_value": True,
     }
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
-    """Returns the number of rows per chunk.
-
-    A small array is a single chunk. Otherwise, the number is a power of two that
-    divides the rows per block. Zeros pad the last chunk to full size, so the number is
-    halved until this padding is at most 1/128 of the rows.
-    """
+    """Chooses a chunk size: all rows, or a power of two that divides a block."""
+    # A block then covers whole chunks, so two processes never write the same one.
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
         return num_rows
+    # Uncompressed, the last chunk is padded to full size with zeros.
     while size > 1 and -num_rows % size > _MAX_PADDING * num_rows:
         size //= 2
     return size
 
 
 class PendingWrites:
-    """Writes in progress. `add` blocks while these exceed `MAX_PENDING_BYTES`."""
+    """Writes in progress. Their limit bounds the host memory that a save takes."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
         self._num_bytes = 0
 
     def add(self, store: ts.TensorStore, values: np.ndarray) -> None:
-        """Starts to write values. They must not change until the write has ended."""
+        """Starts to write, and waits while more than `MAX_PENDING_BYTES` are pending.
+
+        The values must not change until the write has ended.
+        """
+        # The flag saves a copy: tensorstore may read `values` until the commit.
         write = store.write(values, can_reference_source_data_indefinitely=True)
         self._writes.append((values.nbytes, write.commit))
         self._num_bytes += values.nbytes
@@ -130,7 +126,6 @@ class PendingWrites:
 
     @property
     def futures(self) -> list[ts.Future]:
-        """Futures of the writes in progress."""
         return [future for _, future in self._writes]
 
 
@@ -139,11 +134,9 @@ class OpenCheckpoint:
     """A checkpoint that is being read.
 
     Attributes:
-      root: directory of the state, for messages.
-      files: path from which files are read. It leads to the same directory even if a
-        new directory takes over the name `root`.
-      record: description of the checkpoint.
-      threads: threads that open arrays and verify chunks.
+      root: state directory, for messages.
+      files: path for reading, which leads to the same directory even if a new directory
+        takes over the name `root`.
     """
 
     root: epath.Path
@@ -152,7 +145,7 @@ class OpenCheckpoint:
     threads: ThreadPoolExecutor
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` if the checkpoint has been overwritten."""
+        """Raises `CheckpointError` if the files now belong to another save."""
         if read_state_file(self.root, self.files).digest != self.record.digest:
             raise CheckpointError(
                 f"The checkpoint {self.root} was replaced while it was being read. "
@@ -162,18 +155,13 @@ class OpenCheckpoint:
 
 @contextlib.contextmanager
 def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
-    """Opens a checkpoint so that everything is read from one save.
-
-    On Linux, the directory is kept open and files are read through it. A directory that
-    takes over its name in the meantime is thus never read.
-
-    Raises:
-      CheckpointError: if the checkpoint is missing, or its description is damaged.
-    """
+    """Opens a checkpoint so that everything is read from one save."""
     root = state_directory(directory)
     with contextlib.ExitStack() as ends:
         files = root
         if "://" not in os.fspath(root):
+            # On Linux, files are read through the open directory, which stays the same
+            # if another directory takes over its name. Elsewhere, that is an error.
             with errors_of_reading(f"The checkpoint {root}"):
                 opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             ends.callback(os.close, opened)
@@ -185,12 +173,12 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
 
 
 class SavedArray:
-    """An array of a checkpoint, opened in the background."""
+    """A saved array, opened in the background."""
 
     def __init__(
         self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
-        """Starts to open the array at `keys`, whose type must be one of `records`."""
+        """Starts to open the array at `keys`, which must match one of `records`."""
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
         self._files = checkpoint.files
@@ -199,33 +187,28 @@ class SavedArray:
         self._opening = checkpoint.threads.submit(self._open)
 
     def opened(self) -> ts.TensorStore:
-        """Returns the open array.
-
-        Raises:
-          CheckpointError: if it is missing, or its shape or type is not accepted.
-        """
+        """Waits for the array, or raises `CheckpointError`."""
         with errors_of_reading(self._owner):
             return self._opening.result()
 
     def read(self, index: Any = ()) -> np.ndarray:
-        """Reads part of the array.
-
-        Args:
-          index: slices within the array, or row ids `[n]`. Defaults to the whole array.
+        """Reads slices or row ids `[n]`, by default everything.
 
         Raises:
           CheckpointError: if a chunk is missing, damaged, or from another save.
         """
         store = self.opened()
         with errors_of_reading(self._owner):
+            # This compares only sizes and the checksums at the ends of files.
+            # Tensorstore's read then compares the values with these checksums.
             self._check_chunks(store, index)
             values = store[index].read().result()
-            # The files may have been overwritten during the read.
+            # Again, because the files may have been overwritten during the read.
             self._check_chunks(store, index)
             return values
 
     def ranges(self) -> Iterator[slice | tuple[()]]:
-        """Yields each chunk's range of rows, or `()` for a scalar array."""
+        """Yields row ranges that cover whole chunks, or `()` for a scalar."""
         store = self.opened()
         if not store.shape:
             yield ()
@@ -235,12 +218,9 @@ class SavedArray:
             yield slice(start, min(start + step, store.shape[0]))
 
     def _open(self) -> ts.TensorStore:
-        """Opens the array after checking its metadata against the checkpoint's record.
-
-        Tensorstore kills the process if a chunk's declared size does not fit in memory.
-        So chunks may not be larger than the array, and `read` first checks that each
-        chunk's file has the declared size.
-        """
+        # Tensorstore kills the process (std::bad_alloc) if a chunk's declared size
+        # doesn't fit in memory. So the metadata is checked before tensorstore sees it,
+        # and `read` checks that each chunk's file has the declared size.
         file = f"{self._name}/{METADATA_FILE}"
         text = read_small_file(self._files, file, MAX_METADATA_BYTES)
         wanted = checksum_at(self._checksums, 0)
@@ -254,11 +234,12 @@ class SavedArray:
         chunk_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         _check_chunk_format(metadata, chunk_shape)
         spec = array_spec(self._files / self._name, dtype, shape, chunk_shape)
+        # Tensorstore uses the checked metadata instead of reading the file again, and
+        # raises for missing chunks instead of filling in zeros.
         options = {"assume_metadata": True, "fill_missing_data_reads": False}
         return ts.open(spec | options, read=True).result()
 
     def _check_chunks(self, store: ts.TensorStore, index: Any) -> None:
-        """Raises ValueError if a chunk's file has the wrong size or checksum."""
         size = math.prod(_chunk_shape(store))
         size = size * store.dtype.numpy_dtype.itemsize + CRC_BYTES
         for chunk in chunks_of(store.shape, _chunk_shape(store), index):
@@ -278,7 +259,8 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Raises ValueError for chunk formats that `te.save` never writes."""
+    # File sizes bound the memory that a read takes only if chunks are uncompressed, and
+    # in the files that `_check_chunks` expects.
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
@@ -305,14 +287,14 @@ def read_table(
 
     Args:
       directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
-      table: name of the table.
+      table: table name.
       rows: a slice with step 1, or row ids `[n]`. Defaults to all rows.
-      slot: name of a slot variable, or `":ids"` for the uint64 ids of a dynamic
-        table's rows. Defaults to the table's values.
+      slot: slot variable name, or `":ids"` for the uint64 ids in a dynamic table, in
+        row order. Defaults to the table values.
 
     Returns:
-      `[n, *row_shape]` in the stored type. The values of int8 tables are decoded to
-      float32. Arrays that all rows share, such as step counts, are returned whole.
+      `[n, *row_shape]` in the stored type. int8 tables are decoded to float32. Arrays
+      that all rows share, such as step counts, are returned whole.
 
     Raises:
       CheckpointError: if the table or slot is not in the checkpoint, or a file is
@@ -380,15 +362,13 @@ def _kvstore(path: epath.Path) -> dict[str, str]:
     return {"driver": "file", "path": f"{text}/"}
 
 
+# Compared by identity, because it is a dict key in `serialize`.
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackToSave:
-    """The rows of a stacked table or slot variable.
+    """A stacked table or slot variable, and the rows to write.
 
     Attributes:
-      packed: rows of all shards.
-      stack: the rows' stack.
-      plan: plan of the layer.
-      chosen: dynamic table name to the rows to write, in ascending order of their ids.
+      chosen: dynamic table name to the rows to write, in ascending id order.
     """
 
     packed: PackedRows
@@ -397,32 +377,25 @@ class StackToSave:
     chosen: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yields the blocks that this process writes.
-
-        All processes must iterate together. For a stack of dynamic tables, each host
-        temporarily holds all rows of the stack.
-        """
+        """Yields blocks for this process to write. All must iterate together."""
         if self.stack.vocabulary.ids_are_rows:
             for turn in read_blocks(self.packed, self.stack, self.plan):
                 yield from turn
             return
+        # Rows in id order are scattered over all shards, so each host temporarily holds
+        # the whole stack.
         dtype = file_row(self.packed).dtype
         values = unstack_tables({self.stack.name: self.packed}, self.plan)
         if jax.process_index() == 0:
             for table, rows in self.chosen.items():
+                # `unstack_tables` widens narrow types to float32.
                 saved = values[table][rows].astype(dtype, copy=False)
                 yield RowBlock(table, 0, saved)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableToSave:
-    """The rows of one table: a leaf of the tree that Orbax saves.
-
-    Attributes:
-      table: name of the table in its stack.
-      rows: rows of the whole stack.
-      shape: shape of the array to write.
-    """
+    """A leaf for Orbax: one table in a stack."""
 
     table: str
     rows: StackToSave
@@ -430,20 +403,19 @@ class TableToSave:
 
     @property
     def dtype(self) -> np.dtype:
-        """Element type of the array."""
         return np.dtype(file_row(self.rows.packed).dtype)
 
     @property
     def size(self) -> int:
-        """Number of elements; read by Orbax."""
+        # Orbax reads it.
         return math.prod(self.shape)
 
 
 class ArrayWriter(ocp.type_handlers.NumpyHandler):
-    """Writes all leaves of a tree. Plain Orbax reads them as NumPy arrays."""
+    """Writes all leaves. Plain Orbax reads them as NumPy arrays."""
 
+    # Orbax (0.12) warns if the handler for jax.Array lacks this attribute.
     _array_metadata_store: Final = None
-    """Orbax warns if this attribute is missing."""
 
     async def serialize(
         self,
@@ -453,8 +425,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
     ) -> Sequence[Any]:
         """Copies leaves to the host and starts to write them.
 
-        Returns once all leaves are copied and at most `MAX_PENDING_BYTES` remain to be
-        written. Device arrays may then be donated.
+        Device arrays may be donated once this returns.
         """
         del args
         created: list[ts.Future] = []
@@ -466,7 +437,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             )
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
-            # Opens without a request to the file system.
+            # With the metadata given, opening needs no request to the file system, so
+            # processes don't wait for the first one to create the array.
             store = ts.open(spec | {"assume_metadata": True}).result()
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
@@ -474,6 +446,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             if isinstance(value, jax.Array) and not value.is_fully_addressable:
                 for shard in value.addressable_shards:
                     if shard.replica_id == 0:
+                        # Copied, because the next step may donate the array.
                         writes.add(store[shard.index], np.array(shard.data))
             elif jax.process_index() == 0:
                 # Every process has a copy of the leaf, for example of a random key.
@@ -488,7 +461,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
 
 
 def _chunk_shape_of_rows(value: Any) -> tuple[int, ...]:
-    """Returns a chunk shape that never makes two processes write the same chunk."""
+    # No chunk may have two writers, because one would overwrite the other's values.
     if isinstance(value, TableToSave):
         num_rows, *row_shape = value.shape
         return (rows_per_chunk(num_rows, row_shape, value.dtype), *row_shape)

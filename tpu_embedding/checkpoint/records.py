@@ -1,16 +1,8 @@
-"""The layout of a checkpoint, as described in its `state.json`, and `CheckpointError`.
+"""Names and describes a checkpoint's files, and turns file errors into one class.
 
-A checkpoint is an Orbax checkpoint of a pytree, plus one file::
-
-    _METADATA                the tree, for Orbax
-    state.json               types, optimizers, other leaves, the user's description
-    tables.movie.values/     [vocabulary_size, dim], rows in natural order
-    tables.movie.slots.momenta/
-    tables.user.directory.ids/      a dynamic table's ids, ascending, one per row
-    dense.linear.kernel/     a leaf that is neither table nor slot variable
-
-Each array is a zarr 3 directory. The layout doesn't depend on stacking, packing or
-devices, so any plan and any Orbax or zarr reader can read it.
+A checkpoint is an Orbax checkpoint of zarr 3 arrays, such as `tables.movie.values/` and
+`dense.linear.kernel/`, plus a `state.json` that holds a `CheckpointRecord`.
+docs/guides/checkpoints.md lists the files. This module never touches a device.
 """
 
 import contextlib
@@ -35,12 +27,12 @@ _ERRORS_OF_FILES = (
     TypeError,
     ValueError,
 )
-"""Errors of libraries, and errors caused by values of types that `te.save` never
-writes."""
+"""Errors that libraries raise for damaged files, and errors that values of a type
+`te.save` never writes cause in our own code."""
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is missing, damaged, or does not fit the state.
+    """Raised if a checkpoint is missing, damaged, or doesn't fit the state.
 
     Example:
       >>> import tpu_embedding as te
@@ -53,7 +45,7 @@ class CheckpointError(ValueError):
 
 
 def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """Turns errors raised while a checkpoint is written into `CheckpointError`."""
+    """Turns errors from writing a checkpoint into `CheckpointError`."""
     fix = "Free disk space, choose a writable directory, or convert leaves whose dtype "
     fix += "files cannot store."
     # Tensorstore and Orbax may raise any of these when the disk is full.
@@ -62,7 +54,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[No
 
 
 def errors_of_reading(owner: str) -> AbstractContextManager[None]:
-    """Turns errors raised while an array or file is read into `CheckpointError`."""
+    """Turns errors from reading an array or file into `CheckpointError`."""
     problem = f"{owner} is missing or damaged"
     fix = "Restore an earlier checkpoint or copy the files again."
     return _as_checkpoint_error(_ERRORS_OF_FILES, problem, fix)
@@ -77,7 +69,8 @@ def _as_checkpoint_error(
     except CheckpointError:
         raise
     except kinds as error:
-        # The first line, without tensorstore's source location.
+        # Keep the first line, without the source location that tensorstore appends in
+        # brackets. The full text remains in the cause.
         text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
         text = f"{problem}: {type(error).__name__}: {text}. {fix}"
         raise CheckpointError(text) from error
@@ -88,7 +81,7 @@ TABLES: Final = "tables"
 DENSE: Final = "dense"
 
 DIRECTORY_ARRAY: Final = ":"
-"""Prefix of the names of arrays that describe a dynamic table's ids."""
+"""Prefix that sets arrays about a dynamic table's ids apart from slot variables."""
 
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
 """Bucket prefix to tensorstore driver."""
@@ -101,12 +94,12 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord:
-    """An array of a checkpoint: rows, or values that belong to a whole table.
+    """A saved array: rows, or values that belong to a whole table.
 
     Attributes:
-      shape: shape of the array; `[rows, *row_shape]` if it has rows.
-      dtype: name of the element type.
-      has_rows: whether the first axis counts rows. False for values that belong to a
+      shape: array shape; `[rows, *row_shape]` if the array has rows.
+      dtype: element type, by name.
+      has_rows: True if the first axis counts rows. False for values that belong to a
         whole table, such as a step count.
 
     Example:
@@ -120,29 +113,28 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape of one row if the array has rows, else of the whole array."""
+        """Type and shape per row if the array has rows, else in total."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:
-        """Returns the type and shape, such as `float32[10, 4]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRecord:
-    """A table of a checkpoint.
+    """A saved table.
 
     Attributes:
-      vocabulary_size: number of rows.
-      dim: number of columns.
-      dtype: storage type of the table: float32, bfloat16 or int8.
-      values: the table's rows. An int8 row is stored as bytes: `dim` codes, a scale and
-        a bias.
+      vocabulary_size: row count.
+      dim: column count.
+      dtype: storage type: float32, bfloat16 or int8.
+      values: table rows. An int8 row is stored as bytes: `dim` codes, a scale and a
+        bias.
       slots: slot variables, counts and hyper-parameters, by name.
-      optimizer: types in the optimizer's state, and how the optimizer applies updates.
+      optimizer: types in the optimizer state, and how the optimizer applies updates.
         None if the table has no optimizer.
-      dynamic: `capacity` and `default_row` of a dynamic table. None for a static one.
-      directory: arrays of a dynamic table's ids and of their statistics, by name.
+      dynamic: `capacity` and `default_row`. None if the table is static.
+      directory: ids of a dynamic table and their statistics, as arrays by name.
 
     Example:
       >>> values = ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True)
@@ -163,7 +155,7 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays of the table by name. The table's values have the name None."""
+        """All arrays by name. The values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
@@ -174,11 +166,11 @@ class CheckpointRecord:
     Attributes:
       tables: tables by name.
       dense: type and shape of every other leaf, by path.
-      description: JSON values that the user saved with the state.
-      step: name of the step's directory if a `CheckpointManager` saved it, else empty.
-      checksums: array name to its checksums as one hexadecimal text: the CRC-32 of its
-        metadata, then the CRC-32C of each chunk.
-      digest: digest of all other fields. It identifies the save.
+      description: JSON values that you saved with the state.
+      step: name of the step directory if a `CheckpointManager` saved it, else empty.
+      checksums: array name to its checksums as one hexadecimal text: a CRC-32 for the
+        metadata, then a CRC-32C for each chunk.
+      digest: digest over all other fields. It identifies the save.
 
     Example:
       >>> dense = {"linear.bias": "float32[1]"}
@@ -195,7 +187,7 @@ class CheckpointRecord:
 
     @property
     def array_names(self) -> list[str]:
-        """Names of all arrays, which are also the names of their directories."""
+        """All array names, which are also the directory names."""
         keys = [
             array_keys(table, slot)
             for table, record in self.tables.items()
@@ -206,12 +198,9 @@ class CheckpointRecord:
 
 
 def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
-    """Returns an array's keys in the tree. Joined by dots, they name its directory.
+    """Maps an array to its keys in the tree. Joined by dots, they name its directory.
 
-    Args:
-      table: name of the table.
-      slot: name of a slot variable, or name of an array of the table's ids, which
-        starts with a colon. Defaults to the table's values.
+    `slot` starts with a colon for arrays about ids. None means the table values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")
@@ -225,25 +214,21 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
 
 def dense_keys(path: str) -> tuple[str, ...]:
-    """Returns the keys in the tree of a dense leaf, given its dotted path."""
+    # The path's own dots are escaped, so each remaining dot separates two keys.
     return (DENSE, *path.split("."))
 
 
 def quote(name: str) -> str:
-    """Returns a name with slashes and dots escaped. Orbax joins keys with dots."""
+    # Orbax joins keys with dots to name directories, so a dot in a name would make
+    # `a.slots.b` ambiguous. `urllib.parse.quote` leaves dots alone.
     return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a checkpoint's absolute path, without `~`, `..` or symbolic links.
-
-    Orbax rejects relative paths, and tensorstore rejects `..`.
-
-    Raises:
-      CheckpointError: if the kind of store is not supported.
-    """
+    """Resolves a path, or raises `CheckpointError` for an unsupported bucket prefix."""
     text = os.fspath(path)
     if "://" not in text:
+        # Orbax rejects relative paths, and tensorstore rejects `..`.
         return epath.Path(os.path.realpath(local_path(text)))
     if not text.startswith(tuple(STORES)):
         rule = f"be local or start with {' or '.join(STORES)}"
@@ -252,14 +237,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
 
 
 def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
-    """Returns the directory in which a checkpoint holds its state.
-
-    Args:
-      directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
-
-    Raises:
-      CheckpointError: if the checkpoint is missing.
-    """
+    """Finds where a checkpoint holds its state, or raises `CheckpointError`."""
     path = checkpoint_path(directory)
     for item in STATE_ITEMS:
         if (path / item / STATE_FILE).exists():

@@ -1,8 +1,8 @@
 """Restores a state from a checkpoint, under any plan.
 
-Rows of tables and slot variables are written block by block into the layer's arrays,
-which are donated (`tables/row_stream.py`). Each process reads the blocks of its own
-devices. For dynamic tables, each host holds one whole array of the files at a time.
+First everything is compared and verified, and all processes agree. Only then are rows
+written, block by block, into the donated arrays (`tables/row_stream.py`). So a bad
+checkpoint leaves the state as it was, and no process waits for one that raised.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class RestoreState(ocp.args.CheckpointArgs):
 
     Attributes:
       state: state to restore into. `te.restore` explains all attributes.
-      plan: the tables' plan.
+      plan: table plan.
       tables: names of the tables to restore. Defaults to all tables.
       rename: table name to its name in the checkpoint.
 
@@ -79,7 +79,7 @@ class RestoreState(ocp.args.CheckpointArgs):
     rename: Mapping[str, str] | None = None
 
     def tables_of(self, layer: LayerState) -> dict[str, str]:
-        """Returns a layer's tables to restore, with their saved names."""
+        """Selects the tables to restore into a layer, with their saved names."""
         return {
             table: (self.rename or {}).get(name, name)
             for table, name in layer.names.items()
@@ -88,12 +88,11 @@ class RestoreState(ocp.args.CheckpointArgs):
 
 
 def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
-    """Restores a state; see `te.restore`."""
     state = SplitState(args.state, args.plan)
     _check_arguments(args, state.layers)
     with contextlib.ExitStack() as ends:
         # Either all processes complete this block or all raise. The checkpoint stays
-        # open after it.
+        # open afterwards, because its rows are read below.
         with _checked_by_all(directory, state.layers) as digests:
             checkpoint = ends.enter_context(open_checkpoint(directory))
             digests.append(checkpoint.record.digest)
@@ -115,7 +114,6 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
 
 
 def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
-    """Raises ValueError for unknown tables, or if a table needs a missing optimizer."""
     names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
@@ -123,6 +121,7 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
             raise invalid(field, f"name tables of the state {names}", unknown)
     for layer in layers:
         if layer.slots is None:
+            # State that an optimizer derived from the old rows would no longer match.
             derived = layer.tables_with_derived_state & set(args.tables_of(layer))
             check_has_slots(derived, "te.restore(directory, (model, optimizer))")
 
@@ -131,24 +130,16 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
 def _checked_by_all(
     directory: str | os.PathLike[str], layers: Sequence[LayerState]
 ) -> Iterator[list[str]]:
-    """Raises on all processes that share the layers if one of them finds damage.
-
-    If only that process raised, the rest would start to write rows and wait for it
-    forever.
-
-    Yields:
-      A list to which the caller appends the checkpoint's digest.
-
-    Raises:
-      CheckpointError: if any process raises a `CheckpointError`, or processes read
-        different saves.
-    """
+    """Raises on all processes if one raises or appends a different digest."""
+    # Writing rows is an exchange between all processes. If one process raised alone,
+    # the rest would wait for it forever.
     digests: list[str] = []
     error = None
     try:
         yield digests
     except CheckpointError as raised:
         error = raised
+    # A layer on this process's own devices may be restored by this process alone.
     is_shared = any(not _is_local(layer) for layer in layers)
     value = digests[0] if error is None else ""
     values = distributed.exchange("restore", value) if is_shared else [value]
@@ -175,7 +166,7 @@ def _check_fit(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> None:
-    """Raises `CheckpointError` with all facts on which checkpoint and state differ."""
+    """Compares checkpoint and state, and lists all differences in one error."""
     saved, now = _facts_of_both(checkpoint.record, restores, dense, args)
     names = sorted(saved.keys() | now.keys())
     changed = {
@@ -193,6 +184,7 @@ def _check_fit(
         )
         text += "\n".join(["places:", *lines[:_MAX_LINES], _FIX])
         raise about(CheckpointError(text), next(iter(changed)), changed)
+    # A missing array or wrong type is found now, even if no chunk is verified.
     for restore in restores:
         for array in restore.arrays.values():
             array.opened()
@@ -213,11 +205,9 @@ def _facts_of_both(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what must be equal in the checkpoint and in the state, by name.
-
-    The caller may restore only the model of a saved `(model, optimizer)`. So a saved
-    leaf is left out if its path starts with a position that the state lacks.
-    """
+    """Collects what must be equal in checkpoint and state, by name."""
+    # The caller may restore only the model from a saved (model, optimizer). So a saved
+    # leaf doesn't count if its path starts with a position that the state lacks.
     positions = {name.partition(".")[0] for name in dense}
     saved: dict[str, Any] = {
         name: text
@@ -241,6 +231,7 @@ def _facts_of_both(
             for facts, record_of_table in ((saved, there), (now, here)):
                 of_table = _facts_of_table(record_of_table, layer.slots is not None)
                 facts |= {f"{owner} {key}": x for key, x in of_table.items()}
+    # Without tables=, a saved table that the state lacks counts as a difference.
     if args.tables is None:
         saved |= {f"table {name!r}": "saved" for name in record.tables.keys() - read}
     return saved, now
@@ -258,12 +249,8 @@ def _facts_of_table(table: TableRecord, with_slots: bool) -> dict[str, Any]:
 
 
 def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
-    """Returns the dense leaves.
-
-    Shapes without a sharding are replicated on the mesh of the first layer. If there
-    are no layers, they are put on a single device.
-    """
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    # For shapes without a sharding. `te.Optimizer` also replicates dense parameters.
     if state.layers:
         sharding = state.layers[0].plan.replicated
     # All arrays start to open in the background before the first one is read.
@@ -298,15 +285,12 @@ def _layer_restore(
 
 @dataclasses.dataclass(frozen=True)
 class _LayerRestore:
-    """A layer of the state, and what to restore into it.
+    """A layer with arrays or shapes, and what to restore into it.
 
     Attributes:
-      layer: the layer, with arrays or their shapes.
-      wanted: the layer's description of each table, by name in the layer.
-      saved: the checkpoint's description of each table to restore, by the same name.
-      arrays: arrays to read, by two names in the layer: the table's name, and the name
-        of the slot variable or directory array. The second name is None for the table's
-        values.
+      wanted: descriptions from the layer.
+      saved: descriptions from the checkpoint, also by table name in the layer.
+      arrays: arrays to read, by table and slot, as in `saved_leaves.Leaves`.
     """
 
     layer: LayerState
@@ -315,17 +299,13 @@ class _LayerRestore:
     arrays: Mapping[tuple[str, str | None], SavedArray]
 
     def of_stack(self, stack: StackPlan, slot: str | None) -> dict[str, SavedArray]:
-        """Returns the arrays to restore into a slot variable of a stack, by table."""
         names = [
             table.name for table in stack.tables if (table.name, slot) in self.arrays
         ]
         return {name: self.arrays[name, slot] for name in names}
 
     def shared_values(self) -> dict[str, tuple[Any, Any]]:
-        """Returns the values that stacked tables share but disagree on, such as counts.
-
-        Tables that have not been trained have a zero count, which may be overwritten.
-        """
+        """Finds values that stacked tables share but disagree on, such as counts."""
         differing = {}
         for stack in self.layer.plan.stacks:
             for slot in slots_of(self.layer, stack):
@@ -333,6 +313,8 @@ class _LayerRestore:
                 if not arrays or slot.kind not in ("shared", "hyperparameter"):
                     continue
                 values = {table: array.read() for table, array in arrays.items()}
+                # Tables that stay keep the state's count, unless it is zero: nothing is
+                # lost if the count of an untrained table is overwritten.
                 if slot.kind == "shared" and not _is_abstract(slot.leaf):
                     for table in stack.tables:
                         if np.any(slot.leaf):
@@ -343,10 +325,7 @@ class _LayerRestore:
         return differing
 
     def place_ids(self) -> dict[str, PlacedIds]:
-        """Returns the places of each dynamic table's saved ids.
-
-        Warns about ids that don't fit.
-        """
+        """Places saved ids, and warns if some don't fit."""
         placed, left_out = {}, []
         for stack in self.layer.plan.stacks:
             arrays = {name: self.of_stack(stack, name) for name in ID_ARRAYS}
@@ -373,13 +352,9 @@ class _LayerRestore:
         return placed
 
     def verify(self, checkpoint: OpenCheckpoint) -> None:
-        """Reads all chunks once, before any array of the layer is donated.
-
-        Processes that share the layer split the work.
-
-        Raises:
-          CheckpointError: if a chunk is missing, damaged, or from another save.
-        """
+        """Reads all chunks once, before any array is donated."""
+        # Processes that share the layer split the work, and tell each other the result
+        # in `_checked_by_all`.
         first, step = 0, 1
         if not _is_local(self.layer):
             first, step = jax.process_index(), distributed.num_processes()
@@ -393,14 +368,11 @@ class _LayerRestore:
             read.result()
 
     def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
-        """Returns the layer with the saved rows and slot variables.
+        """Writes the saved rows and slot variables into the donated arrays.
 
-        Rows and tables that the checkpoint lacks keep their values. The old arrays are
-        donated.
-
-        Raises:
-          CheckpointError: if a chunk is damaged. The layer's arrays are then lost.
+        If a chunk is damaged after all, the arrays are lost.
         """
+        # The guard against arithmetic isn't saved, since the plan determines it.
         plan, tables = self.layer.plan, init_guard(self.layer.plan)
         for stack in plan.stacks:
             packed = self.layer.tables[stack.name]
@@ -425,7 +397,7 @@ class _LayerRestore:
             ]
             structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
             slots[stack.name] = structure.unflatten(leaves)
-        # The tables may hold additional rows.
+        # Totals over a table are measured again, because it may have additional rows.
         slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
         return dataclasses.replace(layer, slots=slots)
 
@@ -436,7 +408,7 @@ class _LayerRestore:
         slot: str | None,
         placed: Mapping[str, PlacedIds],
     ) -> PackedRows:
-        """Returns restored rows of a stack or slot variable. Shapes start as zeros."""
+        """Restores a stack or slot variable. Shapes start as zeros."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct) and packed.holds_all_rows:
             sharding = plan.rows_sharding(stack)
@@ -451,13 +423,13 @@ class _LayerRestore:
         return write_table_rows(packed, stack, plan, read, num_rows, placed)
 
     def _read_shared_value(self, slot: NamedSlot, stack: StackPlan) -> jax.Array:
-        """Returns a leaf of whole tables' values, with the saved values filled in."""
         leaf, arrays = slot.leaf, self.of_stack(stack, slot.name)
         if not arrays:
             return leaf
         values = {table: array.read() for table, array in arrays.items()}
         # `shared_values` rejected tables whose values differ.
         new = next(iter(values.values()))
+        # A leaf with one value per table keeps the values of tables that stay.
         if slot.kind == "tables":
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)

@@ -1,13 +1,8 @@
-"""Describes the leaves of a state for a checkpoint: tables, slots, and the rest.
+"""Turns leaves into saved arrays and records, and back into leaves.
 
-Random keys are saved as plain integers, so files don't depend on JAX.
-
-A dynamic table is saved as its ids in ascending order and its rows in the same order. A
-learned default row comes last. Each id is saved with its natural row, which is 64 times
-its bucket plus its lane. If the restored table has the same number of buckets, each id
-returns to this place, on any number of devices. Otherwise, ids move to different
-buckets. If a bucket receives more than 64 ids, it keeps the ids that the table's policy
-would evict last and drops the rest.
+Static tables stream their rows. A dynamic table is saved as its ids, ascending, with
+rows in the same order, so files don't depend on devices. docs/guides/checkpoints.md
+says where ids go if the restored table has another capacity.
 """
 
 import dataclasses
@@ -62,25 +57,17 @@ ID_ARRAYS: Final = (IDS, NATURAL_ROWS, LAST_USED, COUNTS, CLOCK, INIT_KEY, SKETC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedIds:
-    """The ids of a dynamic table to write.
-
-    Attributes:
-      arrays: arrays of the directory, by their names in the files.
-      rows: row of the table that is written to each row of the files.
-    """
+    """Ids to write: directory arrays by name, and the table row per saved row."""
 
     arrays: Mapping[str, np.ndarray]
     rows: np.ndarray
 
 
 def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
-    """Returns the ids of each table of a dynamic stack.
-
-    All processes must call it together. Each host temporarily holds the whole
-    directory.
-    """
+    """Gathers ids by table. All processes must call it together and hold all ids."""
     directory = layer.tables[directory_name(stack.name)]
     sketch = None if directory.sketch is None else on_host(directory.sketch)
+    # The clock is equal on all shards, and so are the keys for initial values below.
     clock = on_host(directory.clock)[0]
     rows_by_table = rows_in_directory(directory, stack)
     init_keys = on_host(directory.init_keys).reshape(stack.num_shards, -1, 2)[0]
@@ -96,12 +83,14 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             INIT_KEY: init_keys[i],
         }
         if sketch is not None:
-            # The lines of the table's buckets, in natural order.
+            # In natural bucket order, so that any number of devices can restore the
+            # lines. The last shards may have unused buckets, which are cut off.
             first, size = member.first_bucket, member.buckets_per_shard
             lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
             lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
             arrays[SKETCH] = lines[: member.dynamic.num_buckets]
         saved_rows = rows.rows
+        # A learned default row has no id, so it comes last.
         if member.default_row is not None:
             saved_rows = np.append(saved_rows, np.int64(member.default_row))
         result[member.table.name] = SavedIds(arrays=arrays, rows=saved_rows)
@@ -113,31 +102,26 @@ def place_saved_ids(
     capacity: int,
     member: DynamicTablePlan,
 ) -> PlacedIds:
-    """Returns the places of saved ids in a table.
+    """Finds places for ids from a table with `capacity`.
 
-    If the table has a different number of buckets than the saved table, each bucket
-    takes the ids that the table's policy would evict last.
-
-    Args:
-      arrays: arrays of the saved directory.
-      capacity: capacity of the saved table.
-      member: the table.
-
-    Returns:
-      The places. Their `sources` are row numbers in the files, including the default
-      row's.
+    In the result, `sources` are row numbers in the files, default row included.
     """
     ids, natural_rows, sketch = arrays[IDS], arrays[NATURAL_ROWS], arrays.get(SKETCH)
     order = np.arange(len(ids))
+    # With as many buckets as before, each id returns to its bucket and lane, so that
+    # training continues as if it had never stopped.
     if Dynamic(capacity=capacity).num_buckets != member.dynamic.num_buckets:
         natural_rows = sketch = None
         value, next_value = _values(arrays, member.dynamic.evict)
         words = Ids64.of_array(ids)
         first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
+        # A bucket takes its first 64 ids, so the most valuable ones come first: `~`
+        # reverses the order. Mixed ids break ties without a bias to small ids.
         order = np.lexsort((second, first, ~next_value, ~value))
     placed = place_ids(ids[order], member, natural_rows)
     kept = order[placed.kept]
     sources = np.full(member.table.num_rows, -1, np.int64)
+    # An empty place has source -1, which indexes the appended -1.
     sources[: len(placed.sources)] = np.append(order, -1)[placed.sources]
     if member.default_row is not None:
         sources[member.default_row] = len(ids)
@@ -155,13 +139,14 @@ def place_saved_ids(
 def _values(
     arrays: Mapping[str, np.ndarray], evict: Eviction | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values that a policy ranks ids by, and the tie-breakers."""
+    """Computes what a policy ranks ids by, and the tie-breakers."""
     last_used, counts = arrays[LAST_USED], arrays[COUNTS]
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Decay up to the latest use of any id. The clock can't be used, because each
-        # step advances it by 1, even if the caller's `now` counts hours.
+        # Decay up to the latest use of any id, with the formula that steps use. The
+        # clock can't be used, because each step advances it by 1, even if the caller's
+        # `now` counts hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -175,22 +160,19 @@ def write_table_rows(
     num_rows: Mapping[str, int],
     placed: Mapping[str, PlacedIds],
 ) -> PackedRows:
-    """Replaces the rows of some tables of a stack or slot variable, in place.
-
-    All processes must call it together. Each host holds the rows of one whole dynamic
-    table at a time.
+    """Replaces rows in place. All processes must call it together.
 
     Args:
       packed: global rows; donated.
-      stack: the rows' stack.
-      plan: plan of the layer.
-      read: `read(table, start, num_rows)` returns rows in the order of the files.
-      num_rows: name of each table to write to its number of rows in the files.
-      placed: dynamic table name to the places of its ids.
+      read: reads rows in file order.
+      num_rows: tables to write, with their row counts in the files.
     """
     sizes = {table: size for table, size in num_rows.items() if table not in placed}
+    # Shapes of rows in host memory become arrays here, even without a row to write.
     if sizes or isinstance(packed.lines, jax.ShapeDtypeStruct):
         packed = write_blocks(packed, stack, plan, read, sizes)
+    # A block takes rows from anywhere in the file, so a host holds one whole dynamic
+    # table at a time.
     for table in [name for name in num_rows if name in placed]:
         rows, sources = read(table, 0, num_rows[table]), placed[table].sources
 
@@ -210,15 +192,12 @@ def restored_directory(
     placed: Mapping[str, PlacedIds],
     clocks: Mapping[str, int],
 ) -> IdDirectory:
-    """Returns a stack's directory with the saved ids of some tables.
-
-    Its clock is the latest saved clock. If some tables of the stack are not restored,
-    the clock is at least the current one. The layer may hold shapes instead of arrays.
-    """
+    """Puts saved ids into the directory, which may be shapes."""
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):
         old = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), old)
         old.keys[:] = NO_ID
+    # Stacked tables share a clock, which must not run back for tables that stay.
     latest = max(clocks.values(), default=0)
     if len(clocks) < len(stack.tables):
         latest = max(latest, int(on_host(old.clock).max()))
@@ -226,14 +205,11 @@ def restored_directory(
 
 
 Leaves = dict[tuple[str, str | None], Any]
-"""Leaves by table and slot name. The slot name of a table's values is None."""
+"""Leaves by table and slot name. Table values have the slot name None."""
 
 
 def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
-    """Returns the records and leaves of a layer's tables, by name in the checkpoint.
-
-    All processes must call it together.
-    """
+    """Collects records and leaves. All processes must call it together."""
     records: dict[str, TableRecord] = {}
     leaves: Leaves = {}
     for stack in layer.plan.stacks:
@@ -242,7 +218,8 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
         records |= {layer.name_of(k): record for k, record in records_of_stack.items()}
         for table, saved in ids.items():
             for array_name, array in saved.arrays.items():
-                # Copied, because this may be a view of an array that is donated later.
+                # Copied, because this may be a view of an array that the next step
+                # donates, while the write is still running.
                 leaves[layer.name_of(table), array_name] = np.array(array)
         chosen = {table: saved.rows for table, saved in ids.items()}
         packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
@@ -264,10 +241,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
 
 
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
-    """Returns the description of each table of a layer, by its name in the layer.
-
-    Descriptions of dynamic tables have 0 rows, because ids are not read.
-    """
+    """Describes each table, by its name in the layer. Dynamic tables get 0 rows."""
     records: dict[str, TableRecord] = {}
     for stack in layer.plan.stacks:
         records |= _records_of_stack(layer, stack, {})
@@ -275,7 +249,6 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
 
 
 def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
-    """Returns the slot variables of a stack, or an empty list if it is not trained."""
     slots = layer.slots or {}
     if not stack.is_trained or stack.name not in slots:
         return []
@@ -285,7 +258,6 @@ def slots_of(layer: LayerState, stack: StackPlan) -> list[NamedSlot]:
 def _records_of_stack(
     layer: LayerState, stack: StackPlan, ids: Mapping[str, SavedIds]
 ) -> dict[str, TableRecord]:
-    """Returns the description of each table of a stack, by its name in the layer."""
     slots = slots_of(layer, stack)
     optimizer = None
     if layer.slots is not None and stack.is_trained:
@@ -339,7 +311,7 @@ def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
 
 
 def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -> Json:
-    """Returns the optimizer properties that must match to reuse its slot variables."""
+    """Lists what must match to reuse slot variables. Learning rates may change."""
     match optimizer.driver:
         case InSequence():
             duplicates = "sequence"
@@ -356,13 +328,10 @@ def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -
 
 
 def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
-    """Returns the types in an optimizer's state that hold slot variables or counts.
-
-    `RoundedState`, which only narrow tables have, is left out, because a table may be
-    restored with a different dtype.
-    """
+    """Lists the state types that hold slot variables or counts."""
     if structure.node_data() is None or not structure.num_leaves:
         return []
+    # `RoundedState` only says that the table is narrow, which its dtype says already.
     name = structure.node_data()[0].__name__
     inner = [x for child in structure.children() for x in _type_names(child)]
     is_state = name.endswith("State") and name != RoundedState.__name__
@@ -370,21 +339,22 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Returns a leaf's type and shape, such as `float32[2, 3]`."""
+    """Names type and shape, such as `float32[2, 3]`."""
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
-    """Returns the array to save for a leaf."""
+    # Random keys are saved as plain integers, so that files don't depend on JAX.
     if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
 def leaf_records(leaf: Any) -> list[ArrayRecord]:
-    """Returns the possible records of a leaf's saved array. A Python int has two."""
+    """Lists the records that a saved leaf may have."""
+    # NumPy saves an int as int64, and as uint64 from 2**63 on.
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return [ArrayRecord(shape=(), dtype=name) for name in ("int64", "uint64")]
     data = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -396,16 +366,7 @@ def leaf_records(leaf: Any) -> list[ArrayRecord]:
 def restored_leaf(
     saved: SavedArray, wanted: Any, sharding: jax.sharding.Sharding
 ) -> Any:
-    """Returns the saved value of a leaf, with the type and sharding of `wanted`.
-
-    Args:
-      saved: array of the checkpoint.
-      wanted: array, shape or number.
-      sharding: sharding to use if `wanted` is a shape without a sharding.
-
-    Raises:
-      CheckpointError: if a file is damaged.
-    """
+    """Reads a leaf like `wanted`: array, shape (by default in `sharding`) or number."""
     if isinstance(wanted, np.ndarray):
         return saved.read()
     if isinstance(wanted, bool | int | float | np.generic):
@@ -419,11 +380,13 @@ def restored_leaf(
             data = jax.random.key_data(wanted)
         elif _is_key(wanted):
             data = jax.eval_shape(jax.random.key_data, wanted)
+        # Each process reads only the parts that its own devices need.
         sharding = data.sharding or wanted.sharding or sharding
         value = jax.make_array_from_callback(data.shape, sharding, saved.read)
     if not _is_key(wanted):
         return value
-    impls = []  # Tracing also works for the shape of a key.
+    # `key_impl` needs an array. Tracing makes one from the shape of a key.
+    impls = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), wanted)
     return jax.random.wrap_key_data(value, impl=impls[0])
 

@@ -1,14 +1,9 @@
-"""`te.save`, `te.restore`, and the Orbax handler they use.
+"""`te.save`, `te.restore`, and the Orbax handler behind them.
 
-`StateHandler` lets any Orbax `CheckpointManager` save and restore a state::
-
-    manager.save(step, args=te.checkpoint.SaveState((model, optimizer)))
-    manager.restore(step, args=te.checkpoint.RestoreState((model, optimizer)))
-
-Orbax writes a checkpoint under a temporary name and renames it at the end, so killing
-the process never damages earlier checkpoints. Saving copies blocks of rows to the host
-and writes them in the background. The call returns once all blocks are copied, and the
-next training step may then donate the state's arrays.
+Orbax keeps steps, finds the latest and writes in the background. `StateHandler` plugs
+into its `Checkpointer` and `CheckpointManager`, and only decides which arrays to write.
+Orbax writes under a temporary name and renames it at the end, so a killed process never
+damages earlier checkpoints.
 """
 
 import contextlib
@@ -53,7 +48,7 @@ from tpu_embedding.update.state import is_slot
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores states. Orbax uses it for `SaveState` and `RestoreState`.
+    """The Orbax handler that saves `SaveState` and restores `RestoreState`.
 
     Example:
       >>> import tempfile
@@ -66,6 +61,8 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self):
+        # One writer for all kinds, since it streams a stack once for all its tables.
+        # Without OCDBT, each chunk is a file, whose last bytes are its checksum.
         writer = ArrayWriter()
         types = (TableToSave, np.ndarray, jax.Array)
         self._pytree = ocp.PyTreeCheckpointHandler(
@@ -79,23 +76,30 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: "SaveState"
     ) -> list[ocp.future.Future]:
-        """Copies the state to the host, and returns the futures of its writes."""
-        # Wait until Orbax has made the directory, which it does in the background.
+        """Copies the state to the host, and leaves the writes to the returned futures.
+
+        You may donate the state once this returns.
+        """
+        # Orbax makes the directory in the background, and `_tree_to_save` writes into
+        # it. This future ends as soon as Orbax signals that the directory exists.
         ready = _nothing()
         try:
             ocp.future.CommitFutureAwaitingContractedSignals(ready).result()
         finally:
-            ready.close()  # Orbax never awaits it if the wait fails.
+            # If the wait fails, Orbax never awaits the coroutine and Python warns.
+            ready.close()
         tree = _tree_to_save(directory, args)
         return await self._pytree.async_save(directory, args=tree) or []
 
     @moves_arrays
     def save(self, directory: epath.Path, args: "SaveState") -> None:
-        """Saves a state. Returns when everything is written."""
+        """Saves a state, and waits until everything is written."""
         self._pytree.save(directory, args=_tree_to_save(directory, args))
 
     def finalize(self, directory: epath.Path) -> None:
-        """Records the checksums of all arrays once their files are complete."""
+        """Seals the files with their checksums, once all are complete."""
+        # Orbax calls this on one process, after a barrier and before the rename. A kill
+        # before the rename leaves only a temporary directory.
         seal_state_file(directory)
 
     @moves_arrays
@@ -116,8 +120,7 @@ class SaveState(ocp.args.CheckpointArgs):
     Attributes:
       state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
         `TrainState`; or any pytree.
-      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
-        it.
+      plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       description: JSON values to store with the state.
 
     Example:
@@ -136,11 +139,12 @@ class SaveState(ocp.args.CheckpointArgs):
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        # Raise errors of the arguments now. Errors of the disk come later.
+        # Argument errors are raised here, before Orbax starts. Disk errors come later.
         self.parts = SplitState(self.state, self.plan)
         for layer in self.parts.layers:
             for rows in jax.tree.leaves((layer.tables, layer.slots), is_leaf=is_slot):
                 if is_slot(rows):
+                    # Rows in host memory may be newer than the caller's arrays.
                     rows.check_current()
         self.description = description_as_json(self.description)
 
@@ -149,7 +153,6 @@ register_with_handler(StateHandler, for_restore=True)(RestoreState)
 
 
 def _tree_to_save(directory: epath.Path, args: SaveState) -> ocp.args.PyTreeSave:
-    """Returns the tree for Orbax to save, after writing its description."""
     dense = args.parts.dense
     leaves = {dense_keys(name): array_of_leaf(leaf) for name, leaf in dense.items()}
     tables = {}
@@ -157,6 +160,7 @@ def _tree_to_save(directory: epath.Path, args: SaveState) -> ocp.args.PyTreeSave
         records, arrays = tables_to_save(layer)
         tables |= records
         leaves |= {array_keys(*names): leaf for names, leaf in arrays.items()}
+    # After the loop: all processes must run `tables_to_save` together.
     if jax.process_index() == 0:
         record = CheckpointRecord(
             tables=tables,
@@ -182,25 +186,24 @@ def save(
     """Saves training state to a new directory.
 
     The directory appears only when everything is written. Each table is saved as one
-    array with its rows in natural order, so `te.restore` can read it under any plan. To
-    keep only the latest checkpoints, pass `te.checkpoint.SaveState` to an Orbax
+    array with its rows in natural order, so you can restore it under any plan. To keep
+    only the latest checkpoints, pass `te.checkpoint.SaveState` to an Orbax
     `CheckpointManager`.
 
     Args:
-      directory: path of the checkpoint. It must not exist.
+      directory: checkpoint path. It must not exist.
       state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
         `TrainState`; or any pytree, which may include data positions and random keys.
-      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
-        it.
+      plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       description: JSON values to store with the state.
 
     Raises:
-      CheckpointError: if the directory exists or the files cannot be written, for
-        example because files cannot store a leaf's dtype.
+      CheckpointError: if the directory exists, or the files can't be written. For
+        example, the disk is full, or files can't store a leaf's dtype.
       TypeError: if a leaf is neither an array nor a number, or the description has no
         JSON form.
-      ValueError: if the plan of some tables is unknown, or the description is larger
-        than 4 MiB as JSON.
+      ValueError: if some tables have no known plan, or the description is larger than
+        4 MiB as JSON.
 
     Example:
       >>> import tempfile, jax, optax
@@ -227,12 +230,10 @@ def save(
 
 @contextlib.contextmanager
 def _new_path(path: epath.Path) -> Iterator[None]:
-    """Rejects a path that exists, and locks its parent folder against other saves.
-
-    Orbax writes under a temporary name that two saves to the same path would share. In
-    a job, the first process checks and locks the path for all processes. Stores such as
-    `gs://` have no locks.
-    """
+    """Rejects a path that exists, and locks it against other saves."""
+    # Orbax writes under a temporary name that two saves to the same path would share.
+    # The later save waits for the lock, then finds the path and raises. The first
+    # process decides for the whole job. Stores such as `gs://` have no locks.
     exists, error = False, None
     with contextlib.ExitStack() as ends:
         if jax.process_index() == 0:
@@ -241,10 +242,12 @@ def _new_path(path: epath.Path) -> Iterator[None]:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     folder = os.open(path.parent, os.O_RDONLY)
                     ends.callback(os.close, folder)  # Closing releases the lock.
-                    with contextlib.suppress(OSError):  # some network file systems
+                    # Some network file systems have no locks.
+                    with contextlib.suppress(OSError):
                         fcntl.flock(folder, fcntl.LOCK_EX)
                 exists = path.exists()
             except OSError as found:
+                # Raised after the broadcast, for which the other processes wait.
                 error = found
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
@@ -269,31 +272,29 @@ def restore(
 ) -> Any:
     """Restores a state from a checkpoint that was saved under any plan.
 
-    The number of devices, mesh, stacking, packing and placement may all differ from the
-    saved state's. Tables must have the saved dims, types and kinds of optimizer, but
-    hyper-parameters may change. A table may have more rows than the saved one: new rows
-    keep their values in `state`. To start from a checkpoint that differs, read tables
-    and slot variables with `te.checkpoint.read_table`, and set them. Rows are written
-    in place, so the arrays of `state` are donated.
+    Devices, mesh, stacking, packing and placement may all differ from the saved state.
+    Tables must have the saved dims, types and kinds of optimizer, but hyper-parameters
+    may change. If your table has more rows than the saved one, the new rows keep their
+    values in `state`. To start from a checkpoint that differs, read tables and slot
+    variables with `te.checkpoint.read_table`, and set them.
 
-    All differences and damage are found before anything changes. If `state` has arrays,
-    the files are therefore read twice: first to check them, then to restore the rows.
-    If `state` has only shapes, the files are read once. Everything is read from the
-    same save, even if the directory is replaced during the restore.
+    Note that rows are written in place, so the arrays in `state` are donated. All
+    differences and damage are found before anything changes. Therefore, if `state` has
+    arrays, the files are read twice: first to check them, then to restore the rows. If
+    you pass only shapes, the files are read once. Everything is read from the same
+    save, even if the directory is replaced during the restore.
 
     Args:
       directory: checkpoint from `save`, or one step of a `CheckpointManager`.
       state: state with the saved structure. Modules are restored in place. Other
-        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). The last parts of a tuple
-        may be left out: to restore only the model of a saved `(model, optimizer)`, pass
-        `(model,)`. To restore only tables, pass a layer alone.
-      plan: the tables' plan. Needed unless modules or Linen variables in `state` hold
-        it.
+        leaves are arrays or shapes (`jax.ShapeDtypeStruct`). You may leave out the last
+        parts of a tuple: to restore only the model from a saved `(model, optimizer)`,
+        pass `(model,)`. To restore only tables, pass a layer alone.
+      plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       tables: names of the tables to restore. Defaults to all; other tables keep their
-        values. If the state has several layers, the layer's path precedes the name:
-        `"user/movie"`. If only some tables of a stack are restored, the step counts of
-        its other tables must be 0 or equal to the restored counts, because stacked
-        tables share step counts.
+        values. If the state has several layers, the layer path precedes the name:
+        `"user/movie"`. However, stacked tables share step counts. If you restore only
+        some of them, the rest must have count 0 or the restored count.
       rename: table name to its name in the checkpoint.
 
     Returns:
@@ -302,9 +303,9 @@ def restore(
     Raises:
       CheckpointError: if the checkpoint or a file is missing or damaged, or if the
         checkpoint doesn't fit the state; the message lists every difference with a fix.
-        The arrays of `state` keep their values, unless the checkpoint's files are
-        overwritten in place or removed while rows are being restored.
-      ValueError: if an argument is invalid, or the plan of some tables is unknown.
+        The arrays in `state` keep their values, unless checkpoint files are overwritten
+        in place or removed while rows are being restored.
+      ValueError: if an argument is invalid, or some tables have no known plan.
 
     Example:
       >>> import tempfile, jax

@@ -1,8 +1,8 @@
-"""Splits a training state into embedding layers and other leaves.
+"""Finds the embedding tables in whatever state the user trains.
 
-A state is what the user trains: Flax NNX modules, an `nnx.State`, a Linen `TrainState`,
-or any pytree with the stacks of the functional API. It holds tables and slot variables
-as stacks. The plan says which rows of a stack belong to which table.
+Tables and slot variables are dicts by stack, anywhere in modules or pytrees. They are
+recognized by names and structure, so no marker is needed. `SplitState` pairs them by
+layer, and puts new ones back. Saves, restores and imports start here.
 """
 
 import collections
@@ -38,7 +38,7 @@ _NOT_SAVED = (
     DynamicStatsVariable,
     RecordedCalls,
 )
-"""Variables of a layer that are not saved, because the plan determines them."""
+"""Layer variables that are not saved, because the plan determines them."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
 """Keys around tables and slots that are not part of their layer's path."""
@@ -46,16 +46,14 @@ _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "va
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerState:
-    """Tables and slot variables of one embedding layer.
+    """Tables and slot variables in one embedding layer.
 
     Attributes:
-      path: path of the layer in its model, which prefixes its tables' names. Empty if
-        the state has only one layer.
-      plan: the layer's plan.
+      path: prefix for table names. Empty if the state has only one layer.
       tables: stack name to packed rows, and directory name to id directory.
-      slots: stack name to optimizer state. None if the state holds no optimizer.
-      tables_with_derived_state: names of tables from whose values an optimizer derives
-        state, in any module that has a layer at this path.
+      slots: stack name to optimizer state. None if the state has no optimizer.
+      tables_with_derived_state: tables from whose values an optimizer derives state, in
+        any module that has a layer at this path.
     """
 
     path: str
@@ -65,12 +63,11 @@ class LayerState:
     tables_with_derived_state: frozenset[str] = frozenset()
 
     def name_of(self, table: str) -> str:
-        """Returns the name of a table in a checkpoint."""
         return f"{self.path}/{table}" if self.path else table
 
     @property
     def names(self) -> dict[str, str]:
-        """Name of each of the layer's tables to its name in a checkpoint."""
+        """Table names in the layer, mapped to names in a checkpoint."""
         return {
             table.name: self.name_of(table.name)
             for stack in self.plan.stacks
@@ -80,13 +77,7 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks:
-    """A dict of tables or slot variables by stack, found in the state.
-
-    Attributes:
-      index: position among the state's leaves.
-      keys: keys that lead to the dict.
-      value: stack name to packed rows or optimizer state.
-    """
+    """A dict by stack name, with its leaf index and keys in the state."""
 
     index: int
     keys: tuple[str, ...]
@@ -94,33 +85,16 @@ class _Stacks:
 
 
 class SplitState:
-    """A state, split into embedding layers and other leaves.
-
-    Attributes:
-      layers: the embedding layers.
-    """
+    """A state, split into embedding layers and other leaves."""
 
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
-        """Splits a state.
-
-        The final key `value` is left out of the paths of Flax variables.
-
-        Args:
-          state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
-            are arrays, numbers or `jax.ShapeDtypeStruct`s.
-          plan: the tables' plan. Not needed for modules and Linen variables, which hold
-            their own plans.
-
-        Raises:
-          TypeError: if a leaf is neither an array nor a number.
-          ValueError: if the plan of some tables is unknown or doesn't fit, if two
-            tables have the same name, or if slot variables cannot be matched with
-            tables.
-        """
+        """Splits a state, whose leaves may be shapes."""
         self._state = state
         plans = _plans_of(state, plan)
         modules = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
         modules = [(path, leaf) for path, leaf in modules if _is_module(leaf)]
+        # A module's position in the state, as in (model, optimizer), is not part of its
+        # layers' paths.
         roots = [tuple(map(_key, path)) for path, _ in modules]
         derived: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
         for _, module in modules:
@@ -151,12 +125,15 @@ class SplitState:
             elif _are_slots(leaf, plans.values()):
                 slots.append(stacks)
             elif not isinstance(leaf, _NOT_SAVED):
+                # Flax variables keep their array in the attribute `value`. The user's
+                # dicts may have such a key, which belongs to the path.
                 is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
                 self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
         pairs = _pairs(tables, slots)
         self._indices = [(t.index, s.index if s else None) for _, t, s in pairs]
         self.layers = [
             LayerState(
+                # A lone layer's names don't depend on where the model holds it.
                 path=path if len(pairs) > 1 else "",
                 plan=_plan_of(path, own_tables.value, plans),
                 tables=own_tables.value,
@@ -174,10 +151,11 @@ class SplitState:
 
     @property
     def dense(self) -> dict[str, Any]:
-        """Leaves that are neither tables nor slot variables, by path."""
+        """All other leaves, by path."""
         return {name: self._leaves[i] for name, i in self._dense_indices.items()}
 
     def _add_dense(self, index: int, keys: tuple[str, ...], leaf: Any) -> None:
+        # As a dense leaf, a stack could only be restored under the same plan.
         if isinstance(leaf, PackedRows):
             raise ValueError(
                 f"The state holds packed rows at {'.'.join(keys)!r} that don't belong "
@@ -196,12 +174,7 @@ class SplitState:
         self._dense_indices[name] = index
 
     def rebuilt(self, layers: Sequence[LayerState], dense: Mapping[str, Any]) -> Any:
-        """Returns the state with new leaves. Modules are updated in place.
-
-        Args:
-          layers: the `layers` attribute with new tables and slots.
-          dense: path to new leaf. Missing leaves keep their values.
-        """
+        """Puts new leaves into the state, and updates modules in place."""
         leaves = list(self._leaves)
         for (tables, slots), layer in zip(self._indices, layers, strict=True):
             leaves[tables] = layer.tables
@@ -209,6 +182,7 @@ class SplitState:
                 leaves[slots] = layer.slots
         for name, leaf in dense.items():
             leaves[self._dense_indices[name]] = leaf
+        # Variables that aren't saved must not stay shapes in a restored model.
         leaves = [
             jax.tree.map(_zeros, leaf) if isinstance(leaf, _NOT_SAVED) else leaf
             for leaf in leaves
@@ -224,7 +198,7 @@ class SplitState:
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
-    """Returns the known plans by layer path. The given plan has the path ""."""
+    """Collects plans by layer path. The given plan has the path ""."""
     plans = {} if plan is None else {"": plan}
     leaves = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda x: _is_module(x) or isinstance(x, LayerTables)
@@ -243,7 +217,7 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
 def _plan_of(
     path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
 ) -> EmbeddingPlan:
-    """Returns a plan that fits the tables, preferably the one at the layer's path."""
+    """Chooses a plan that fits the tables, preferably the one at the layer path."""
     fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
     return fitting.get(path) or next(iter(fitting.values()))
 
@@ -275,24 +249,27 @@ def _pairs(
 
 
 def _layer_path(keys: tuple[str, ...]) -> str:
-    """Returns a layer's path, without the position of its model in a tuple."""
+    """Derives a layer path that is the same for tables and their slots."""
+    # `te.Optimizer` keeps a dict from layer path to slots, so the last key is a path.
     if "slots" in keys[:-1] and keys[-1] not in _CONTAINERS:
-        return keys[-1]  # These slots are keyed by layer path.
+        return keys[-1]
     if "slots" in keys and keys[-1] == "":
         return ""
     own_keys = [key for key in keys if key not in _CONTAINERS]
+    # Drop the model's position in a tuple.
     while own_keys and own_keys[0].isdigit():
         own_keys = own_keys[1:]
     return "/".join(own_keys)
 
 
 def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Returns True for a dict of a plan's stacked tables and directories by name."""
+    """Checks for a dict with all stacked tables and id directories in a plan."""
     if not isinstance(value, dict) or not value:
         return False
     for plan in plans:
         directories = {name for stack in plan.stacks for name in stack.array_names}
         if (
+            # Dicts of narrow tables also hold a guard against arithmetic.
             set(value) - {GUARD_NAME}
             == {stack.name for stack in plan.stacks} | directories
             and all(
@@ -307,9 +284,10 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Returns True for a dict of a plan's slot variables by stack."""
+    """Checks for a dict with all slot variables in a plan."""
     if not isinstance(value, dict) or not value:
         return False
+    # Every plan has a `stack_0`, so the structure must match as well.
     return any(
         set(value) == {stack.name for stack in plan.trained_stacks}
         and structure_of_state(value) == _slots_structure(plan)
@@ -317,6 +295,7 @@ def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     )
 
 
+# Cached, because tracing is slow and `_are_slots` asks for many nodes of a state.
 @functools.lru_cache(maxsize=64)
 def _slots_structure(plan: EmbeddingPlan) -> Any:
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
@@ -332,7 +311,6 @@ def _key(entry: Any) -> str:
 
 
 def _zeros(leaf: Any) -> Any:
-    """Returns zeros for a shape, and an array unchanged."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
     return leaf

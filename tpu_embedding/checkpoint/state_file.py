@@ -1,13 +1,8 @@
-"""Writes, reads and checks a checkpoint's `state.json`.
+"""Writes, seals, reads and checks `state.json`.
 
-The file is written together with the state. Once all arrays are on disk, it is sealed:
-the arrays' checksums and a digest of the file's own contents are added. An interrupted
-save has no digest, so it is never read.
-
-Each chunk of an array ends with the CRC-32C of its values. This checksum reveals a
-flipped bit, but not a chunk that was copied from another checkpoint. Therefore,
-`state.json` repeats all checksums. They are read from the ends of the chunks' files,
-because computing them from the values would take another pass over the checkpoint.
+The file is written with the state and sealed once all arrays are on disk: it then gets
+a digest and repeats every chunk checksum, so that a restore reads exactly one complete
+save. When reading, everything in the file is untrusted data.
 """
 
 import dataclasses
@@ -51,12 +46,7 @@ _THREADS: Final = 8
 
 
 class Chunk(NamedTuple):
-    """One chunk of an array.
-
-    Attributes:
-      number: position among all chunks of the array, in row-major order.
-      name: path of its file in the array's directory.
-    """
+    """A row-major position in the grid, and the file path in the array directory."""
 
     number: int
     name: str
@@ -65,12 +55,9 @@ class Chunk(NamedTuple):
 def chunks_of(
     shape: Sequence[int], chunk_shape: Sequence[int], index: Any = ()
 ) -> Iterator[Chunk]:
-    """Yields the chunks that contain the selected part of an array.
+    """Finds the chunks that hold part of an array.
 
-    Args:
-      shape: shape of the array.
-      chunk_shape: shape of a chunk.
-      index: slices with step 1, or row ids `[n]`. Defaults to the whole array.
+    `index` has slices with step 1, or row ids `[n]`.
 
     Example:
       >>> [chunk.name for chunk in chunks_of((10, 4), (4, 4), slice(3, 9))]
@@ -95,11 +82,8 @@ def chunks_of(
 
 
 def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yields the positions of a grid.
-
-    `itertools.product` would copy each axis into memory, where an axis with a forged
-    size may not fit.
-    """
+    # `itertools.product` would copy each axis into memory, and a forged shape can have
+    # an axis that doesn't fit.
     if not axes:
         yield ()
     elif all(axes):
@@ -109,11 +93,7 @@ def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
-    """Returns the size in bytes of a chunk's file, and the CRC-32C at its end.
-
-    Raises:
-      ValueError: if the chunk is not a regular file inside the checkpoint.
-    """
+    """Reads how many bytes a chunk's file has, and the CRC-32C at its end."""
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -122,12 +102,7 @@ def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
 
 
 def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
-    """Returns the contents of a file.
-
-    Raises:
-      ValueError: if the file has more than `max_bytes`, or is not a regular file inside
-        the checkpoint.
-    """
+    """Reads a file, or raises ValueError if it has more than `max_bytes`."""
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
         contents = file.read(max_bytes + 1)
@@ -137,9 +112,10 @@ def read_small_file(root: epath.Path, name: str, max_bytes: int) -> bytes:
 
 
 def _check_is_file(root: epath.Path, name: str) -> None:
-    """Raises ValueError for a pipe, a device, or a link, which could lead anywhere."""
     if "://" in os.fspath(root):
         return
+    # A downloaded checkpoint may link to any file on this machine, and opening a pipe
+    # would block forever. `root` itself may be a link, as in /proc/self/fd.
     path = os.fspath(root)
     for level in name.split("/"):
         path = f"{path}/{level}"
@@ -150,12 +126,14 @@ def _check_is_file(root: epath.Path, name: str) -> None:
 
 
 def metadata_checksum(metadata: bytes) -> str:
-    """Returns the CRC-32 of an array's metadata."""
     return f"{zlib.crc32(metadata):08x}"
 
 
 def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns each array's checksums: first of its metadata, then of each chunk."""
+    """Collects checksums, in hexadecimal, for the metadata and then for each chunk."""
+    # A chunk's own CRC-32C reveals a flipped bit, but not a chunk copied from another
+    # checkpoint, so state.json repeats all of them. They are read from the file ends,
+    # because computing them would take another pass over the checkpoint.
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = {}
         for name in names:
@@ -172,7 +150,8 @@ def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def checksum_at(checksums: str, position: int) -> str:
-    """Returns the checksum at a position: 0 is the metadata, `i + 1` is chunk `i`."""
+    """Selects one checksum: position 0 is the metadata, `i + 1` is chunk `i`."""
+    # A missing checksum is an empty text, which never equals a real one.
     width = 2 * CRC_BYTES
     return checksums[width * position : width * (position + 1)]
 
@@ -201,9 +180,12 @@ _IDS: Final = {
 
 
 def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
-    """Writes the description of a state, without its checksums and digest."""
+    # The digest stays empty until `seal_state_file`. If the process dies before that,
+    # `read_state_file` rejects the file.
+    #
     # A CheckpointManager writes a step's items into a directory with a temporary name,
-    # except in buckets.
+    # except in buckets. For te.save, `root` itself has the temporary name, so `step`
+    # stays empty and users can rename the directory.
     name, temporary, _ = root.parent.name.partition(_TEMPORARY)
     if temporary or "://" in os.fspath(root):
         record = dataclasses.replace(record, step=name)
@@ -212,7 +194,7 @@ def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
 
 
 def seal_state_file(root: epath.Path) -> None:
-    """Adds the digest and the checksums of the arrays, which must be complete."""
+    """Adds checksums and digest. All processes must have finished writing arrays."""
     values = json.loads((root / STATE_FILE).read_text())
     values["checksums"] = array_checksums(root, _record_of(values).array_names)
     values["digest"] = _digest_of(values)
@@ -220,14 +202,14 @@ def seal_state_file(root: epath.Path) -> None:
 
 
 def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
-    """Returns the description of a checkpoint, without reading arrays.
+    """Reads what a checkpoint says about itself, without its arrays.
 
     Args:
       directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if the checkpoint is missing, if its description is damaged, or
-        if the checkpoint is in another step's directory.
+      CheckpointError: if the checkpoint is missing, has a damaged description, or is in
+        another step's directory.
 
     Example:
       >>> import tempfile, jax
@@ -246,17 +228,15 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
-    """Returns the description of a state after checking it.
+    """Reads and checks a description through the path `files`.
 
-    Args:
-      root: directory of the state. Its path is checked against the saved step and named
-        in errors.
-      files: path through which the directory's files are read.
+    `root` names the same directory, for errors and to compare the step.
     """
     path = root / STATE_FILE
     with errors_of_reading(f"The file {path}"):
         values = json.loads(read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES))
         version = values["format"]
+    # Checked first, so that a file in another format isn't reported as damaged.
     if version != FORMAT_VERSION:
         line = "Restore it with the version of tpu_embedding that wrote it."
         rule = f"be {FORMAT_VERSION} in this version of tpu_embedding"
@@ -264,6 +244,8 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     with errors_of_reading(f"The file {path}"):
         if values["digest"] != (digest := _digest_of(values)):
             raise ValueError(f"its digest is wrong; its contents give {digest}")
+        # A digest reveals damage, not forgery: anyone can compute it. So the values are
+        # checked as well.
         record = _record_of(values)
         _check_record(record)
     _check_step(root, record.step)
@@ -294,7 +276,7 @@ def _record_of(values: Json) -> CheckpointRecord:
 
 
 def _check_record(record: CheckpointRecord) -> None:
-    """Raises ValueError for values that `te.save` never writes."""
+    """Checks JSON types, which dataclasses don't."""
     for field in ("dense", "checksums"):
         texts = getattr(record, field)
         are_texts = isinstance(texts, dict) and all(
@@ -313,9 +295,10 @@ def _check(field: str, value: Any, is_valid: bool) -> None:
 
 
 def _check_table(field: str, table: TableRecord) -> None:
-    """Raises ValueError if a table's description, which may be forged, is invalid."""
+    """Checks that sizes and types agree with each other."""
     for slot, array in table.arrays.items():
         where, has_rows = f"{field}[{slot or 'values'!r}]", array.has_rows
+        # Not isinstance: JSON's true is an int in Python.
         are_sizes = all(type(size) is int and size >= 0 for size in array.shape)
         _check(f"{where}.shape", array.shape, are_sizes)
         _check(f"{where}.dtype", array.dtype, isinstance(array.dtype, str))
@@ -337,6 +320,7 @@ def _check_table(field: str, table: TableRecord) -> None:
     if table.dynamic is None:
         _check(f"{field}.directory", table.directory, not table.directory)
         return
+    # A learned default row is the last row and has no id.
     num_ids = num_rows - (Dynamic(**table.dynamic).default_row == "learned")
     for name, (dtype, has_rows) in _IDS.items():
         array = table.directory[name]
@@ -346,15 +330,14 @@ def _check_table(field: str, table: TableRecord) -> None:
 
 
 def _check_step(root: epath.Path, saved: str) -> None:
-    """Raises `CheckpointError` if a checkpoint is in another step's directory.
-
-    Directory names without a number, such as `best`, are accepted.
-    """
+    # A step copied over another would resume a run at the wrong step. Names without a
+    # number, such as `best`, or with another prefix are deliberate copies.
     saved_match = re.fullmatch("(.*?)([0-9]+)", saved)
     own_match = re.fullmatch("(.*?)([0-9]+)", root.parent.name)
     if saved_match is None or own_match is None:
         return
     (prefix, there), (own_prefix, here) = saved_match.groups(), own_match.groups()
+    # Integers, because Orbax may pad step numbers with zeros.
     if prefix == own_prefix and int(there) != int(here):
         rule = f"be in the directory of step {int(there)}, which saved it"
         line = f"Rename {root.parent} to {saved}, or to a name that doesn't end with a "
@@ -363,12 +346,7 @@ def _check_step(root: epath.Path, saved: str) -> None:
 
 
 def description_as_json(description: Mapping[str, Any]) -> Json:
-    """Returns a user's description as JSON values.
-
-    Raises:
-      TypeError: if a value has no JSON form.
-      ValueError: if the description is too large as JSON.
-    """
+    """Converts a description to JSON values, or raises if it is too large."""
     text = json.dumps(dict(description))
     if len(text) > MAX_DESCRIPTION_BYTES:
         rule = f"have at most {MAX_DESCRIPTION_BYTES} bytes as JSON"

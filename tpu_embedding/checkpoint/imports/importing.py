@@ -1,9 +1,8 @@
-"""Imports a source's tables into a model, block by block.
+"""Imports tables from a source into a model, block by block.
 
-Tables and slot variables are matched by name, or as `rename` says. A slot variable with
-a different name may mean something else, so it is never matched by its shape. Names,
-shapes, types and checksums are checked before the model changes, and an error lists all
-mismatches. The report says what was imported, dropped and kept.
+`match_tables` pairs names and never guesses, because a slot variable with another name
+may mean something else, whatever its shape. Names, shapes, types and checksums are all
+checked before the model changes. docs/guides/importing.md shows how to use it.
 """
 
 import dataclasses
@@ -45,16 +44,16 @@ class ImportReport:
     """The outcome of an import. `print` shows it.
 
     Attributes:
-      origin: format and path of the source.
-      tables: name of each imported table to its name in the source.
-      slots: name of each imported table to a dict of its imported slots, from slot name
-        in the model to the name of its array in the source.
-      dropped: arrays of the source with slots of the imported tables that were not
-        imported, because no optimizer was passed, its rule has no such slots, or
-        `rename` left them out.
-      kept: tables of the model that kept their values, because the source lacks them or
+      origin: source format and path.
+      tables: imported table names, mapped to names in the source.
+      slots: imported table names, each mapped to a dict from slot name in the model to
+        array name in the source.
+      dropped: slot arrays in the source that were not imported, although their tables
+        were: you passed no optimizer, its rule has no such slots, or `rename` left them
+        out.
+      kept: model tables that kept their values, because the source lacks them or
         `tables` left them out.
-      unused: tables of the source that were not imported.
+      unused: source tables that were not imported.
 
     Example:
       >>> import tpu_embedding as te
@@ -93,13 +92,8 @@ class MatchedTable:
     """A table to import.
 
     Attributes:
-      source_name: name of the table in the source.
-      values: values of the table.
-      slot_names: slot variables to import: name in the model to name of the array in
-        the source.
-      slots: arrays of these slot variables, by name in the model.
-      ids: uint64 ids of a dynamic table's rows. None for a static table.
-      placed: places of these ids in the model, once they are known.
+      slot_names: slot names in the model, mapped to array names in the source.
+      ids: uint64 ids for the rows. None for a static table.
     """
 
     source_name: str
@@ -123,35 +117,34 @@ def import_tables(
     """Imports a model's tables and slot variables from another library's files.
 
     Dense parameters and step counts don't change. Static tables are written in place,
-    block by block, without a copy of a whole table. Optimizer state derived from
-    these tables' values, such as moving averages, is reset to match the new values.
-    Numbers outside the range of a table's type become infinite, with a warning.
+    block by block, without a copy of a whole table. Optimizer state derived from table
+    values, such as moving averages, is reset to match the new values. Note that numbers
+    outside the range of a table's type become infinite, with a warning.
 
     Args:
       source: a `TableSource`, or anything that `open_tables` accepts.
       model: an `nnx.Module` with `TPUEmbedding` layers. It is updated in place.
       optimizer: the model's optimizer, updated in place. Needed to import slot
         variables and to reset derived state.
-      tables: names of the model's tables to import. Defaults to every table that the
-        source has. If the model has several layers, the layer's path precedes the name:
+      tables: names of the model tables to import. Defaults to every table that the
+        source has. If the model has several layers, the layer path precedes the name:
         `"user/movie"`.
       rename: name in the model to name in the source, where they differ. Tables are
         named `"movie"`, slot variables `"movie/accumulators"`, and `print(source)`
-        shows the source's names. If this names slot variables of a table, only these
-        are imported. Otherwise the source must have exactly the slot variables of the
-        optimizer's rule, or none.
-      ids: name of each dynamic table in the model to the ids `[rows]` of the source's
-        rows, as 64-bit integers or strings. The new ids replace all ids of the table
-        and count as just used.
+        shows you the source names. If you name slot variables for a table, only these
+        are imported. Otherwise, the source must have exactly the slot variables that
+        the optimizer rule has, or none.
+      ids: dynamic table name to the ids `[rows]` for the source rows, as 64-bit
+        integers or strings. The new ids replace all old ids and count as just used.
 
     Returns:
       What was imported, dropped and kept.
 
     Raises:
-      CheckpointError: if names, shapes or types do not fit, or the source is damaged.
+      CheckpointError: if names, shapes or types don't fit, or the source is damaged.
         The message lists every mismatch, and the model is unchanged.
-      ValueError: if the optimizer was not made for the model, or if none is passed
-        although the model's optimizer derives state from the values of these tables.
+      ValueError: if the optimizer was not made for the model. Also if you pass none,
+        although the model's optimizer derives state from these tables.
 
     Example:
       >>> import numpy as np
@@ -201,7 +194,7 @@ def import_into_stacks(
       stacks: stack name to packed rows, from `init_tables`; donated.
       states: stack name to optimizer state, from `init_slots`, or an empty dict;
         donated.
-      plan: plan of the stacks.
+      plan: plan that made the stacks.
       tables: see `import_tables`.
       rename: see `import_tables`.
       ids: see `import_tables`.
@@ -234,11 +227,7 @@ def import_into_stacks(
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
 ) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
-    """Returns the tables to write into each layer, by name in its plan, and the report.
-
-    Raises:
-      CheckpointError: if the tables do not fit or the source is damaged.
-    """
+    """Decides what to write into each layer, by table name in its plan."""
     source = source if isinstance(source, TableSource) else open_tables(source)
     targets = {
         layer.name_of(table): record
@@ -246,6 +235,8 @@ def _match(
         for table, record in table_records(layer).items()
     }
     matched = match_tables(source, targets, **options)
+    # Whole arrays are verified now, because damage that is found after the first row is
+    # written could no longer leave the model unchanged.
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
@@ -272,7 +263,7 @@ def _match(
 def _place_ids(
     layer: LayerState, matched: Mapping[str, MatchedTable]
 ) -> dict[str, MatchedTable]:
-    """Returns the tables to write into a layer, with places for the rows' ids."""
+    """Selects the tables to write into a layer, with places for their ids."""
     imports = {}
     for stack in layer.plan.stacks:
         members = {member.table.name: member for member in dynamic_tables(stack)}
@@ -282,6 +273,7 @@ def _place_ids(
                 continue
             if match.ids is not None:
                 placed = place_ids(match.ids, members[table.name])
+                # Unlike a restore, an import has no last uses that say what to drop.
                 if placed.num_left_out:
                     text = f"{placed.num_left_out} ids of table {name!r} don't fit, "
                     text += "because the 64 places of their buckets are full. Set the "
@@ -295,7 +287,7 @@ def _place_ids(
 def _import_into_layer(
     layer: LayerState, imports: Mapping[str, MatchedTable]
 ) -> LayerState:
-    """Returns a layer with the imported tables. The old arrays are donated."""
+    """Writes the imported tables into a layer. The old arrays are donated."""
     plan, tables = layer.plan, dict(layer.tables)
     placed = {k: x.placed for k, x in imports.items() if x.placed is not None}
     not_finite = NotFinite()
@@ -308,12 +300,12 @@ def _import_into_layer(
             directory = directory_name(stack.name)
             new = with_placed_ids(tables[directory], own_placed, stack, plan)
             tables[directory] = new
+    # Reset first: moving averages in the source replace the reset ones below.
     states = restarted_slots(layer.slots or {}, tables, imports, plan)
     for stack in plan.trained_stacks:
         if stack.name not in states:
             continue
         matches = {x.name: imports[x.name] for x in stack.tables if x.name in imports}
-        # Slot variables of the source replace the reset ones.
         new_slots = slot_rows(states[stack.name], stack)
         initial_values = {}
         if matches.keys() & placed.keys():
@@ -325,6 +317,7 @@ def _import_into_layer(
                     rows[name] = match.slots[slot]
                 elif name in placed and initial_values.get(slot) is not None:
                     # The rows have new ids, so slots that the source lacks are reset.
+                    # The broadcast array takes no memory.
                     shape = (len(placed[name].sources), *file_row(packed).shape)
                     value = np.float32(initial_values[slot])
                     fresh_rows[name] = array_of(np.broadcast_to(value, shape))
@@ -339,8 +332,9 @@ def _import_into_layer(
 def _initial_slot_values(
     stack: StackPlan, slots: Iterable[str]
 ) -> dict[str, float | None]:
-    """Returns the initial value of each slot variable, or None if it isn't constant."""
+    """Probes the rule for initial slot values. None means that rows differ."""
     names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
+    # Wrappers, such as gradient accumulation, have slots that the rule doesn't know.
     if len(names) != len(probed):
         return {}
     return {k: slot.initial_value for k, slot in zip(names, probed, strict=True)}
@@ -362,8 +356,9 @@ def _write(
         block = array.read(start, num_rows)
         if array.holds_int8_rows(layout.dim):
             if is_int8:
-                return block
+                return block  # Decoding and encoding again could change the codes.
             block = decode_int8(block)
+        # `not_finite` reports overflow once for all blocks.
         with np.errstate(over="ignore"):
             if is_int8:
                 block = np.asarray(block, np.float32)
@@ -386,14 +381,7 @@ def match_tables(
     rename: Mapping[str, str],
     ids: Mapping[str, Any],
 ) -> dict[str, MatchedTable]:
-    """Returns the tables to import, by their names in the model.
-
-    The options are explained in `import_tables`.
-
-    Raises:
-      CheckpointError: if tables do not fit. The message lists each mismatch with a fix,
-        and the source's arrays.
-    """
+    """Pairs tables and slots by model name, and lists all mismatches in one error."""
     arrays = source.arrays
     own = [*targets]
     slots = [
@@ -417,6 +405,7 @@ def match_tables(
     matched: dict[str, MatchedTable] = {}
     for table, target in targets.items():
         name = rename.get(table, table)
+        # A table named in rename= must be in the source; others may be missing there.
         is_wanted = name in arrays or table in rename
         if not (is_wanted if tables is None else table in tables):
             continue
@@ -451,6 +440,7 @@ def match_tables(
 def _check_values(table: str, target: TableRecord, values: RowArray) -> None:
     shape = [*values.shape]
     wanted = [target.vocabulary_size, target.dim]
+    # A dynamic table takes any row count. Whether all ids fit is known once placed.
     if target.dynamic is not None:
         wanted = [*shape[:1], target.dim]
     if values.holds_int8_rows(target.dim):
@@ -471,14 +461,12 @@ def _slot_names(
     source: TableSource,
     rename: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns the slots to import: name in the model to array of the source.
-
-    Slots of the same names count as the same only if both sides have all of them:
-    momentum and Adam both have `momenta`, which they use differently.
-    """
+    """Maps slot names in the model to array names in the source."""
     slots = {key: slot for key, slot in target.slots.items() if slot.has_rows}
     names = {x: rename[f"{table}/{x}"] for x in slots if f"{table}/{x}" in rename}
     theirs = source.tables[name].slots if name in source.tables else {}
+    # Equal names count only if both sides have all of them: momentum and Adam both have
+    # `momenta`, which they use differently. A name on one side only fails below.
     if slots and theirs and not names:
         names = {x: f"{name}/{x}" for x in sorted({*slots, *theirs})}
     arrays, rows = source.arrays, source.arrays[name].shape[:1]
@@ -486,6 +474,8 @@ def _slot_names(
     for slot, array_name in names.items():
         array, wanted = arrays.get(array_name), slots.get(slot)
         if wanted is not None and array is not None:
+            # Floating slots may be rounded like tables, but integers, such as counts
+            # per row, must keep their values.
             fits = array.is_floating
             if not jnp.issubdtype(jnp.dtype(wanted.dtype), jnp.floating):
                 fits = np.can_cast(array.dtype, wanted.dtype)
@@ -503,7 +493,7 @@ def _slot_names(
 def _ids(
     table: str, target: TableRecord, values: RowArray, given: Any
 ) -> np.ndarray | None:
-    """Returns a dynamic table's ids as uint64, or None for a static table."""
+    """Converts ids to uint64. None means a static table."""
     field = f"table {table!r}: ids"
     if (given is None) != (target.dynamic is None):
         rule = "be one per row of a te.Dynamic table, and None for others"
@@ -515,11 +505,12 @@ def _ids(
     if array.dtype.kind in "USO":
         array = fingerprint_ids(array)
     if array.dtype != np.uint64 and np.issubdtype(array.dtype, np.integer):
-        # Negative ids keep their bits.
+        # Negative ids keep their bits, as in lookups.
         array = array.astype(np.int64).view(np.uint64)
     if array.shape != values.shape[:1] or array.dtype != np.uint64:
         rule = f"have one integer or string for each of {values.shape[0]} rows"
         raise invalid(field, rule, array, "", CheckpointError)
+    # If an id were repeated, a lookup could find only one of its rows.
     if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
         rule = "be distinct and not 2**64 - 1 (-1 if signed), which means 'no id'"
         raise invalid(field, rule, array, "Keep one row per id.", CheckpointError)

@@ -1,11 +1,7 @@
-"""Opens named arrays: dicts, `.npz` archives, and files of other libraries.
+"""Opens named arrays: dicts, `.npz` archives, safetensors, TorchRec state dicts.
 
-`.safetensors` files are memory-mapped, so only the rows that are read take memory. The
-safetensors library checks their headers.
-
-TorchRec names a table `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight`
-for sequences. Whatever its rule, a fused optimizer names its slot variables
-`...NAME.momentum1` and `...NAME.momentum2`, or `...NAME.weight.momentum_1`.
+Files come from anywhere, so no header may make us allocate far more than the file has.
+`.safetensors` files are memory-mapped, and only the rows that are read take memory.
 """
 
 import json
@@ -32,10 +28,7 @@ from tpu_embedding.checkpoint.records import CheckpointError
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Returns a source whose arrays are named after their tables.
-
-    If there is an array `"movie"`, then `"movie/accumulators"` with the same number of
-    rows is its slot variable `accumulators`.
+    """Groups arrays named after tables: `"movie/accumulators"` is a slot of `"movie"`.
 
     Example:
       >>> import numpy as np
@@ -47,6 +40,8 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     """
     slots: dict[str, dict[str, RowArray]] = {name: {} for name in arrays}
     for name in sorted(arrays):
+        # Table names may contain slashes. So a slot needs a table of its own name and
+        # row count.
         table, _, slot = name.rpartition("/")
         if table in slots and arrays[table].shape[:1] == arrays[name].shape[:1]:
             slots.pop(name)
@@ -56,16 +51,12 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
 
 
 def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
-    """Returns the arrays of a dict, or of an `.npz` archive that `np.load` opened.
-
-    Raises:
-      CheckpointError: if an archive is damaged, or would expand to far more memory than
-        its size, like a small file of compressed zeros.
-    """
+    """Reads the arrays in a dict, or in an `.npz` archive that `np.load` opened."""
     if not isinstance(source, np.lib.npyio.NpzFile):
         return {name: array_of(values) for name, values in source.items()}
     archive: Any = source.zip
     path, members = archive.filename or "the .npz archive", archive.infolist()
+    # Archives are read into memory, and a small one of compressed zeros could fill it.
     num_bytes = sum(member.file_size for member in members)
     packed_bytes = sum(member.compress_size for member in members)
     if num_bytes > max_bytes_of_files(packed_bytes):
@@ -78,7 +69,7 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
         return {name: array_of(values) for name, values in source.items()}
     except (
         EOFError,
-        MemoryError,
+        MemoryError,  # An array's header may claim any shape.
         OSError,
         ValueError,
         zipfile.BadZipFile,
@@ -90,11 +81,7 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
 
 
 def arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
-    """Returns the tensors of a safetensors file, or of all such files in a directory.
-
-    Raises:
-      CheckpointError: if a file is missing or damaged, or the format is unknown.
-    """
+    """Maps a safetensors file into memory, or all such files in a directory."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     inside = path.rglob("*") if path.is_dir() else [path]
@@ -147,7 +134,7 @@ memory."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, with its byte range from the start of the file."""
+    """A tensor with its byte range in the file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -158,14 +145,9 @@ class StoredTensor(NamedTuple):
 def read_header(
     path: pathlib.Path, error_type: type[ValueError] = CheckpointError
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors of a safetensors file by name.
-
-    Args:
-      path: the file.
-      error_type: type of error to raise if the file is missing or has an invalid
-        header.
-    """
+    """Reads the header of a safetensors file, or raises `error_type`."""
     try:
+        # Opening a pipe would block forever.
         if not path.is_file():
             raise ValueError("it is not a regular file")
         with path.open("rb") as file:
@@ -175,7 +157,8 @@ def read_header(
                     f"its header must have at most {MAX_HEADER_BYTES} bytes, got "
                     f"{length}"
                 )
-            # This raises for a header that contradicts itself or the file.
+            # This raises for a header that contradicts itself or the file. Below, the
+            # byte ranges can therefore be trusted.
             safetensors.safe_open(path, framework="np")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -198,10 +181,11 @@ def read_header(
 def map_tensors(
     path: pathlib.Path, error_type: type[ValueError] = CheckpointError
 ) -> dict[str, np.ndarray]:
-    """Returns the memory-mapped tensors of a file. Pages are read when used."""
+    """Maps a file into memory. Pages are read when used."""
     stored = read_header(path, error_type)
     try:
-        # One map for all tensors, because each map keeps a file open.
+        # One map for all tensors, because each map keeps a file open, and a process may
+        # open only about 1,000.
         content = np.asarray(np.memmap(path, np.uint8, "r"))
         return {
             name: content[x.start : x.end].view(x.dtype).reshape(x.shape)
@@ -211,6 +195,9 @@ def map_tensors(
         raise error_type(f"{path} cannot be memory-mapped: {error}.") from None
 
 
+# Names in TorchRec 1.8: `embedding_bags` in collections that pool, `embeddings` in
+# sequences. Fused optimizers name their slots momentum1 and momentum2, whatever they
+# are.
 _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
@@ -218,11 +205,7 @@ _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 def tables_of_state_dict(
     arrays: Mapping[str, RowArray], origin: str
 ) -> TableSource | None:
-    """Returns the tables of a TorchRec state dict, or None for other arrays.
-
-    A table whose name occurs in several collections is named by its tensor's full name.
-    Tensors that aren't tables, such as dense weights, are left out.
-    """
+    """Finds the tables in a TorchRec state dict, or returns None for other arrays."""
     matches = {k: match[1] for k in arrays if (match := _WEIGHT.fullmatch(k))}
     if not matches:
         return None
@@ -231,6 +214,8 @@ def tables_of_state_dict(
     for key, name in matches.items():
         slots = _slots_of_state_dict(arrays, key, name)
         table = SourceTable(values=arrays[key], slots=slots)
+        # Several collections may have a table with this name. Then the tensors' full
+        # names tell them apart.
         tables[key if names.count(name) > 1 else name] = table
     return TableSource(origin=f"TorchRec state dict {origin}", tables=tables)
 
@@ -238,7 +223,7 @@ def tables_of_state_dict(
 def _slots_of_state_dict(
     arrays: Mapping[str, RowArray], key: str, name: str
 ) -> dict[str, RowArray]:
-    """Returns a table's slot variables, with `[rows, 1]` squeezed to `[rows]`."""
+    """Finds slot variables, with `[rows, 1]` squeezed to `[rows]`."""
     collection = key.removesuffix(".weight")
     keys_by_slot: dict[str, list[str]] = {}
     for other in arrays:
@@ -247,10 +232,11 @@ def _slots_of_state_dict(
             keys_by_slot.setdefault(f"momentum{match[2]}", []).append(other)
     slots = {}
     for slot, keys in keys_by_slot.items():
-        # Several collections may have a table with this name.
+        # Prefer slots in the table's own collection. If several remain, none is safe.
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
             array = arrays[own[0]]
+            # Row-wise rules have one number per row, which may be saved as [rows, 1].
             is_column = array.shape[1:] == (1,) and arrays[key].shape[1:] != (1,)
             slots[slot] = array.squeezed() if is_column else array
     return slots

@@ -1,13 +1,8 @@
-"""Finds the format of a source of tables, and opens it.
+"""Recognizes file formats, opens them, and takes SparseCore stacks apart.
 
-TensorFlow, jax-tpu-embedding and keras-rs stack tables the same way. A stack is the
-concatenation of one shard per SparseCore. Row `i` of a table is
-
-    in shard    (i + rotation) % num_shards
-    at row      row_offset + i // num_shards
-
-So rows `i`, `i + num_shards`, ... of a table are adjacent in the stack, and reading a
-range of rows takes one read per shard.
+`open_tables` tries TensorFlow, then Orbax, then named arrays. `open_stacked_tables`
+puts rows that other libraries stacked for SparseCores back into natural order, while
+they are read.
 """
 
 import functools
@@ -34,10 +29,11 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.paths import local_path
 
 _ROW_ALIGNMENT: Final = 8
-"""A table's rows in each shard are padded to a multiple of this number."""
+"""Rows per table and shard are padded to a multiple of this number."""
 
+# The names in keras-rs 0.4, then in jax-tpu-embedding 0.2.
 _ARRAY_OF_STACK: Final = (
-    re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),  # keras-rs
+    re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),
     re.compile(r"(?:.*/)?(?P<stack>[^/]+)/(?:table|slot/(?P<slot>[^/]+))"),
 )
 
@@ -46,18 +42,17 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """Opens the tables in another library's file or checkpoint.
 
     Args:
-      source: a dict of arrays, such as `np.load` returns for an `.npz` file; or the
-        path of one of these:
+      source: a dict of arrays, such as `np.load` returns for an `.npz` file; or a path
+        to one of these:
 
-        * a `.safetensors` file, or a directory of them. Arrays are named `"table"` and
-          `"table/slot"`, or as in a TorchRec state dict.
+        * a `.safetensors` file, or a directory with several. Arrays are named `"table"`
+          and `"table/slot"`, or as in a TorchRec state dict.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
-          SavedModel's directory. Reading it requires TensorFlow, from the extra `tf`.
-        * an Orbax checkpoint: the directory of an item, a step or a CheckpointManager.
-          The latest step of a CheckpointManager is read. Tables are named by their
-          arrays' paths.
+          SavedModel directory. You need TensorFlow to read it, from the extra `tf`.
+        * an Orbax checkpoint: an item, a step, or a CheckpointManager directory, whose
+          latest step is read. Tables are named by their array paths.
 
-        For tables that were saved in stacks, use `open_stacked_tables`.
+        If the tables were saved in stacks, use `open_stacked_tables`.
 
     Returns:
       The tables. `print` shows them, and `import_tables` writes them to a model.
@@ -83,6 +78,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 
 
 def _open(path: pathlib.Path) -> TableSource:
+    # TensorFlow first, since its paths may be prefixes of files instead of files.
     if prefix := tensorflow.find_prefix(path):
         return tensorflow.tables_of_checkpoint(prefix)
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
@@ -103,28 +99,27 @@ def open_stacked_tables(
     num_sparse_cores: int,
     rotation: int,
 ) -> TableSource:
-    """Opens the stacked tables of a checkpoint that was trained on SparseCores.
+    """Opens stacked tables in a checkpoint that was trained on SparseCores.
 
-    The arguments describe the stacking, because it is not read from the checkpoint. A
+    You describe the stacking, because it is not read from the checkpoint. Note that a
     wrong rotation raises no error, so compare a few rows with the trained model.
 
     Args:
-      path: a checkpoint that `open_tables` can open. The array of a stack is named
+      path: a checkpoint that `open_tables` can open. A stack's array is named
         `var:STACK:table` in keras-rs, `STACK/table` in jax-tpu-embedding, and `STACK`
         in TensorFlow.
-      tables: configs of the tables, with the names, rows and dims that the checkpoint
-        was trained with.
-      stacks: stack name to the names of its tables, in row order.
-      num_sparse_cores: total number of SparseCores that trained the checkpoint.
-      rotation: number of shards from row 0 of a table to row 0 of the next table in the
-        stack. This is the number of SparseCores per device, 2 or 4 depending on the TPU
+      tables: table configs, with the names, rows and dims used in training.
+      stacks: stack name to its table names, in row order.
+      num_sparse_cores: total SparseCores that trained the checkpoint.
+      rotation: shards from one table's row 0 to the next table's row 0 in the stack.
+        This is the number of SparseCores per device: 2 or 4, depending on the TPU
         generation.
 
     Returns:
       The tables; see `open_tables`.
 
     Raises:
-      CheckpointError: if the checkpoint is damaged, or its stacks do not fit.
+      CheckpointError: if the checkpoint is damaged, or its stacks don't fit.
 
     Example:
       >>> import tempfile
@@ -157,6 +152,7 @@ def open_stacked_tables(
         rows = num_sparse_cores * sum(
             rows_in_shard(x.max_rows, num_sparse_cores) for x in members
         )
+        # The stack's dim is padded, so it may be larger.
         shape, dim = [*stack.values.shape], max(config.dim for config in members)
         if shape[0] != rows or shape[1] < dim:
             rule = (
@@ -201,7 +197,7 @@ def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
 
 
 def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
-    """Returns the number of rows that a table takes in each shard, with padding.
+    """Counts table rows per shard, padding included.
 
     Example:
       >>> rows_in_shard(100, 8)
@@ -218,14 +214,20 @@ def _rows_of_table(
     row_offset: int,
     rotation: int,
 ) -> RowArray:
-    """Returns the rows of a table or slot variable in natural order.
+    """Reads a table or slot variable in natural order.
 
-    See the module's docstring for the layout.
+    TensorFlow, jax-tpu-embedding and keras-rs concatenate one shard per SparseCore.
+    Row `i` is
+
+        in shard    (i + rotation) % num_shards
+        at row      row_offset + i // num_shards
     """
     row_shape = (config.dim,) if len(stack.shape) > 1 else ()
 
     def read(start: int, num_rows: int) -> np.ndarray:
         rows = np.empty((num_rows, *row_shape), stack.dtype)
+        # Rows i, i + num_shards, ... are adjacent in a shard, so a range of rows takes
+        # one read per shard.
         for first in range(min(num_shards, num_rows)):
             row = start + first
             shard = (row + rotation) % num_shards

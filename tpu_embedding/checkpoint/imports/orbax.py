@@ -1,7 +1,7 @@
-"""Reads the arrays of Orbax checkpoints by path, without knowing their pytree.
+"""Reads arrays in Orbax checkpoints by path, without the pytree that was saved.
 
-The `_METADATA` file of a checkpoint item lists the item's leaves. Tensorstore reads
-their zarr arrays, which are in one directory per array or in a shared database (OCDBT).
+An item's `_METADATA` file lists its leaves. Tensorstore reads their zarr arrays by row
+range, from one directory per array or from a shared database (OCDBT).
 """
 
 import json
@@ -16,7 +16,7 @@ from tpu_embedding.checkpoint.imports.source import RowArray, max_bytes_of_files
 from tpu_embedding.checkpoint.records import CheckpointError
 
 LeafPath = tuple[str, ...]
-"""Keys of the dicts and fields around a leaf."""
+"""Dict keys and field names that lead to a leaf."""
 
 _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
@@ -26,19 +26,13 @@ _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
-    """Returns the arrays of a checkpoint by path, without scalars.
+    """Opens all arrays by path, except scalars.
 
-    If a step has several items, paths start with the item's name.
-
-    Args:
-      path: directory of an item, a step or a CheckpointManager. The latest step of a
-        CheckpointManager is read.
-
-    Raises:
-      CheckpointError: if an item is damaged or incomplete.
+    If a step has several items, their names come first in the paths.
     """
     if (path / _METADATA).is_file():
         return _arrays_of_item(path)
+    # In a CheckpointManager's directory, read the latest step.
     steps = [d for d in path.glob("*") if d.name.isdigit() and d.is_dir()]
     path = max(steps, key=lambda step: int(step.name), default=path)
     items = [file.parent for file in sorted(path.glob(f"*/{_METADATA}"))]
@@ -61,6 +55,7 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
+    # Older files don't have this entry, and hold zarr 2 arrays.
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     num_bytes = sum(x.stat().st_size for x in item.rglob("*") if x.is_file())
     arrays = {
@@ -74,7 +69,6 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
 def _open(
     item: pathlib.Path, path: LeafPath, driver: str, max_chunk_bytes: int
 ) -> RowArray:
-    """Opens one array, reading only its shape, dtype and chunk size."""
     name = ".".join(path)
     directory = item.resolve().as_posix()
     # Not a URL, because tensorstore would decode percent signs in it.
@@ -97,6 +91,8 @@ def _open(
 
     store = result_of(ts.open(spec, open=True))
     shape = tuple(store.shape)
+    # Tensorstore allocates a whole chunk to read one row, and the metadata may declare
+    # any chunk size.
     chunk_shape = store.chunk_layout.read_chunk.shape or shape
     if math.prod(chunk_shape) * store.dtype.numpy_dtype.itemsize > max_chunk_bytes:
         raise CheckpointError(
@@ -108,6 +104,7 @@ def _open(
         return np.asarray(result_of(store[start : start + num_rows].read()))
 
     def check() -> None:
+        # In parts, so that a table larger than memory can be checked.
         for start in range(0, shape[0], _ROWS_PER_CHECK):
             read(start, min(_ROWS_PER_CHECK, shape[0] - start))
 

@@ -1,4 +1,4 @@
-"""The tables of another library's file or checkpoint, whose rows are read by range."""
+"""What all formats have in common: named tables whose rows are read by range."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,23 +14,19 @@ _SMALL_BYTES: Final = 200 * 2**20
 
 
 def max_bytes_of_files(num_bytes: int) -> int:
-    """Returns the memory that arrays may take, given the size of their files.
-
-    The limit guards against small files of compressed zeros.
-    """
+    """Bounds the memory that arrays may take, given the bytes of their files."""
+    # A small file of compressed zeros may declare any size.
     return MAX_EXPANSION * num_bytes + _SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class RowArray:
-    """An array whose rows are read on demand.
+    """An array `[rows, dim]` or `[rows]`, whose rows are read on demand.
 
     Attributes:
-      shape: `[rows, dim]` or `[rows]`.
-      dtype: element type.
-      read: `read(start, num_rows)` returns `num_rows` rows beginning at `start`.
-      check: raises `CheckpointError` if any data that `read` would return is damaged.
-        Called before the model changes.
+      read: `read(start, num_rows)` reads `num_rows` rows from `start`.
+      check: raises `CheckpointError` if any of the data is damaged. Called before the
+        model changes.
     """
 
     shape: tuple[int, ...]
@@ -46,17 +42,17 @@ class RowArray:
         return np.array(self.read(0, self.shape[0]), dtype)
 
     def holds_int8_rows(self, dim: int) -> bool:
-        """Returns True for byte rows: `dim` codes, then a float32 scale and bias."""
+        """Checks for FBGEMM byte rows: `dim` codes, then float32 scale and bias."""
         row_shape = (dim + SCALE_AND_BIAS_BYTES,)
         return self.dtype == np.uint8 and self.shape[1:] == row_shape
 
     @property
     def is_floating(self) -> bool:
-        """True for floating-point types, including narrow ones such as bfloat16."""
+        # `np.issubdtype` doesn't know bfloat16.
         return jnp.issubdtype(self.dtype, jnp.floating)
 
     def squeezed(self) -> Self:
-        """Returns the array with shape `[rows]` instead of `[rows, 1]`."""
+        """Drops the second axis from `[rows, 1]`."""
         return dataclasses.replace(
             self,
             shape=self.shape[:1],
@@ -65,10 +61,7 @@ class RowArray:
 
 
 def array_of(values: Any) -> RowArray:
-    """Returns an in-memory or memory-mapped array as a `RowArray`.
-
-    Args:
-      values: NumPy or JAX array, or anything that `np.asarray` accepts.
+    """Wraps an array in memory, or a memory-mapped one.
 
     Example:
       >>> print(array_of(np.zeros((10, 4), np.float32)))
@@ -80,12 +73,7 @@ def array_of(values: Any) -> RowArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceTable:
-    """A table of a source.
-
-    Attributes:
-      values: `[rows, dim]`.
-      slots: slot variables by name in the source.
-    """
+    """Table values `[rows, dim]`, and slot variables by name in the source."""
 
     values: RowArray
     slots: Mapping[str, RowArray] = dataclasses.field(default_factory=dict)
@@ -93,9 +81,9 @@ class SourceTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The tables of another library's file or checkpoint, read on demand.
+    """The tables in another library's file or checkpoint, read on demand.
 
-    `print` shows their names, shapes and slot variables.
+    `print` shows you their names, shapes and slot variables.
 
     Attributes:
       origin: format and path, for messages.

@@ -1,10 +1,9 @@
-"""Finds tables in TensorFlow checkpoints of TPUEmbedding and of the TFRS layer.
+"""Finds tables in TensorFlow checkpoints, written by TPUEmbedding or the TFRS layer.
 
-Checkpoint keys are paths of Python objects, such as `model/emb/_tpu_embedding/movie`.
-Each table is a variable with the table's name. On newer TPUs, each stack of tables is
-such a variable. TensorFlow's slot variables are its siblings, such as
-`movie/accumulators`. Slot variables of Keras optimizers, which TFRS uses, are nested
-below the variable.
+Keys are object paths, such as `model/emb/_tpu_embedding/movie`. Each table, or each
+stack on SparseCores, is a variable. TPUEmbedding saves slots as siblings
+(`movie/accumulators`), and Keras optimizers, which TFRS uses, below the variable.
+Tested with files from TensorFlow 2.21.
 """
 
 import collections
@@ -27,16 +26,11 @@ _SLOT: Final = "/.OPTIMIZER_SLOT/"
 
 _Path = tuple[str, ...]
 _Variables = Mapping[_Path, SourceTable]
-"""Value and Keras slots of each variable, by the names of the objects on its path."""
+"""Values and Keras slots by variable path, a tuple of object names."""
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the prefix of the checkpoint at a path, or None without a checkpoint.
-
-    Args:
-      path: prefix of a checkpoint, its index file, a directory of checkpoints, or a
-        SavedModel's directory. A directory of checkpoints gives the latest prefix.
-    """
+    """Finds the prefix, given itself, an index file, a SavedModel or a directory."""
     if path.suffix == ".index":
         path = path.with_suffix("")
     if path.with_name(path.name + ".index").is_file():
@@ -47,28 +41,22 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            # An absolute path is valid only on the machine that wrote the checkpoint.
+            # An absolute path is valid only on the machine that wrote the checkpoint,
+            # and must not lead out of the directory.
             return path / pathlib.PurePath(latest.group(1)).name
     return None
 
 
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
-    """Opens a checkpoint.
-
-    All two-dimensional variables count as tables, even in dense layers. Tables have the
-    names of their variables. If a name is not unique, the names of its parent objects
-    precede it, separated by `/`.
-
-    Args:
-      prefix: path of the checkpoint's index file, without `.index`.
-
-    Raises:
-      CheckpointError: if TensorFlow is missing, or the checkpoint is damaged.
-    """
+    """Opens a checkpoint, and names its tables by the shortest unique paths."""
+    # Nothing in the file marks tables, so every matrix counts as one, even a dense
+    # kernel. The user selects by name.
     variables = _variables(_arrays(prefix))
     tables: dict[_Path, SourceTable] = {}
     for path, variable in variables.items():
         *parent, name = path
+        # Table names may contain slashes, so `movie/accumulators` is a slot only if
+        # there is a variable `movie`.
         starts = (name[:i] for i, c in enumerate(name) if c == "/")
         is_slot = any((*parent, start) in variables for start in starts)
         if len(variable.values.shape) == 2 and not is_slot:
@@ -82,11 +70,7 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
 
 
 def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
-    """Returns the arrays by key, without scalars and strings.
-
-    TensorFlow reads whole arrays and verifies their checksums. The array read last is
-    cached, because its rows are requested block by block.
-    """
+    """Lists arrays by key, without scalars and strings."""
     if importlib.util.find_spec("tensorflow") is None:
         raise CheckpointError(
             f"Reading the TensorFlow checkpoint {prefix} needs tensorflow 2.18 or "
@@ -94,12 +78,13 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
             "the checkpoint on a machine that has TensorFlow: call "
             "te.checkpoint.import_tables and te.save there, and te.restore here."
         )
+    # An optional dependency.
     tf: Any = importlib.import_module("tensorflow")
 
     def call(function: Any, argument: str) -> Any:
         try:
             return function(argument)
-        # TensorFlow turns some statuses into Python errors.
+        # TensorFlow turns some statuses into plain Python errors.
         except (tf.errors.OpError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"TensorFlow cannot read the checkpoint {prefix}: {error}. Copy its "
@@ -107,6 +92,8 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
             ) from None
 
     reader = call(tf.train.load_checkpoint, str(prefix))
+    # TensorFlow reads and verifies only whole arrays, but rows are requested block by
+    # block. So the latest array stays in memory.
     last = functools.lru_cache(maxsize=1)(functools.partial(call, reader.get_tensor))
 
     def array_of(key: str, shape: Any, dtype: Any) -> RowArray:
@@ -127,7 +114,7 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
 
 
 def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
-    """Returns the variables by path, with their Keras optimizers' slot variables."""
+    """Groups arrays into variables with Keras slots."""
     values, slots = {}, collections.defaultdict(dict)
     for key, array in arrays.items():
         owner, _, slot = key.removesuffix(_VALUE).partition(_SLOT)
@@ -139,7 +126,7 @@ def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
 
 
 def _path_of(key: str) -> _Path:
-    """Returns the names in a path. In names, `.S` escapes a slash and `..` a dot."""
+    # TensorFlow escapes a slash in a name as `.S`, and a dot as two dots.
     replaced = {"..": ".", ".S": "/"}
     return tuple(
         re.sub(r"\.[.S]", lambda match: replaced[match.group()], name)
@@ -148,7 +135,7 @@ def _path_of(key: str) -> _Path:
 
 
 def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
-    """Returns a variable's Keras slots, or else its siblings named `name/slot`."""
+    """Finds Keras slots, or else siblings named `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
         other[-1].removeprefix(f"{name}/"): variable.values

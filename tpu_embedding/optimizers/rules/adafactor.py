@@ -1,15 +1,8 @@
 """Adafactor: second moments as one row vector and one column vector per table.
 
-Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML
-2018), with Keras' formulas. Keras divides by the mean of the row accumulators, while
-this rule divides by the mean of the column accumulators. The two means are the same
-moving average of the mean squared gradient, but only the mean of the column
-accumulators is known on every shard.
-
-Tables and dense arrays of any rank have the same type of state. A table has rank 2, its
-totals are over all of its rows, and a step may skip rows.
-
-Totals are compensated float32 sums, which stay accurate over millions of additions.
+A step needs column means, `RMS(u)` and `RMS(w)` over whole tables, but sees only some
+rows. `table_rows` totals the first two over shards and rounds. `RMS(w)` comes from a
+compensated running sum, which stays accurate over millions of additions.
 """
 
 import dataclasses
@@ -41,35 +34,26 @@ from tpu_embedding.optimizers.table_rows import (
 
 
 class CompensatedSum(NamedTuple):
-    """A float32 sum and its rounding error.
+    """A float32 sum, and its rounding error, which joins the next addend.
 
     Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
-
-    Attributes:
-      value: the sum, rounded to float32.
-      rest: the rounding error, to be added to the next addend.
     """
 
     value: Any
     rest: Any
 
     def plus(self, addend: jax.Array) -> "CompensatedSum":
-        """Returns the sum with `addend` added."""
         addend = addend + self.rest
         value = self.value + addend
         return CompensatedSum(value, _rounding_error(self.value, addend, value))
 
 
 def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
-    """Rounds values to a unit, so that their float32 sum is exact in any order.
+    """Rounds float32 values to a unit, so that their sum is exact in any order.
 
-    The remainder `values - coarse_part(values, total)` has a small sum with a small
-    rounding error. Summing both parts is as exact as summing with twice the bits.
-
-    Args:
-      values: float32.
-      total: float32, approximate sum, broadcast against the values. Sums of up to 8
-        times this size are exact.
+    The remainder `values - coarse_part(values, total)` has a small rounding error, so
+    summing both parts is as exact as with twice the bits. `total` is a rough sum; sums
+    up to 8 times its size are exact.
 
     Example:
       >>> values = jnp.array([1e7, 0.25])
@@ -77,9 +61,11 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
       >>> coarse.tolist(), (values - coarse).tolist()
       ([10000000.0, 0.0], [0.0, 0.25])
     """
+    # Without a minimum, the unit could be subnormal, which TPUs flush to 0.
     bits = jax.lax.bitcast_convert_type(jnp.maximum(total, 1e-30), jnp.int32)
     # Keeps only the exponent: a power of two.
     power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    # Sums up to `8 * total` stay below `2**24` units, which float32 counts exactly.
     unit = power * 2**-20
     # Larger values are already multiples of the unit, and their quotients could
     # overflow.
@@ -88,50 +74,44 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def is_sum(node: Any) -> bool:
-    """Returns True if a node of an optimizer's state is a compensated sum."""
+    """Checks a state node; an `is_leaf` for `jax.tree`."""
     return isinstance(node, CompensatedSum)
 
 
 def _rounding_error(first: jax.Array, second: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns `first + second - total` for the rounded total."""
+    # Exact arithmetic would give 0, so this must not be simplified.
     added = total - first
     return (first - (total - added)) + (second - added)
 
 
 def compensated_sum(start: jax.Array) -> CompensatedSum:
-    """Returns a compensated sum that starts at the given value."""
+    """Starts a compensated sum at a value."""
     return CompensatedSum(start, jnp.zeros_like(start))
 
 
 NO_SUM: Final = CompensatedSum(None, None)
-"""Placeholder for a sum that is not kept, so that all states have the same
-structure."""
+"""Placeholder for an unused sum, so that all states have the same structure."""
 
 
 class CollectedGradients(NamedTuple):
-    """State of `adafactor` on dense arrays, with `gradient_accumulation_steps`."""
+    """State for dense arrays with `gradient_accumulation_steps`."""
 
     steps: optax.MultiStepsState
 
 
 class AdafactorState(NamedTuple):
-    """State of `adafactor`. Fields that an array does not need are None.
+    """Moments and sums. Fields that an array does not need are None.
 
     Attributes:
-      count: updates so far.
-      row_accumulators: `r`, `[rows]`. A dense array of rank 3 or more uses its shape
-        without the last axis.
-      row_clocks: `[rows]`. In mode "lazy", the number of the row's updates so far. In
-        mode "exact", the sum of the logarithms of the decays up to the row's latest
-        update.
-      column_accumulators: `c`, `[tables, dim]`. A dense array of rank 3 or more uses
-        its shape without the second-to-last axis.
-      velocities: second moments of a dense array of rank 0 or 1.
-      squares: sum of the squares of each table's elements, `[tables]`.
-      clock: sum of the logarithms of the decays so far, only in mode "exact".
-      averages: moving averages in the array's shape, only with `use_ema`.
-      average_counts: `[rows]`, the `count` at the latest update of each row's average.
-      average_momentum: decay of the averages.
+      row_accumulators: `r`, `[rows]`. Above rank 2, the shape lacks the last axis.
+      row_clocks: `[rows]`, the row's updates so far. In mode "exact", the `clock` after
+        the latest update.
+      column_accumulators: `c`, `[tables, dim]`. Above rank 2, the shape lacks the
+        second-to-last axis.
+      velocities: second moments below rank 2.
+      squares: summed squared elements, `[tables]`.
+      clock: summed log decays so far, only in mode "exact".
+      average_counts: `[rows]`, the `count` at the latest update of each average.
     """
 
     count: jax.Array
@@ -156,10 +136,8 @@ class ScaledGradient(NamedTuple):
     """A gradient divided by the root of its second moments.
 
     Attributes:
-      values: the quotient, `u`.
-      rms: root mean square of `values`, a scalar, or `[tables]` for tables.
-      scale: root mean square of the decayed rows or array, in the same shape.
-      state: state with the new moments.
+      rms: root mean square of `values`, a scalar or `[tables]`.
+      scale: root mean square of the decayed parameters, in the same shape.
     """
 
     values: jax.Array
@@ -169,7 +147,7 @@ class ScaledGradient(NamedTuple):
 
 
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
-    """Returns the sum of the squares of each table's elements."""
+    """Sums each table's squared elements."""
     rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
     about = tables.total(jnp.sum(jnp.square(rows), axis=1))
     nothing = compensated_sum(jnp.zeros_like(about))
@@ -179,25 +157,18 @@ def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
 def plus_total(
     total: CompensatedSum, values: Any, tables: TableRows, about: Any
 ) -> CompensatedSum:
-    """Adds `[rows, dim]` values to the totals of their tables.
-
-    The error of a plain float32 sum would be relative to the largest total that a table
-    ever had. This is too large if the table's values shrink.
-
-    Args:
-      total: each table's sum so far.
-      values: values to add.
-      tables: the rows' tables.
-      about: each table's approximate total.
-    """
+    """Adds `[rows, dim]` values to their tables' totals, given rough totals `about`."""
+    # A plain float32 sum would keep the rounding error from the largest total that a
+    # table ever had, even after its values shrink.
     coarse = coarse_part(values, tables.per_row(about)[:, None])
     parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
+    # Stacked, so that both parts share one all-reduce.
     sums = tables.total(jnp.stack(parts, axis=1))
     return total.plus(sums[:, 0]).plus(sums[:, 1])
 
 
 def _inverse_root(values: jax.Array) -> jax.Array:
-    """Returns `1 / sqrt(values)`, or 1 for a value of 0, whose gradients were all 0."""
+    # A moment of 0 saw only gradients of 0, so any finite factor will do.
     return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
 
 
@@ -208,7 +179,7 @@ def _rms(values: jax.Array) -> jax.Array:
 @public_optimizer(
     weight_decay=finite,
     clipvalue=positive_bound,
-    name=lambda _: PASSED,  # No effect.
+    name=lambda _: PASSED,  # It has no effect.
 )
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
@@ -234,8 +205,8 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Makes Adafactor as Keras defines it, for tables and for dense arrays.
 
-    For a row `w` of `dim` elements with summed gradient `g`, in step `t` counted
-    from 1::
+    For a row `w` with `dim` elements and summed gradient `g`, in step `t` counted from
+    1::
 
         b = 1 - t**beta_2_decay
         S = g**2 + epsilon_1
@@ -245,48 +216,46 @@ def adafactor(
         u = u / max(1, RMS(u) / clip_threshold)
         w -= max(epsilon_2, RMS(w)) * min(learning_rate, 1 / sqrt(t)) * u
 
-    `S` is the regularised square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
+    `S` is the regularized square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
     is the root mean square of `x` over the table. The slot variables are `r` and a
-    clock, `[rows]`. Each table has one vector of column accumulators `c`, `[dim]`. All
-    of these start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
+    clock, `[rows]`. Each table also has a vector `c`, `[dim]`. All start at 0, except
+    that `r` starts at `epsilon_1` in mode `"exact"`.
 
-    Source: Shazeer and Stern (2018), as `keras.optimizers.Adafactor` of Keras 3 and
-    `tf_keras`. `optax.adafactor` is a different algorithm: it factors only large
-    matrices, and its decay, clipping and scaling differ.
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
+    Cost" (ICML 2018), as `keras.optimizers.Adafactor` in Keras 3 and `tf_keras`.
+    `optax.adafactor` is a different algorithm: it factors only large matrices, and its
+    decay, clipping and scaling differ.
 
     The modes differ in how they treat rows that the step does not look up:
 
-    * `"exact"` gives Keras' numbers. Such rows have gradient 0, so their `r` decays.
-      The missed decays are applied when the row is next touched, so a rare row has a
-      small `r` and takes large steps, up to `t**0.4`. Means over rows include all rows
-      of the table.
+    * `"exact"` gives the same numbers as Keras. Such rows have gradient 0, so their `r`
+      decays. The missed decays are applied when the row is next touched, so a rare row
+      has a small `r` and takes large steps, up to `t**0.4`. Means over rows include the
+      whole table.
     * `"lazy"` does not change such rows. `t` in the decay of `r` counts the row's own
       updates, so the first update sets `r` to the row's mean of `S`. Means over rows
-      include only touched rows, except in `RMS(w)`. The result is the same as in mode
-      `"exact"` if every step touches every row.
+      include only touched rows, except in `RMS(w)`. If every step touches every row,
+      both modes give the same result.
 
-    A step takes three small all-reduces per table, of `dim + 2`, 1 and 2 scalars.
-    `RMS(w)` comes from a running sum of squares of the values that the table stores, so
-    it includes the rounding of a narrow table. If a row is given to a new id, the sum
-    includes only the row's new values. A restore recomputes the sum. If ids are not row
-    numbers, means and `RMS(w)` include only the rows that belong to an id, as if the
-    table had only those rows. Adafactor must come last in a chain. To change table
-    values later, use `tpu_embedding.Optimizer.set_embedding_tables`, which updates the
-    sum.
+    A step takes three small all-reduces per table, with `dim + 2`, 1 and 2 scalars.
+    `RMS(w)` comes from a running sum of squares over the values that the table stores,
+    so it includes the rounding in a narrow table. A restore recomputes the sum. If ids
+    are not row numbers, means and `RMS(w)` include only the rows that belong to an id.
+    If a row is given to a new id, the sum includes only its new values.
 
-    One `adafactor(...)` can train a model's tables and dense parameters: on dense
-    arrays of any rank it gives Keras' numbers in either mode. The second moments of
-    arrays of rank 2 or more are factored over the last two axes. Arrays of lower rank
-    keep full second moments.
+    Note that Adafactor must come last in a chain. If you change table values later, use
+    `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
 
-    `use_ema` keeps moving averages of the rows. `with_ema` describes the averages and
-    how to read them.
+    You can train tables and dense parameters with one `adafactor(...)`: on dense arrays
+    of any rank it gives the same numbers as Keras in either mode. The second moments
+    are factored over the last two axes if the rank is 2 or more, and kept in full
+    otherwise.
 
-    `global_clipnorm` bounds the norm of all the loss's gradients, for tables and dense
+    `global_clipnorm` bounds the norm over all loss gradients, tables and dense
     parameters together. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this
-    norm; `tpu_embedding.functional.apply_gradients` accepts the norm as an argument, or
-    computes the norm of its tables' gradients. Without these, the norm is taken over
-    the arrays that the optimizer is applied to.
+    norm; `tpu_embedding.functional.apply_gradients` accepts it as an argument, or
+    computes it over its tables. Otherwise, it covers the arrays that the optimizer is
+    applied to.
 
     Options that move all rows need a pass over the table in each step, and keep the
     dense gradient as `every_row` does: `gradient_accumulation_steps`,
@@ -296,32 +265,29 @@ def adafactor(
     Args:
       learning_rate: scalar or optax schedule. With `gradient_accumulation_steps`,
         schedules count steps instead of updates.
-      beta_2_decay: exponent of `b`, at most 0.
+      beta_2_decay: exponent in `b`, at most 0.
       epsilon_1: non-negative.
-      epsilon_2: smallest scale of the step, non-negative.
-      clip_threshold: largest root mean square of `u`, positive.
-      relative_step: no effect, as in Keras, which always uses the smaller of
-        `learning_rate` and `1 / sqrt(t)`.
+      epsilon_2: smallest step scale, non-negative.
+      clip_threshold: largest `RMS(u)`, positive.
+      relative_step: no effect, as in Keras.
       weight_decay: the rows lose this fraction, multiplied by the learning rate, before
         the update.
-      clipnorm: largest norm of a table's gradient, positive.
+      clipnorm: largest gradient norm per table, positive.
       clipvalue: largest absolute gradient element, positive. At most one of `clipnorm`,
         `clipvalue` and `global_clipnorm` is allowed.
-      global_clipnorm: largest norm of the model's gradients, positive. On tables, it
+      global_clipnorm: largest gradient norm over the model, positive. On tables, it
         cannot be combined with `gradient_accumulation_steps`.
-      use_ema: True keeps moving averages of the rows.
+      use_ema: True keeps moving averages; `with_ema` describes how to read them.
       ema_momentum: decay of the averages, in [0, 1].
-      ema_overwrite_frequency: number of updates after which the averages replace the
-        rows. Defaults to never. Cannot be combined with `gradient_accumulation_steps`.
-      loss_scale_factor: factor that the loss was multiplied by, positive; gradients are
-        divided by it.
-      gradient_accumulation_steps: number of steps per update, at least 2. An update
-        uses the mean gradient of these steps. By default, each step makes an update. As
-        in Keras, averages advance in every step.
-      name: no effect; an argument of Keras.
+      ema_overwrite_frequency: updates after which the averages replace the rows.
+        Defaults to never. You can't combine it with `gradient_accumulation_steps`.
+      loss_scale_factor: positive factor on the loss; gradients are divided by it.
+      gradient_accumulation_steps: steps per update, at least 2. An update uses their
+        mean gradient. As in Keras, averages advance in every step.
+      name: no effect; a Keras argument.
       mode: `"lazy"` or `"exact"`, see above.
       ema_start: `"first_update"` starts the averages after the first update, like Keras
-        3; `"initial_values"` starts them before the first update, like `tf_keras`.
+        3; `"initial_values"` starts them before it, like `tf_keras`.
       clipnorm_of: `"sum"` takes the norm of the summed gradient, `"occurrences"` the
         norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
 
@@ -373,14 +339,14 @@ def adafactor(
     )
     if steps == 1:
         return DeclaredRule(row_optimizer)
-    # A layer accumulates the gradients of its tables itself.
+    # A layer accumulates its tables' gradients itself.
     return DeclaredRule(row_optimizer, _collecting(transformation, steps))
 
 
 def _collecting(
     rule: optax.GradientTransformation, num_steps: int
 ) -> optax.GradientTransformation:
-    """Runs a rule on the mean gradient of several steps."""
+    """Runs a rule on the mean gradient over several steps."""
     collects = optax.MultiSteps(rule, num_steps)
 
     def init(params: Any) -> CollectedGradients:
@@ -398,13 +364,10 @@ def _collecting(
 def _with_norm_of_arrays(
     rule: optax.GradientTransformation, gradient_steps: int
 ) -> optax.GradientTransformation:
-    """Gives a rule the norm of all its dense arrays, unless a model provides a norm.
-
-    A model's norm covers the gradients of one step. A rule that is applied to the mean
-    gradient of several steps therefore uses the norm of its own arrays.
-    """
+    """Gives a rule the norm over its dense arrays, unless a model provides one."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # A model's norm covers only one step, so it doesn't fit a mean over several.
         is_known = gradient_steps == 1 and model_gradient_squares() is not None
         if is_known or is_in_layer():
             return rule.update(updates, state, params)
@@ -418,14 +381,7 @@ def _with_norm_of_arrays(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adafactor:
-    """The rule for tables' rows and for dense arrays of any rank.
-
-    Fields that are not listed below are arguments of `adafactor`.
-
-    Attributes:
-      averages: keeps moving averages of the rows, or `None`.
-      gradient_steps: number of steps whose mean gradient makes one update.
-    """
+    """The rule for table rows and dense arrays, with the arguments of `adafactor`."""
 
     learning_rate: optax.ScalarOrSchedule
     beta_2_decay: Any
@@ -444,13 +400,11 @@ class _Adafactor:
 
     @property
     def moves_every_row(self) -> bool:
-        """True if a step changes rows that it does not look up."""
         decays_all = self.mode == "exact" and self.weight_decay is not None
         overwrites = self.averages and self.averages.overwrite_frequency is not None
         return self.gradient_steps > 1 or decays_all or bool(overwrites)
 
     def init(self, array: Any) -> AdafactorState:
-        """Returns the initial state for a stack's rows or a dense array."""
         shape, is_exact = array.shape, self.mode == "exact"
         state = AdafactorState(
             count=jnp.zeros((), jnp.int32), clock=NO_SUM if is_exact else None
@@ -476,9 +430,8 @@ class _Adafactor:
         return state if self.averages is None else self.averages.init(state, array)
 
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
-        """Returns the updates of the rows or the array, and the new state."""
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras schedules count steps, and an update may take several steps.
+        # Keras schedules count steps, and an update is in the last of its steps.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self._clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -504,20 +457,17 @@ class _Adafactor:
             new, state = self.averages.update(old, stored, state)
         updates = new - old
         if tables is not None:
-            # The sum tracks the values that the table stores, after rounding.
+            # The sum tracks the values that the table stores, after rounding. A product
+            # loses fewer digits than a difference of squares.
             stored = tables.stored(old, updates).astype(jnp.float32)
             change = (stored - old) * (stored + old)
             total = plus_total(state.squares, change, tables, state.squares.value)
             state = state._replace(squares=total)
+        # Counted last, because moments and averages use the count before the step.
         return updates, state._replace(count=state.count + 1)
 
     def _clip(self, gradient: jax.Array, tables: TableRows | None) -> jax.Array:
-        """Unscales and clips a gradient, as Keras does.
-
-        Args:
-          gradient: `[rows, dim]` of some tables, or a dense array of any rank.
-          tables: the rows' tables, or `None` for a whole dense array.
-        """
+        """Unscales and clips gradients as Keras does. Dense arrays have no tables."""
         scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
         gradient = gradient / scale
         if self.clipvalue is not None:
@@ -530,6 +480,7 @@ class _Adafactor:
         if bound is None:
             return gradient
         if squares is not None:
+            # The caller summed these before this rule unscaled the gradient.
             squares = squares / scale**2
         elif tables is None:
             squares = jnp.sum(jnp.square(gradient))
@@ -537,6 +488,7 @@ class _Adafactor:
             squares = tables.total(jnp.sum(jnp.square(gradient), axis=1))
         norms = jnp.sqrt(squares)
         factors = jnp.where(norms > bound, bound / norms, 1)
+        # A global norm gives one scalar for all tables.
         if factors.ndim and tables is not None:
             factors = tables.per_row(factors)[:, None]
         return gradient * factors
@@ -544,10 +496,7 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales the clipped gradient of a dense array of rank other than 2.
-
-        `array` holds the values after weight decay.
-        """
+        """Scales a dense array's gradient, given the array after weight decay."""
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
         if state.velocities is not None:  # Rank 0 or 1: not factored.
@@ -575,15 +524,15 @@ class _Adafactor:
         decayed: jax.Array,
         tables: TableRows,
     ) -> ScaledGradient:
-        """Scales clipped gradients, given the rows before and after weight decay."""
+        """Scales row gradients, given the rows before and after weight decay."""
         # Outside the layer, all rows are given, and the caller may have set them since
         # the last step.
         squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
 
-        # One all-reduce sums over each table's rows: squared gradients by column,
-        # number of moving rows, and the change of squares by weight decay.
+        # One all-reduce instead of three: squared gradients by column, moving rows, and
+        # the change in the squares by weight decay.
         change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
         totals = tables.total(
             jnp.concatenate(
@@ -602,8 +551,11 @@ class _Adafactor:
         b = self._decay_at(state.count + 1)
         columns = b * state.column_accumulators
         columns += (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
+        # A step without rows in a table leaves its moments alone.
         columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
 
+        # Keras uses the mean row accumulator, which is the same moving average, but is
+        # not known on every shard.
         means = jnp.mean(columns, axis=1, keepdims=True)
         # An untouched table has no column moments yet.
         profile = columns / jnp.where(means > 0, means, 1)
@@ -620,17 +572,16 @@ class _Adafactor:
         )
 
     def _rows_to_update(self, tables: TableRows) -> Any:
-        """Returns the mask of rows to update, in mode "lazy" only touched rows."""
         return tables.is_touched if self.mode == "lazy" else tables.is_used
 
     def _decay_at(self, t: jax.Array) -> jax.Array:
-        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        """Decay of the accumulators in update `t`, counted from 1."""
         return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
 
     def _move_rows(
         self, gradient: Any, state: AdafactorState, tables: TableRows
     ) -> AdafactorState:
-        """Returns the state with new row accumulators and clocks."""
+        """Updates the row accumulators and clocks."""
         mean = jnp.mean(jnp.square(gradient), axis=1) + self.epsilon_1
         old = state.row_accumulators
         if state.clock is None:  # Mode "lazy".
@@ -658,7 +609,6 @@ class _Adafactor:
 
 
 def _check_together(rule: _Adafactor) -> None:
-    """Rejects arguments that cannot be combined."""
     bounds = ("clipnorm", "clipvalue", "global_clipnorm")
     given = [name for name in bounds if getattr(rule, name) is not None]
     if len(given) > 1:

@@ -1,13 +1,6 @@
-"""Adagrad and its row-wise, bounded, proximal, Clippy and frequency-aware variants.
+"""Adagrad, and its row-wise, bounded, proximal, Clippy and frequency-aware variants.
 
-Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
-Stochastic Optimization", JMLR 12 (2011). Duchi and Singer, "Efficient Learning using
-Forward-Backward Splitting" (NIPS 2009). Clippy shortens a table's step if values would
-change too fast: Tang et al., "Improving Training Stability for Multitask Ranking Models
-in Recommender Systems" (KDD 2023).
-
-`frequency_aware_adagrad` takes longer steps for rare rows. In a `frequency_estimator`
-table, each row's value is the mean number of steps between lookups of the row.
+Only `clippy_adagrad` mixes rows: it takes a minimum over the whole table.
 """
 
 import math
@@ -40,12 +33,7 @@ _LOG_OF_LARGEST: Final = math.log(np.finfo(np.float32).max)
 
 
 class AdagradState(NamedTuple):
-    """State of `adagrad` and `rowwise_adagrad`.
-
-    Attributes:
-      accumulators: sums of squared gradients, `[rows, dim]`, or `[rows]` for
-        `rowwise_adagrad`.
-    """
+    """Summed squared gradients, `[rows, dim]`, or `[rows]` if row-wise."""
 
     accumulators: jax.Array
 
@@ -58,7 +46,7 @@ def adagrad(
     epsilon: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad, which divides steps by the root of summed squared gradients.
+    """Makes Adagrad, which divides steps by the root of the summed squared gradients.
 
     For a row `w` with summed gradient `g`::
 
@@ -67,11 +55,12 @@ def adagrad(
 
     The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Duchi et al. (2011), as in `tf.tpu.experimental.embedding.Adagrad`, which
-    has no epsilon. Keras uses `epsilon=1e-7`.
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 2011), as in
+    `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon. Keras uses
+    `epsilon=1e-7`.
 
-    With equal hyper-parameters, the result equals `optax.adagrad` on the dense
-    gradient, because this gradient is zero for untouched rows.
+    With equal hyper-parameters, it equals `optax.adagrad` on the dense gradient, which
+    is zero for untouched rows.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -95,6 +84,7 @@ def adagrad(
     def update(updates, state, params=None):
         del params
         accumulators = state.accumulators + jnp.square(updates)
+        # optax guards against a sum of 0. Here, accumulators start above 0.
         steps = updates * jax.lax.rsqrt(accumulators + epsilon)
         return steps, AdagradState(accumulators)
 
@@ -111,7 +101,7 @@ def rowwise_adagrad(
     weight_decay_mode: WeightDecayMode = "l2",
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad with one accumulator per row, which takes 1 / dim of the memory.
+    """Makes Adagrad with one accumulator per row, using 1 / dim of the memory.
 
     For a row `w` with summed gradient `g`::
 
@@ -123,17 +113,17 @@ def rowwise_adagrad(
     `w_before` is the row before the step. The slot variable `a`, `[rows]`, starts at
     `initial_accumulator_value`.
 
-    Source: FBGEMM's and TorchRec's `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
-    `DECOUPLE`, in `fbgemm_gpu/codegen/genscript/optimizers.py`. FBGEMM's defaults are
-    `initial_accumulator_value=0.0` and `epsilon=1e-8`.
+    Source: FBGEMM and TorchRec, `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
+    `DECOUPLE` (`fbgemm_gpu/codegen/genscript/optimizers.py`). However, FBGEMM defaults
+    to `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
     Rows decay only in steps that look them up. Without weight decay, the result equals
     applying the rule to all rows. optax lacks row-wise Adagrad.
 
     Args:
       learning_rate: scalar or optax schedule.
-      initial_accumulator_value: start of `a`, positive, or 0 with a positive epsilon.
-      epsilon: non-negative; added outside the root, unlike in `adagrad`.
+      initial_accumulator_value: positive, or 0 if epsilon is positive.
+      epsilon: non-negative. Note that `adagrad` adds it inside the root.
       weight_decay: non-negative.
       weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` subtracts
         it from the row.
@@ -146,11 +136,13 @@ def rowwise_adagrad(
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
+    # A sum of 0 is safe only with an epsilon, so the decorator's range can't decide.
     if not may_be_positive(epsilon):
         check_hyperparameters(
             "rowwise_adagrad",
             initial_accumulator_value=positive(initial_accumulator_value),
         )
+    # A Python bool: without weight decay, XLA then drops the read of the rows.
     decays = may_be_positive(weight_decay)
     init = initial_state(
         AdagradState, by_row=("accumulators",), accumulators=initial_accumulator_value
@@ -169,7 +161,7 @@ def rowwise_adagrad(
 
 
 class AdagradMomentumState(NamedTuple):
-    """State of `adagrad_momentum`: two slot variables `[rows, dim]`."""
+    """Accumulators and momenta, `[rows, dim]`."""
 
     accumulators: jax.Array
     momenta: jax.Array
@@ -199,16 +191,16 @@ def adagrad_momentum(
     `s` is the scaled gradient. The slot variables `a` and `m`, `[rows, dim]`, start at
     0, so a row's first step is about `learning_rate * sign(g)`.
 
-    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula of its TPU
-    operation.
+    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula from its
+    TPU operation.
 
-    A row's momentum decays only in steps that look the row up. optax has no equivalent.
+    A momentum decays only in steps that look its row up. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
       momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
-      exponent: degree of the root that divides the gradient, positive.
+      exponent: root degree, 2 for the square root; positive.
       beta2: decay of `a`, in [0, 1]; 1 sums the squares.
       epsilon: positive; `epsilon**(-1 / exponent)` must be finite in float32.
       **options: see `with_options`.
@@ -220,6 +212,7 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
+    # Accumulators start at 0, where an infinite power times a gradient of 0 is NaN.
     is_traced = isinstance(epsilon, Tracer) or isinstance(exponent, Tracer)
     if not is_traced and -math.log(epsilon) / exponent > _LOG_OF_LARGEST:
         raise ValueError(
@@ -229,6 +222,7 @@ def adagrad_momentum(
 
     def update(updates, state, params=None):
         del params
+        # `optax.inject_hyperparams` traces `beta2`, so Python can't branch on it.
         gain = jnp.where(beta2 == 1, 1, 1 - beta2)
         squares = jnp.square(updates)
         accumulators = beta2 * state.accumulators + gain * squares
@@ -241,11 +235,9 @@ def adagrad_momentum(
 
 
 class CountedAdagradState(NamedTuple):
-    """State of the Adagrad rules that count steps for a learning rate schedule.
+    """Adagrad state, `[rows, dim]`, for steps that aren't proportional to the rate.
 
-    Attributes:
-      count: updates so far.
-      accumulators: sums of squared gradients, `[rows, dim]`.
+    `count` is the step that such a rule passes to the learning rate schedule itself.
     """
 
     count: jax.Array
@@ -273,9 +265,9 @@ def bounded_adagrad(
     A bound of 0 means no bound. The slot variable `a`, `[rows, dim]`, starts at
     `initial_accumulator_value`, and `a_new` is its next value.
 
-    Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
-    Its update is not public. As that file's comments suggest, `max_var_update` bounds
-    the step `s`, and the square of the unclipped gradient is added to the accumulator.
+    Source: TensorFlow, `BoundedAdagradParameters` (`optimization_parameters.proto`).
+    The update itself is not public. As comments in that file suggest, `max_var_update`
+    bounds the step `s`, and the accumulator adds the unclipped gradient's square.
 
     Without bounds and with `update_accumulator_first`, it equals `adagrad` and
     `optax.adagrad` with an epsilon of 0.
@@ -283,10 +275,10 @@ def bounded_adagrad(
     Args:
       learning_rate: scalar or optax schedule.
       initial_accumulator_value: positive.
-      update_accumulator_first: True divides by the root of the new accumulator.
-      max_var_update: largest change of an element in one step, non-negative.
+      update_accumulator_first: True divides by `sqrt(a_new)`.
+      max_var_update: largest change per element and step, non-negative.
       max_accumulator: largest accumulator, non-negative. A larger initial value is
-        reduced to it in the row's first update.
+        reduced to it in the first update.
       **options: see `with_options`.
 
     Raises:
@@ -309,6 +301,7 @@ def bounded_adagrad(
         used = accumulators if update_accumulator_first else state.accumulators
         rate = learning_rate_at(learning_rate, state.count)
         bound = _or_infinite(max_var_update)
+        # The bound applies after the rate, so `descent` can't apply the rate.
         steps = jnp.clip(rate * updates * jax.lax.rsqrt(used), -bound, bound)
         return -steps, CountedAdagradState(state.count + 1, accumulators)
 
@@ -316,7 +309,7 @@ def bounded_adagrad(
 
 
 def _or_infinite(bound: Any) -> jax.Array:
-    """Returns the bound, with 0 replaced by infinity."""
+    """Maps TensorFlow's 0, which means unbounded, to infinity."""
     bound = jnp.asarray(bound, jnp.float32)
     return jnp.where(bound > 0, bound, jnp.inf)
 
@@ -339,19 +332,20 @@ def proximal_adagrad(
         z = w - eta * g
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    `z` is the row after Adagrad's step of size `eta`. The slot variable `a`,
+    `z` is the row after an Adagrad step with size `eta`. The slot variable `a`,
     `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Duchi and Singer (2009), as `ProximalAdagradParameters` of TensorFlow's
-    `optimization_parameters.proto`, and its kernel
+    Source: Duchi and Singer, "Efficient Learning using Forward-Backward Splitting"
+    (NIPS 2009), as in TensorFlow, `ProximalAdagradParameters`
+    (`optimization_parameters.proto`) and the kernel
     `ResourceSparseApplyProximalAdagrad`.
 
-    Rows are regularised only in steps that look them up. optax has no equivalent.
+    Rows are regularized only in steps that look them up. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
-      l1: L1 regularisation strength, non-negative.
-      l2: L2 regularisation strength, non-negative.
+      l1: L1 regularization strength, non-negative.
+      l2: L2 regularization strength, non-negative.
       initial_accumulator_value: positive.
       **options: see `with_options`.
 
@@ -367,6 +361,7 @@ def proximal_adagrad(
     def update(updates: Any, state: Any, params: Any):
         accumulators = state.accumulators + jnp.square(updates)
         rate = learning_rate_at(learning_rate, state.count)
+        # Shrinkage isn't linear in the rate, so `descent` can't apply the rate.
         eta = rate * jax.lax.rsqrt(accumulators)
         rows = proximal_step(params - eta * updates, eta, l1, l2)
         return rows - params, CountedAdagradState(state.count + 1, accumulators)
@@ -400,15 +395,15 @@ def clippy_adagrad(
         a += g**2
         a += (scale * g)**2                        instead, if clip_accumulator_update
 
-    `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change
-    allowed per element. `scale` shortens the whole table's step. The inner minimum is
-    over all elements of the table with a nonzero step `d`. Computing it takes an
-    all-reduce of one scalar per table. `p` uses `a` before the step or, with
-    `use_standard_accumulator_update`, after the step. The slot variable `a`,
-    `[rows, dim]`, starts at `initial_accumulator_value`.
+    `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change per
+    element. `scale` shortens the whole table's step. Its inner minimum is over all
+    elements with a nonzero step `d`, and takes an all-reduce with one scalar per table.
+    `p` uses `a` before the step or, with `use_standard_accumulator_update`, after the
+    step. The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
-    TensorFlow Recommenders.
+    Source: Tang et al., "Improving Training Stability for Multitask Ranking Models"
+    (KDD 2023), as in TensorFlow Recommenders,
+    `tfrs.experimental.optimizers.ClippyAdagrad`.
 
     The result equals applying the rule to all rows, because untouched rows have
     gradient zero. optax has no Clippy.
@@ -421,8 +416,8 @@ def clippy_adagrad(
       absolute_threshold: non-negative.
       epsilon: positive.
       use_standard_accumulator_update: True adds the squares before the step.
-      clip_accumulator_update: True adds the squares of the scaled gradient. Cannot be
-        combined with `use_standard_accumulator_update`.
+      clip_accumulator_update: True adds squares after scaling. You can't combine it
+        with `use_standard_accumulator_update`.
       **options: see `with_options`.
 
     Raises:
@@ -458,6 +453,8 @@ def clippy_adagrad(
         # An element with a step of 0 does not limit the scale.
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
+        # Untouched rows have step 0, so the minimum over touched rows is the whole
+        # table's. It is infinite if the step touched none.
         min_ratio = rows.minimum(jnp.min(ratio, axis=1, initial=1))
         scale = rows.per_row(jnp.minimum(1, min_ratio))[:, None]
         if not use_standard_accumulator_update:
@@ -469,16 +466,9 @@ def clippy_adagrad(
 
 
 class FrequencyAwareAdagradState(NamedTuple):
-    """State of `frequency_aware_adagrad`.
-
-    Attributes:
-      count: updates so far.
-      accumulators: sums of squared gradients, `[rows, dim]`.
-      counters: number of steps so far that looked the row up, `[rows]`, int32.
-    """
-
     count: jax.Array
     accumulators: jax.Array
+    # int32 `[rows]`: steps so far that looked the row up.
     counters: jax.Array
 
 
@@ -503,27 +493,27 @@ def frequency_aware_adagrad(
         k = min((t / c)**probability_exponent, max_lr_multiplier)
         w -= learning_rate * (k * g / sqrt(a) + l1 * sign(w) + l2 * w)
 
-    `c / t` is the fraction of steps that looked the row up, so a row that every step
-    looks up has the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
-    `initial_accumulator_value`. The slot variable `c`, `[rows]`, int32, starts at 0.
+    `c / t` is the fraction of steps that looked the row up, and `k = 1` if all steps
+    did. The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
+    The slot variable `c`, `[rows]`, int32, starts at 0.
 
-    Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
-    floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
-    `optimization_parameters.proto`; at a decay of 1 they have no effect. The formula in
-    that message's comment is wrong: it divides by the accumulator instead of the
+    Source: jax-tpu-embedding, `sparse_dense_matmul_grad_with_f2a`. The decay and the
+    floor for `a` come from TensorFlow, `FrequencyAwareAdagradParameters`
+    (`optimization_parameters.proto`); at a decay of 1 they have no effect. Note that
+    the formula in its comment is wrong: it divides by the accumulator instead of the
     counter, and multiplies by the gradient twice.
 
-    The two sources keep one counter per element, although all counters of a row are
-    equal. This rule keeps one counter per row. Rows are regularised only in steps that
-    look them up. optax has no equivalent.
+    Both sources keep one counter per element, although all counters in a row are equal,
+    so this rule keeps one per row. Rows are regularized only in steps that look them
+    up. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
-      initial_accumulator_value: start and lower bound of `a`, positive.
+      initial_accumulator_value: start and lower bound for `a`, positive.
       probability_exponent: non-negative; 0 means plain Adagrad.
-      max_lr_multiplier: upper bound of `k`, positive.
-      l1: L1 regularisation strength, non-negative.
-      l2: L2 regularisation strength, non-negative.
+      max_lr_multiplier: upper bound for `k`, positive.
+      l1: L1 regularization strength, non-negative.
+      l2: L2 regularization strength, non-negative.
       accumulator_decay: in [0, 1].
       **options: see `with_options`.
 
@@ -545,6 +535,7 @@ def frequency_aware_adagrad(
 
     def update(updates: Any, state: Any, params: Any):
         count = state.count + 1
+        # The default driver passes only looked-up rows, so all counters advance.
         counters = state.counters + 1
         accumulators = jnp.maximum(
             accumulator_decay * state.accumulators + jnp.square(updates),
@@ -556,6 +547,7 @@ def frequency_aware_adagrad(
         )
         steps = multipliers[:, None] * updates * jax.lax.rsqrt(accumulators)
         steps += l1 * jnp.sign(params) + l2 * params
+        # Schedules count steps from 0, the formula from 1.
         rate = learning_rate_at(learning_rate, state.count)
         return -rate * steps, FrequencyAwareAdagradState(count, accumulators, counters)
 
@@ -563,15 +555,8 @@ def frequency_aware_adagrad(
 
 
 class FrequencyEstimatorState(NamedTuple):
-    """State of `frequency_estimator`.
-
-    Attributes:
-      count: updates so far.
-      last_hit_step: step of the last lookup, counted from 1, `[rows]`, int32; 0 means
-        never.
-    """
-
     count: jax.Array
+    # int32 `[rows]`, counted from 1; 0 means never.
     last_hit_step: jax.Array
 
 
@@ -584,7 +569,7 @@ def frequency_estimator(
 ) -> optax.GradientTransformation:
     """Makes an optimizer that stores the mean interval between lookups as the row.
 
-    For a row `w` of a table with dim 1, in step `t` counted from 1::
+    For a row `w` in a table with dim 1, in step `t` counted from 1::
 
         d = t - last_hit_step
         c = min(d, max_delta)
@@ -595,21 +580,20 @@ def frequency_estimator(
     `d` is the interval since the row's last lookup, in steps, and `c` the bounded
     interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
 
-    The gradient is ignored, and a row changes in the steps that look it up. The table
-    must start at `max_delta`:
-    `TableConfig(..., dim=1, initializer=jax.nn.initializers.constant(max_delta))`.
+    The gradient is ignored, and a row changes in the steps that look it up. You must
+    start the table at `max_delta`, with `dim=1` and
+    `initializer=jax.nn.initializers.constant(max_delta)` in its `TableConfig`.
 
-    Source: `FrequencyEstimatorParameters` of TensorFlow's
-    `optimization_parameters.proto`. In TensorFlow, the caller passes the step as the
-    learning rate. This rule counts its own updates instead. optax has no equivalent.
+    Source: TensorFlow, `FrequencyEstimatorParameters`
+    (`optimization_parameters.proto`). There, you pass the step as the learning rate.
+    This rule counts its own updates instead. optax has no equivalent.
 
     Args:
-      tau: weight of the newest interval, in (0, 1).
-      max_delta: upper bound of an averaged interval, in steps, positive.
-      outlier_threshold: an interval of at least this many times the row's value
-        replaces the value; positive.
-      weight_exponent: TensorFlow's fourth parameter. It has no effect on the update;
-        pass it to `frequency_weights`, which applies it.
+      tau: weight for the newest interval, in (0, 1).
+      max_delta: upper bound for an averaged interval, in steps, positive.
+      outlier_threshold: an interval at least this many times the row's value replaces
+        it; positive.
+      weight_exponent: no effect on the update; pass it to `frequency_weights`.
 
     Raises:
       ValueError: if a value is out of range, or the table's dim is not 1.
@@ -653,16 +637,16 @@ def frequency_estimator(
 def frequency_weights(
     deltas: jax.Array, max_delta: float, weight_exponent: float = 1.0
 ) -> jax.Array:
-    """Returns sample weights from looked-up rows of a `frequency_estimator` table.
+    """Turns looked-up rows from a `frequency_estimator` table into sample weights.
 
     An interval `delta` has the weight `(delta / max_delta)**weight_exponent`: 1 for ids
-    never seen, less for frequent ids. Multiply the ids' embeddings or losses by the
+    never seen, less for frequent ids. Multiply your embeddings or losses by the
     weights. TensorFlow documents only the formula.
 
     Args:
-      deltas: activations of a `frequency_estimator` table, one id per sample, in any
+      deltas: activations from a `frequency_estimator` table, one id per sample, in any
         shape.
-      max_delta: the `max_delta` passed to `frequency_estimator`.
+      max_delta: the `max_delta` that you passed to `frequency_estimator`.
       weight_exponent: the exponent.
 
     Returns:

@@ -1,12 +1,7 @@
-"""Adam, Yogi, RMSProp and Adadelta, which by default change only touched rows.
+"""Adam, Yogi, RMSProp and Adadelta, by default lazy and without bias correction.
 
-Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Yogi is similar
-but bounds the change of the second moment: Zaheer et al., "Adaptive Methods for
-Nonconvex Optimization" (NeurIPS 2018).
-
-RMSProp: Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012). The centered form follows
-Graves, "Generating Sequences With Recurrent Neural Networks" (2013). Adadelta follows
-Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012).
+TensorFlow defines them, and moments decay only in steps that look their row up.
+`lazy_adam.py` follows optax.
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -29,14 +24,7 @@ from tpu_embedding.optimizers.rules._proximal import (
 
 
 class AdamState(NamedTuple):
-    """State of `adam`, and of the rules of `rowwise` that keep both moments.
-
-    Attributes:
-      count: updates so far.
-      momenta: moving averages of the gradients, `[rows, dim]`.
-      velocities: moving averages of the squared gradients, `[rows, dim]`, or `[rows]`
-        for rules with one velocity per row.
-    """
+    """State with both moments; velocities may be `[rows]` for `rowwise`."""
 
     count: jax.Array
     momenta: jax.Array
@@ -55,7 +43,7 @@ def adam(
     bias_correction: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adam as TensorFlow's TPU embedding defines it.
+    """Makes Adam in TensorFlow's TPU form, by default lazy and without bias correction.
 
     For a row `w` with summed gradient `g`::
 
@@ -68,17 +56,18 @@ def adam(
     `c` is the bias correction, and `t` the step, counted from 1, for all rows alike.
     The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
-    Source: Kingma and Ba (2015), as in `tf.tpu.experimental.embedding.Adam`.
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015), as
+    in `tf.tpu.experimental.embedding.Adam`.
 
     It differs from `optax.adam` and Keras' Adam in three ways:
 
     * A row's moments decay only in steps that look the row up. `lazy_adam=False`
       updates every row in every step, at the cost of a pass over the table.
-    * There is no bias correction unless `bias_correction=True`.
-    * Epsilon is inside the root unless `sum_inside_sqrt=False`.
+    * The bias is corrected only if you pass `bias_correction=True`.
+    * Epsilon is inside the root unless you pass `sum_inside_sqrt=False`.
 
-    With all three arguments set, it equals Keras' Adam. `optax.adam` still differs: it
-    adds epsilon after the bias correction.
+    With all three arguments, it equals Keras' Adam. However, `optax.adam` still
+    differs: it adds epsilon after the bias correction.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -101,6 +90,7 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
+    # `v` may be 0, and a square of 0 would make the step 0 / 0.
     if sum_inside_sqrt and positive(epsilon**2).problem:
         rule = "be at least 1.1e-19 with sum_inside_sqrt=True, which squares it"
         fix = "Raise it, or set sum_inside_sqrt=False."
@@ -115,6 +105,7 @@ def adam(
             steps = momenta * jax.lax.rsqrt(velocities + epsilon**2)
         else:
             steps = momenta / (jnp.sqrt(velocities) + epsilon)
+        # Scales the whole step, as in Keras. optax corrects `v` before it adds epsilon.
         if bias_correction:
             t = count.astype(steps.dtype)
             steps *= jnp.sqrt(1 - beta_2**t) / (1 - beta_1**t)
@@ -125,7 +116,7 @@ def adam(
 
 
 class ProximalYogiState(NamedTuple):
-    """State of `proximal_yogi`: slot variables `[rows, dim]`, and an update count."""
+    """Slot variables `[rows, dim]` and an update count."""
 
     count: jax.Array
     v: jax.Array
@@ -153,17 +144,19 @@ def proximal_yogi(
         z = w - eta * m
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    `z` is the row after Yogi's step of size `eta`. The slot variables are
-    `[rows, dim]`: `v` starts at `initial_accumulator_value`, `m` at 0.
+    Yogi is similar to Adam, but bounds the change in `v`. `z` is the row after a Yogi
+    step with size `eta`. The slot variables are `[rows, dim]`: `v` starts at
+    `initial_accumulator_value`, `m` at 0.
 
-    Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
-    `optimization_parameters.proto`. The defaults come from
-    `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
-    not the formula; the proximal step is assumed to be `proximal_adagrad`'s.
+    Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (NeurIPS 2018),
+    as in TensorFlow, `ProximalYogiParameters` (`optimization_parameters.proto`), with
+    the defaults in `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the
+    parameters but not the formula. This rule assumes the proximal step of
+    `proximal_adagrad`.
 
-    Unlike `optax.yogi`, it has no bias correction. TensorFlow users multiply the
+    Unlike `optax.yogi`, it has no bias correction. In TensorFlow, you multiply the
     learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with the step `t` counted
-    from 1. A row is regularised, and its slot variables decay, only in steps that look
+    from 1. A row is regularized, and its slot variables decay, only in steps that look
     the row up.
 
     Args:
@@ -171,8 +164,8 @@ def proximal_yogi(
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      l1: L1 regularisation strength, non-negative.
-      l2: L2 regularisation strength, non-negative.
+      l1: L1 regularization strength, non-negative.
+      l2: L2 regularization strength, non-negative.
       initial_accumulator_value: non-negative.
       **options: see `with_options`.
 
@@ -200,7 +193,7 @@ def proximal_yogi(
 
 
 class OnlineYogiState(NamedTuple):
-    """State of `online_yogi`: slot variables `[rows, dim]`, and an update count."""
+    """Slot variables `[rows, dim]` and an update count."""
 
     count: jax.Array
     vs: jax.Array
@@ -225,12 +218,11 @@ def online_yogi(
 
     If the denominator is 0, the row becomes 0. If the learning rate is 0, the row and
     its slot variables do not change. The slot variables `v` and `l`, `[rows, dim]`,
-    start at 0, and `v_new` is the next value of `v`. Because `l` starts at 0, a row's
-    first update discards its initial value. Rows change only in steps that look them
-    up.
+    start at 0, and `v_new` is the next value of `v`. Because `l` starts at 0, the first
+    update to a row discards its initial value.
 
-    Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
-    `optimization_parameters.proto`. That file cites the paper "plus some extensions
+    Source: Zaheer et al. (NeurIPS 2018), as in TensorFlow, `OnlineYogiParameters`
+    (`optimization_parameters.proto`). That file cites the paper "plus some extensions
     based on FTRL" but gives no formula. This rule is an interpretation: `ftrl` with the
     root of `v` instead of the power of the accumulator.
 
@@ -239,8 +231,8 @@ def online_yogi(
 
     Args:
       learning_rate: scalar or optax schedule.
-      l1: L1 regularisation strength, non-negative.
-      l2: L2 regularisation strength, non-negative.
+      l1: L1 regularization strength, non-negative.
+      l2: L2 regularization strength, non-negative.
       beta_2: decay of `v`, in [0, 1).
       **options: see `with_options`.
 
@@ -259,6 +251,7 @@ def online_yogi(
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
         moves, divisor = split_zero_rate(rate)
+        # A gradient of 0 leaves `v` and the linears as they are.
         updates = jnp.where(moves, updates, 0)
         vs = _second_moment(updates, state.vs, beta_2)
         roots = jnp.sqrt(vs)
@@ -278,18 +271,12 @@ def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Arr
 
 
 class RMSPropState(NamedTuple):
-    """State of `rmsprop`.
-
-    Attributes:
-      count: updates so far.
-      ms: moving averages of squared gradients, `[rows, dim]`.
-      mom: momenta of the steps, `[rows, dim]`.
-      mg: moving averages of gradients, `[rows, dim]`, or None unless centered.
-    """
+    """Slot variables `[rows, dim]` and an update count."""
 
     count: jax.Array
     ms: jax.Array
     mom: jax.Array
+    # None unless centered.
     mg: jax.Array | None
 
 
@@ -304,7 +291,7 @@ def rmsprop(
     centered: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes RMSProp with momentum.
+    """Makes RMSProp with momentum, optionally centered by the mean gradient.
 
     For a row `w` with summed gradient `g`::
 
@@ -316,9 +303,11 @@ def rmsprop(
     The slot variables are `[rows, dim]`: `ms` starts at `initial_ms`, `mom` and `mg` at
     0. `mg` exists only if centered.
 
-    Source: Tieleman and Hinton (2012), as `RmsPropParameters` and
-    `CenteredRmsPropParameters` of TensorFlow's `optimization_parameters.proto`, and its
-    kernels `ResourceSparseApplyRMSProp` and `ResourceSparseApplyCenteredRMSProp`.
+    Source: Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012), and, if centered,
+    Graves, "Generating Sequences With Recurrent Neural Networks" (2013), as in
+    TensorFlow, `RmsPropParameters` and `CenteredRmsPropParameters`
+    (`optimization_parameters.proto`), and the kernels `ResourceSparseApplyRMSProp` and
+    `ResourceSparseApplyCenteredRMSProp`.
 
     Slot variables decay only in steps that look their row up; `optax.rmsprop` and Keras
     update every row in each step. TensorFlow 1 started `ms` at 1, Keras starts it at 0.
@@ -329,7 +318,7 @@ def rmsprop(
       momentum: decay of `mom`, in [0, 1].
       epsilon: positive.
       initial_ms: start of `ms`, non-negative.
-      centered: True subtracts the squared mean of the gradient.
+      centered: True subtracts the squared mean gradient.
       **options: see `with_options`.
 
     Raises:
@@ -351,6 +340,8 @@ def rmsprop(
             mg = rho * state.mg + (1 - rho) * updates
             # Rounding can make it negative if gradients repeat.
             variance = jnp.maximum(ms - jnp.square(mg), 0)
+        # As in TensorFlow, momentum sums steps that include their rates, so a schedule
+        # doesn't rescale earlier steps. `descent` would.
         step = rate * updates * jax.lax.rsqrt(variance + epsilon)
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
@@ -359,7 +350,7 @@ def rmsprop(
 
 
 class AdadeltaState(NamedTuple):
-    """State of `adadelta`: mean squares of gradients and updates, `[rows, dim]`."""
+    """Mean squares of gradients and updates, `[rows, dim]`."""
 
     accumulators: jax.Array
     updates: jax.Array
@@ -383,8 +374,9 @@ def adadelta(
 
     `x` is the update. The slot variables `a` and `u`, `[rows, dim]`, start at 0.
 
-    Source: Zeiler (2012), as `AdadeltaParameters` of TensorFlow's
-    `optimization_parameters.proto`, and its kernel `ResourceSparseApplyAdadelta`.
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012), as in
+    TensorFlow, `AdadeltaParameters` (`optimization_parameters.proto`) and the kernel
+    `ResourceSparseApplyAdadelta`.
 
     Slot variables decay only in steps that look their row up; `optax.adadelta` and
     Keras update every row in each step.

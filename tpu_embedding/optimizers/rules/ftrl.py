@@ -1,7 +1,4 @@
-"""FTRL-Proximal: follow the regularised leader, per coordinate.
-
-McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013).
-"""
+"""FTRL-Proximal: follow the regularized leader, per coordinate."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -22,7 +19,7 @@ from tpu_embedding.optimizers.rules._proximal import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
-    """State of `ftrl`: slot variables `[rows, dim]`, and an update count."""
+    """Slot variables `[rows, dim]` and an update count."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -59,14 +56,14 @@ def ftrl(
 
     If the denominator is 0, the row becomes 0. The slot variables `a` and `l` are
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
-    value. `l` starts at 0, so a row's first update discards its initial value.
+    value. `l` starts at 0, so the first update to a row discards its initial value.
 
-    If the learning rate is 0, the row and its slot variables do not change. With
-    `multiply_linear_by_learning_rate` they may change, as in TensorFlow.
+    If the learning rate is 0, the row and its slot variables do not change. However,
+    they may change with `multiply_linear_by_learning_rate`, as in TensorFlow.
 
-    Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
-    kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.
-    optax has no FTRL.
+    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013),
+    as in `tf.tpu.experimental.embedding.FTRL` and the kernels `ResourceSparseApplyFtrl`
+    and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`. optax has no FTRL.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -75,11 +72,11 @@ def ftrl(
       l2_regularization_strength: `l2`, non-negative.
       beta: non-negative.
       initial_accumulator_value: positive.
-      multiply_linear_by_learning_rate: True selects the second pair of equations.
-      allow_zero_accumulator: True allows an `initial_accumulator_value` of 0.
-        TensorFlow's documentation says the same, but its class always rejects 0.
+      multiply_linear_by_learning_rate: True selects the second equations.
+      allow_zero_accumulator: True allows `initial_accumulator_value=0`. TensorFlow
+        documents the same, but its class always rejects 0.
       l2_shrinkage_regularization_strength: `s`, non-negative. Found in Keras and in
-        TensorFlow's CPU kernels.
+        TensorFlow CPU kernels.
       **options: see `with_options`.
 
     Raises:
@@ -92,6 +89,7 @@ def ftrl(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
+    # The decorator lets 0 pass, because only this flag tells if it is allowed.
     if not allow_zero_accumulator:
         check_hyperparameters(
             "ftrl", initial_accumulator_value=positive(initial_accumulator_value)
@@ -102,6 +100,7 @@ def ftrl(
 
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
+        # Shrinkage enters `l` but not `a`, as in TensorFlow's CPU kernels.
         shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
         is_nonzero, divisor = split_zero_rate(rate)
         if not multiply_linear_by_learning_rate:
@@ -124,6 +123,7 @@ def ftrl(
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:
-    """Raises to a power. An exponent of 0.5 uses the square root, which is exact."""
+    """Raises to a power, which may be traced."""
+    # The square root is exact, unlike `pow`.
     is_half = not isinstance(exponent, Tracer) and exponent == 0.5
     return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

@@ -1,7 +1,7 @@
-"""Adam with optax's formula, for touched rows only.
+"""Adam and AdamW as in optax, for touched rows only.
 
-Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. Loshchilov and
-Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+Dense Adam moves a row even without lookups. `skipped_steps="catch_up"` takes these
+moves when the row is next touched.
 """
 
 import dataclasses
@@ -20,27 +20,20 @@ from tpu_embedding.optimizers.options import CommonOptions, public_optimizer
 SkippedSteps = Literal["ignore", "catch_up"]
 
 _STEPS_PER_TURN: Final = 8
-"""Number of skipped steps per loop iteration. XLA fuses the steps of an iteration."""
+"""Skipped steps per loop iteration, unrolled so that XLA fuses them."""
 
 _NEGLIGIBLE: Final = 1e-8
-"""Bound on the sum of omitted moves, relative to the first skipped move."""
+"""Bound on the summed omitted moves, relative to the first skipped move."""
 
 
 class LazyAdamState(NamedTuple):
-    """State of `lazy_adam(..., skipped_steps="catch_up")`.
-
-    Attributes:
-      count: updates so far.
-      mu: moving averages of the gradients, `[rows, dim]`.
-      nu: moving averages of the squared gradients, `[rows, dim]`.
-      last_counts: int32 `[rows]`, the `count` after each row's latest update. 0 means
-        that the row has skipped nothing: its moments are 0, or come from a checkpoint
-        of a rule that ignores skipped steps.
-    """
+    """State for `skipped_steps="catch_up"`, with moments `[rows, dim]`."""
 
     count: jax.Array
     mu: jax.Array
     nu: jax.Array
+    # int32 `[rows]`, the `count` after each row's latest update. 0 means that the row
+    # skipped nothing: its moments are 0, or come from a rule that ignores such steps.
     last_counts: jax.Array
 
 
@@ -66,29 +59,30 @@ def lazy_adam(
     The slot variables `m` and `v`, `[rows, dim]`, start at 0. `adam` is TensorFlow's
     form, by default without bias correction.
 
-    A row that a step does not look up has gradient 0. Dense Adam still decays its
-    moments and moves it by the remaining `m`. `skipped_steps` selects what this
-    optimizer does instead:
+    If a step does not look a row up, dense Adam still decays its moments and moves it
+    by the remaining `m`. With `skipped_steps`, you select what this optimizer does
+    instead:
 
     * `"ignore"`: the row and its moments do not change. This is the usual lazy Adam.
     * `"catch_up"`: the next step that looks the row up first takes the skipped steps,
-      then its own. The row and its moments then equal dense Adam's with the same
+      then its own. The row and its moments then equal dense Adam with the same
       gradients. This needs an int32 slot variable per row.
 
-    With `"catch_up"`, a lookup reads the row as it was before the skipped moves, even
-    in the step that takes these moves. The gradient of that step belongs to the row as
-    it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the previous
-    move, by default 0.9005 times. A row takes at most 198 skipped moves by default;
-    later moves are below float32's precision. A loop takes the moves of all touched
-    rows together, and runs until the row that waited longest is done. On real data,
-    most steps therefore run all iterations. On a CPU the rule then takes about 20 times
-    as long as without catching up: 120 ms for 8,192 rows of 64 elements.
-    `every_row(optax.adam(...))` gives dense Adam's values in every lookup, at the cost
-    of a pass over the table.
+    Note that with `"catch_up"`, a lookup reads the row as it was before the skipped
+    moves, even in the step that takes these moves. That step's gradient is for the row
+    as it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the
+    previous move, by default 0.9005 times. A row takes at most 198 skipped moves by
+    default; later moves are below float32 precision.
 
-    Source: Kingma and Ba (2015), as `optax.adam`. Skipped moves use a schedule's rates
-    at the skipped steps. If the rate is set by hand, they use its current value. A
-    non-finite rate counts as 0, because such a step does not change tables.
+    A loop takes the moves of all touched rows together, until the row that waited
+    longest is done. On real data, most steps run all iterations. On a CPU, this takes
+    about 20 times as long as without catching up: 120 ms for 8,192 rows with 64
+    elements. If you need dense Adam's values in every lookup, use
+    `every_row(optax.adam(...))`, which costs a pass over the table.
+
+    Source: Kingma and Ba (ICLR 2015), as `optax.adam`. Skipped moves use a schedule's
+    rates at the skipped steps. If you set the rate by hand, they use its current value.
+    A non-finite rate counts as 0, because such a step does not change tables.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -127,14 +121,7 @@ def lazy_adam(
 
 @dataclasses.dataclass(frozen=True)
 class _CatchUpAdam:
-    """`lazy_adam(..., skipped_steps="catch_up")` on rows `[rows, dim]`.
-
-    Attributes:
-      learning_rate: scalar or optax schedule.
-      beta_1: decay of `mu`.
-      beta_2: decay of `nu`.
-      epsilon: see `lazy_adam`.
-    """
+    """`lazy_adam(..., skipped_steps="catch_up")` on rows `[rows, dim]`."""
 
     learning_rate: optax.ScalarOrSchedule
     beta_1: Any
@@ -142,7 +129,6 @@ class _CatchUpAdam:
     epsilon: Any
 
     def init(self, params: Any) -> LazyAdamState:
-        """Returns the initial state of rows."""
         if params.ndim != 2:
             raise ValueError(
                 "lazy_adam: skipped_steps='catch_up' is only for tables [rows, dim], "
@@ -166,10 +152,12 @@ class _CatchUpAdam:
         # Under `in_sequence`, a row may be updated several times per step, without
         # skipped steps between these updates.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
+        # See `LazyAdamState`.
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
         skipped = self.skipped_moves(state, num_skipped)
 
+        # With gradient 0, the moments have a closed form. Only the moves need the loop.
         mu_decay, nu_decay = (
             jnp.power(beta, num_skipped + 1)[:, None]
             for beta in (self.beta_1, self.beta_2)
@@ -183,53 +171,50 @@ class _CatchUpAdam:
         return -(skipped + own), LazyAdamState(count, mu, nu, counts)
 
     def skipped_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
-        """Returns the sum of the moves that each row skipped.
+        """Sums the moves that each row skipped.
 
-        In the `k`-th step after the row's latest update, which was in step `t`, the
-        gradient is 0 and the move is::
+        The `k`-th move after an update in step `t` is::
 
             step_size(t + k) * beta_1**k * mu
             / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
-
-        Args:
-          state: the state before the skipped steps.
-          num_skipped: number of skipped steps, float32 `[rows]`.
         """
         # Moves shrink roughly as `shrink**k`; after `enough` steps they are negligible.
         shrink = self.beta_1 / jnp.sqrt(jnp.asarray(self.beta_2, jnp.float32))
         enough = jnp.log(_NEGLIGIBLE * (1 - shrink)) / jnp.log(shrink)
+        # Traced betas aren't checked. Moves that don't shrink are never negligible.
         enough = jnp.where(shrink < 1, jnp.ceil(enough), jnp.inf)
         # Rows without momentum, such as padding and new rows, do not move.
         is_moving = jnp.any(state.mu != 0, axis=1)
         num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
+        # `sqrt(beta_2**k * nu)` is split into factors, so that the loop takes roots
+        # only of `[rows]`, not of `[rows, dim]`.
         nu_roots = jnp.sqrt(state.nu)
 
         def add_moves(turn: jax.Array, total: jax.Array) -> jax.Array:
-            """Adds an iteration's moves, in units of `mu`, to the total."""
+            """Adds one iteration's moves, in units of `mu`."""
             for i in range(_STEPS_PER_TURN):
                 step = _STEPS_PER_TURN * turn + i + 1
                 k = step.astype(jnp.float32)
                 t = jnp.maximum(state.last_counts + step, 1)
                 sizes, corrections = self.step_sizes(t)
+                # A step with a non-finite rate didn't change tables.
                 is_taken = (k <= num_moves) & jnp.isfinite(sizes)
                 sizes = jnp.where(is_taken, sizes * self.beta_1**k, 0)
                 scales = jnp.sqrt(self.beta_2**k / corrections)
                 total += sizes[:, None] / (nu_roots * scales[:, None] + self.epsilon)
             return total
 
+        # A dynamic count, so that steps whose rows skipped little stop early.
         num_turns = jnp.ceil(jnp.max(num_moves, initial=0) / _STEPS_PER_TURN)
         total = jax.lax.fori_loop(
             0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
         )
-        # If all gradients so far were 0, the total may be infinite.
+        # If all gradients so far were 0, the total may be infinite; `0 * inf` is NaN.
         return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rate divided by `mu`'s bias correction, and `nu`'s correction.
-
-        Args:
-          t: steps counted from 1, `[rows]`.
-        """
+        """Divides rates by the bias correction for `mu`, and finds the one for `nu`."""
+        # Each row is at its own step, and a schedule takes a scalar.
         rates = jax.vmap(lambda x: learning_rate_at(self.learning_rate, x))(t - 1)
         t = t.astype(jnp.float32)
         return rates / (1 - self.beta_1**t), 1 - self.beta_2**t
@@ -251,11 +236,12 @@ def adamw(
 
         w -= learning_rate * weight_decay * w_before
 
-    `w_before` is the row before the step. The slot variables are `lazy_adam`'s. Rows
-    and moments decay only in steps that look the row up; for all rows in each step,
-    write `every_row(optax.adamw(...))`.
+    `w_before` is the row before the step. The slot variables are as in `lazy_adam`.
+    Rows and moments decay only in steps that look the row up. If you want all rows to
+    decay in each step, use `every_row(optax.adamw(...))`.
 
-    Source: Loshchilov and Hutter (2019), as `optax.adamw`.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019),
+    as `optax.adamw`.
 
     Args:
       learning_rate: scalar or optax schedule.

@@ -1,9 +1,9 @@
-"""FBGEMM's optimizers that keep one scalar per row or scale a step by the row's norm.
+"""FBGEMM's optimizers with one scalar per row, or with steps scaled by row norms.
 
-The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
-`fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM,
-slot variables decay only in steps that look their row up, while bias correction counts
-all steps.
+The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`, and the names
+`split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM, slot
+variables decay only in steps that look their row up, while bias correction counts all
+steps.
 """
 
 from typing import Any, Literal, NamedTuple, Unpack
@@ -30,7 +30,7 @@ def partial_rowwise_adam(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adam with one velocity per row, and bias correction.
+    """Makes bias-corrected Adam with one velocity per row.
 
     For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
@@ -39,10 +39,10 @@ def partial_rowwise_adam(
         u = m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)
         w -= learning_rate * (u + weight_decay * w)
 
-    `u` is Adam's step. The slot variables `m`, `[rows, dim]`, and `v`, `[rows]`, start
-    at 0.
+    `u` is the Adam step. The slot variables `m`, `[rows, dim]`, and `v`, `[rows]`,
+    start at 0.
 
-    Source: `PARTIAL_ROWWISE_ADAM` of FBGEMM, with its defaults.
+    Source: FBGEMM, `PARTIAL_ROWWISE_ADAM`, with its defaults.
 
     Rows that the step does not look up do not change, not even by weight decay. optax
     lacks row-wise Adam.
@@ -77,7 +77,7 @@ def lamb(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes LAMB with rows as layers: Adam's step, scaled to the row's norm.
+    """Makes LAMB with rows as layers: an Adam step, scaled to the row's norm.
 
     For a row `w` with summed gradient `g`, in step `t` counted from 1::
 
@@ -87,12 +87,12 @@ def lamb(
             + weight_decay * w
         w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    `u` is Adam's step with weight decay. If either norm is 0, the ratio is 1, as in
+    `u` is the Adam step with weight decay. If either norm is 0, the ratio is 1, as in
     `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
-    Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
-    `LAMB` of FBGEMM, with its defaults. In FBGEMM, a row of zeros never changes, and a
-    step `u` of zeros gives NaN.
+    Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as in
+    FBGEMM, `LAMB`, with its defaults. However, in FBGEMM, a row of zeros never changes,
+    and a step `u` of zeros gives NaN.
 
     `optax.lamb` takes norms over the whole table, so tables reject it as not row-local.
 
@@ -139,11 +139,11 @@ def partial_rowwise_lamb(
             + weight_decay * w
         w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    `u` is Adam's step with weight decay. The slot variables `m`, `[rows, dim]`, and
+    `u` is the Adam step with weight decay. The slot variables `m`, `[rows, dim]`, and
     `v`, `[rows]`, start at 0.
 
-    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. This rule differs from
-    FBGEMM and from `optax.lamb` in the same ways as `lamb` does.
+    Source: FBGEMM, `PARTIAL_ROWWISE_LAMB`, with its defaults. It differs from FBGEMM
+    and `optax.lamb` in the same ways as `lamb`.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -166,11 +166,7 @@ def partial_rowwise_lamb(
 
 
 class RowwiseRMSPropState(NamedTuple):
-    """State of `rowwise_rmsprop`.
-
-    Attributes:
-      ms: moving averages of the rows' mean squared gradients, `[rows]`.
-    """
+    """Moving averages of each row's mean squared gradient, `[rows]`."""
 
     ms: jax.Array
 
@@ -189,11 +185,10 @@ def rowwise_rmsprop(
         ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
 
-    The slot variable `ms`, `[rows]`, starts at 0 and takes 1 / dim of the memory that
-    `ms` takes in `rmsprop`.
+    The slot variable `ms`, `[rows]`, starts at 0.
 
-    Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, which adds epsilon outside
-    the root. optax lacks row-wise RMSProp.
+    Source: FBGEMM, `rowwise_rmsprop_ar` with `ar_alpha=0`. However, FBGEMM adds epsilon
+    outside the root. optax lacks row-wise RMSProp.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -220,10 +215,7 @@ def rowwise_rmsprop(
 
 
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:
-    """Scales each row's step `u` to the row's norm: `u * norm(w) / norm(u)`.
-
-    If either norm is 0, the step is unchanged; see `lamb`.
-    """
+    """Scales steps to their rows' norms: `u * norm(w) / norm(u)`; see `lamb`."""
 
     def scale(step: Any, row: Any) -> Any:
         step_norms = jnp.linalg.norm(step, axis=1, keepdims=True)
@@ -241,10 +233,7 @@ def _moment_steps(
     weight_decay: float,
     velocity_of: VelocityOf,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Returns the steps that Adam and LAMB share: moments, then weight decay.
-
-    `velocity_of` says whether each element or each row has its own velocity.
-    """
+    """Builds the steps that Adam and LAMB share: moments, then weight decay."""
     beta_1, beta_2 = betas
     by_row = ("velocities",) if velocity_of == "row" else ()
 

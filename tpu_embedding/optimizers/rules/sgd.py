@@ -1,9 +1,6 @@
-"""Gradient descent with and without momentum, Lion, and assignment of rows.
+"""Gradient descent with and without momentum, Lion, and assignment.
 
-Polyak, "Some methods of speeding up the convergence of iteration methods" (1964).
-Nesterov's variant follows Sutskever et al., "On the importance of initialization and
-momentum in deep learning" (ICML 2013). Lion moves by the sign of an interpolated
-momentum: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023).
+All but `assign` are optax's rules with TensorFlow's argument names.
 """
 
 from typing import Any, Unpack
@@ -21,13 +18,11 @@ def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes plain gradient descent.
+    """Makes plain gradient descent, without slot variables.
 
     For a row `w` with summed gradient `g`::
 
         w -= learning_rate * g
-
-    It has no slot variables.
 
     Source: `tf.tpu.experimental.embedding.SGD`. It equals `optax.sgd` on the dense
     gradient, which is zero for untouched rows.
@@ -54,7 +49,7 @@ def momentum(
     use_nesterov: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes gradient descent with momentum.
+    """Makes gradient descent with heavy-ball or Nesterov momentum.
 
     For a row `w` with summed gradient `g`::
 
@@ -64,17 +59,19 @@ def momentum(
 
     The slot variable `m`, `[rows, dim]`, starts at 0.
 
-    Source: `MomentumParameters` of TensorFlow's `optimization_parameters.proto`, and
-    its kernel `ResourceSparseApplyMomentum`.
+    Source: Polyak, "Some methods of speeding up the convergence of iteration methods"
+    (1964), and, for Nesterov, Sutskever et al., "On the importance of initialization
+    and momentum" (ICML 2013), as in TensorFlow, `MomentumParameters`
+    (`optimization_parameters.proto`) and the kernel `ResourceSparseApplyMomentum`.
 
     `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
-    SGD update every row in every step, like `every_row(momentum(...))` at a constant
-    learning rate.
+    SGD update every row in every step. At a constant learning rate,
+    `every_row(momentum(...))` does the same.
 
     Args:
       learning_rate: scalar or optax schedule.
       momentum: decay of `m`, in [0, 1].
-      use_nesterov: True selects Nesterov's step.
+      use_nesterov: True selects the Nesterov step.
       **options: see `with_options`.
 
     Raises:
@@ -109,16 +106,16 @@ def lion(
 
     The slot variable `m`, `[rows, dim]`, starts at 0.
 
-    Source: Chen et al. (2023), as `LionParameters` of TensorFlow's
-    `optimization_parameters.proto`.
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023),
+    as in TensorFlow, `LionParameters` (`optimization_parameters.proto`).
 
     `m` decays only in steps that look its row up. `every_row(lion(...))` equals
-    TensorFlow's `use_non_lazy_lion` and Keras' Lion. `optax.lion` also decays weights.
+    `use_non_lazy_lion` in TensorFlow and Keras' Lion. `optax.lion` also decays weights.
 
     Args:
       learning_rate: scalar or optax schedule.
-      beta_1: weight of the momentum in the step, in [0, 1].
-      beta_2: decay of the momentum, in [0, 1].
+      beta_1: momentum weight in the step, in [0, 1].
+      beta_2: momentum decay rate, in [0, 1].
       **options: see `with_options`.
 
     Raises:
@@ -146,14 +143,14 @@ def assign() -> optax.GradientTransformation:
         w = g
 
     The sum is over samples, features and devices. A touched row with gradient 0 becomes
-    0. The optimizer has neither slot variables nor a learning rate.
+    0. It has neither slot variables nor a learning rate.
 
-    Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
+    Source: TensorFlow, `AssignParameters` (`optimization_parameters.proto`). Under
     `in_sequence`, the row is set to the gradient of the id's last occurrence;
     TensorFlow does not guarantee an order. optax has no equivalent.
 
     The layer clears a row before it adds `g`, so the row equals `g` even if it was NaN
-    or infinite. Outside the layer, the update is `g - w`, as usual in optax.
+    or infinite. Outside the layer, the update is `g - w`.
 
     Example:
       >>> optimizer = assign()
@@ -164,6 +161,7 @@ def assign() -> optax.GradientTransformation:
     """
 
     def replace(gradient: Any, row: Any) -> Any:
+        # A layer passes zero rows because of `sets_rows`, so this is exact.
         return jnp.subtract(gradient, row)
 
     return declare(optax.stateless_with_tree_map(replace), sets_rows=True)

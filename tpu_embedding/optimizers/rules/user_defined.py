@@ -19,12 +19,7 @@ from tpu_embedding.optimizers.options import (
 
 
 class UserDefinedState(NamedTuple):
-    """State of `user_defined`.
-
-    Attributes:
-      count: updates so far.
-      slots: slot variables by name, `[rows, dim]` or `[rows]`.
-    """
+    """Update count, and slot variables `[rows, dim]` or `[rows]` by name."""
 
     count: jax.Array
     slots: dict[str, jax.Array]
@@ -40,37 +35,37 @@ def user_defined(
     hyperparameters: Sequence[optax.ScalarOrSchedule] = (),
     slot_dims: Sequence[int] | None = None,
 ) -> optax.GradientTransformation:
-    """Makes an optimizer from a function of one row.
+    """Makes an optimizer from a function that you write for one row.
 
-    For a row `w` with summed gradient `g` and the tuple `s` of its slot variables::
+    For a row `w` with summed gradient `g` and the tuple `s` with its slot variables::
 
         w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
-    As in TensorFlow, the function is called with these positional arguments:
+    As in TensorFlow, your function is called with these positional arguments:
 
     * `gradient`: summed over the step's ids, `(dim,)`.
     * `embedding_table`: the row, `(dim,)`.
-    * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot of one dimension.
+    * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot with one
+      dimension.
     * `learning_rate`: a float32 scalar.
     * `hyperparameters`: a tuple of float32 scalars.
 
-    The function returns the new row or, if there are slot variables, the tuple
-    `(new_row, *new_slots)` in the order of `slot_names`. `jax.vmap` maps it over the
-    touched rows, so JAX must be able to trace it.
+    Return the new row or, if there are slot variables, the tuple
+    `(new_row, *new_slots)` in the order of `slot_names`. `jax.vmap` maps your function
+    over the touched rows, so JAX must be able to trace it.
 
     Source: `tf.tpu.experimental.embedding.CustomOptimizer`, whose function is
-    elementwise. In this package, the function may use the whole row, for example its
-    norm.
+    elementwise. Here, your function may use the whole row, for example its norm.
 
     Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
 
     Args:
       custom_computation: function of one row, see above.
       learning_rate: scalar or optax schedule.
-      slot_names: names of the slot variables, distinct strings.
+      slot_names: slot variable names, distinct strings.
       slot_initializers: one scalar per slot, or a function of `(shape, dtype)` such as
-        `jnp.ones` that returns the same values for every row. `shape` is the shape of
-        the slot variable on one shard.
+        `jnp.ones` that returns the same values for every row. `shape` is the slot
+        variable's shape on one shard.
       hyperparameters: scalars or optax schedules.
       slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
 
@@ -95,6 +90,7 @@ def user_defined(
     """
     rate = checked_schedule("user_defined", learning_rate)
     rates = [
+        # Unlike a learning rate, these may be negative.
         checked_schedule("user_defined", x, f"hyperparameters[{i}]", finite)
         for i, x in enumerate(hyperparameters)
     ]
@@ -121,6 +117,7 @@ def user_defined(
         return UserDefinedState(count=jnp.zeros((), jnp.int32), slots=slots)
 
     def update(updates: Any, state: Any, params: Any):
+        # In the order of the results, with names for the error below.
         old = {"the row": params, **{x: state.slots[x] for x in names}}
         results = jax.vmap(custom_computation, in_axes=(0, 0, 0, None, None))(
             updates,
@@ -135,6 +132,7 @@ def user_defined(
         if shapes != list(expected.values()):
             field = "user_defined: custom_computation"
             raise invalid(field, f"return arrays with shapes {expected}", shapes)
+        # State must keep its dtypes. Otherwise, the next step would recompile.
         rows, *slots = (
             after.astype(before.dtype)
             for before, after in zip(old.values(), results, strict=True)
