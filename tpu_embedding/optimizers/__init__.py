@@ -1,41 +1,12 @@
-"""Optimizers for embedding tables, as row-local optax transformations.
+"""Optimizers for embedding tables: row-local optax transformations.
 
-`docs/guides/optimizer_catalogue.md` lists every optimizer with its equation, its bytes
-of slot variables per row, and its equivalents in TensorFlow, Keras, optax and FBGEMM.
-Four things to know first:
-
-1. **Choosing one.** A table or the layer accepts
-   `optimizer=te.optimizers.adagrad(0.1)`, a name with a default rate such as
-   `optimizer="adagrad"`, a Keras optimizer, or any row-local optax transformation.
-   Row-local means that a row's update does not depend on other rows; `check_row_local`
-   checks this. `from_keras_config` translates a Keras optimizer.
-2. **Touched rows or every row.** By default, a step changes only the rows that it looks
-   up ("lazy" updates), so a row's momentum decays only in steps that look the row up.
-   `every_row` changes all rows in each step, as dense optimizers do, at the cost of a
-   pass over the table.
-3. **Learning rates.** A rate is a scalar or an optax schedule, a function of the step
-   counted from 0. To change it between steps without recompiling, use
-   `optax.inject_hyperparams` and `with_hyperparameters`, or
-   `tpu_embedding.nn.set_each_step` with a function.
-4. **Options.** Most optimizers accept the keyword arguments of `with_options`: bounds
-   on gradients and rows, weight decay, and the dtype and initial values of slot
-   variables. `with_ema` adds moving averages of the rows.
-
-An *optimizer* is the value that the user passes. A *rule* is the optimizer's arithmetic
-on rows. *Slot variables* are the part of the optimizer's state that has one entry per
-row.
-
-The files, in reading order:
-
-* `rules/`: the algorithms. `options`: keyword arguments that most algorithms share.
-* `row_optimizer`: optimizer types and drivers.
-* `learning_rates`: rates, and values that change between steps. `averages`: moving
-  averages.
-* `resolve`: how the layer applies an optimizer. `probe` runs it on a few rows, with
-  operations that `jaxprs` evaluates.
-* `table_rows`: totals for a rule. `array_rules`: applies a rule to pytrees of arrays.
-* `checks`: checks arguments, and makes equal calls return the same rule.
-* `keras`: translates Keras optimizers and schedules.
+You can pass one, a name such as `"adagrad"`, or a Keras optimizer to a table or layer.
+docs/guides/optimizers.md shows how to choose, and docs/guides/optimizer_catalogue.md
+lists equations and slot bytes per row. An *optimizer* is the value you pass, and its
+*rule* is the arithmetic on rows. Its *slot variables* are state with one entry per row.
+Steps change only the rows they look up, unless you wrap a rule in `every_row`. To read
+the code, start with `row_optimizer`, `resolve` (how a layer applies an optimizer),
+`probe` (which checks it) and `rules/`.
 """
 
 from tpu_embedding.optimizers.averages import with_ema as with_ema

@@ -1,9 +1,8 @@
 """Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
 
-optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
-with a pytree, and Flax's optimizers call it with a model's parameters. In these cases,
-the state has the form of optax's own states: a named tuple of one step count and of
-pytrees with the structure of the parameters.
+A layer runs a rule on one array, but `optax.masked`, `optax.multi_transform` and Flax
+optimizers pass pytrees. As in optax, the state then is a named tuple with one step
+count, and pytrees structured like the parameters.
 """
 
 from collections.abc import Callable
@@ -20,14 +19,10 @@ _SHARED: Final = ("count", "average_momentum")
 
 
 class PerArray(NamedTuple):
-    """A field whose values are not shaped like their arrays.
+    """A field with one value per array, not shaped like the arrays."""
 
-    Flax stores each leaf of the parameters' structure with the parameter's sharding,
-    which does not fit an array of another shape.
-
-    Attributes:
-      values: one value per array.
-    """
+    # As a pytree structured like the parameters, Flax would store each value with its
+    # parameter's sharding, which doesn't fit another shape.
 
     values: tuple[Any, ...]
 
@@ -35,19 +30,13 @@ class PerArray(NamedTuple):
 def for_each_array(
     init: Callable[[Any], Any], update: Callable[[Any, Any, Any], tuple[Any, Any]]
 ) -> optax.GradientTransformation:
-    """Returns a transformation of pytrees that applies a rule to each array.
+    """Applies a rule to each array in a pytree.
 
-    Args:
-      init: `params -> state` for one array. All states have the same structure; a field
-        that only some arrays need is `None` for other arrays.
-      update: `(updates, state, params) -> (updates, state)` for one array; `params` may
-        be `None`.
+    `init` maps one array to its state. All states must have the same structure, with
+    None in fields that only some arrays need. `update` accepts `params=None`.
 
-    Returns:
-      A transformation. For a single array, its state is the result of `init`. For a
-      pytree of arrays, the state has one `count` for all arrays. A field shaped like
-      its array is a pytree with the structure of the parameters, and any other field is
-      a `PerArray`.
+    A single array's state is `init`'s result. A pytree has one state: all arrays share
+    `count`, fields shaped like their arrays become pytrees, and others a `PerArray`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,13 +59,14 @@ def for_each_array(
         return new_updates, new_state
 
     def outside_in(tree: Any, arrays: list[Any], states: list[Any]) -> Any:
-        """Combines the arrays' states into one state."""
+        # A bare array keeps `init`'s own state, in which a layer finds slots by shape.
         if not states or jax.tree.structure(0) == tree:
             return tree.unflatten(states)
 
         def combine(path: Any, *leaves: Any) -> Any:
             if _is_shared(path):
                 return leaves[0]
+            # None stays in the pytree: it has no sharding to fit.
             fits = all(
                 leaf is None or jnp.shape(leaf) == jnp.shape(array)
                 for leaf, array in zip(leaves, arrays, strict=True)
@@ -86,7 +76,7 @@ def for_each_array(
         return jax.tree_util.tree_map_with_path(combine, *states, is_leaf=_is_none)
 
     def inside_out(tree: Any, state: Any, arrays: list[Any]) -> list[Any]:
-        """Splits a state into one state per array; the inverse of `outside_in`."""
+        """Inverts `outside_in`."""
         if not arrays:
             return []
         if jax.tree.structure(0) == tree:
@@ -116,14 +106,10 @@ def for_each_array(
 def initial_state(
     kind: Any, *, by_row: tuple[str, ...] = (), **start_values: Any
 ) -> Callable[[Any], Any]:
-    """Returns the `init` of a rule whose state is a named tuple.
+    """Builds `init` for a rule whose state is the named tuple `kind`.
 
-    Args:
-      kind: class of the state. Its field `count`, if any, starts at 0. All other fields
-        have the array's shape and dtype.
-      by_row: names of the fields with one value per row.
-      **start_values: value that a field starts at, by default 0. `None` leaves the
-        field empty.
+    A field `count` starts at 0. Fields in `by_row` have one value per row, and other
+    fields the array's shape. Start values default to 0. None leaves a field empty.
 
     Example:
       >>> import collections
@@ -153,7 +139,7 @@ def descent(
     update: Callable[[Any, Any, Any], tuple[Any, Any]],
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    """Returns `for_each_array`, whose steps are then multiplied by minus the rate."""
+    """Applies a rule to each array, and scales its steps by minus the rate."""
     steps = for_each_array(init, update)
     return optax.chain(steps, optax.scale_by_learning_rate(learning_rate))
 

@@ -1,9 +1,8 @@
 """Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
 If a row does not change for `k` steps, its average `a` becomes
-`momentum**k * a + (1 - momentum**k) * row`. An average is therefore updated only in
-steps that change its row. When it is read, this formula accounts for the steps since
-then.
+`momentum**k * a + (1 - momentum**k) * row`. So steps only touch averages whose rows
+they change, and this formula makes up for missed steps.
 """
 
 import dataclasses
@@ -33,14 +32,10 @@ EMAStart = Literal["first_update", "initial_values"]
 
 
 class AveragesState(NamedTuple):
-    """State of the averages of `with_ema`.
+    """The state that `with_ema` adds.
 
-    Attributes:
-      count: updates so far.
-      averages: moving averages, in the array's shape.
-      average_counts: `[rows]`, the `count` at the latest update of each row's average;
-        None for a dense array whose rank is not 2.
-      average_momentum: decay of the averages.
+    `average_counts`, `[rows]`, holds the `count` at each average's last update. None
+    for dense arrays that aren't matrices.
     """
 
     count: jax.Array
@@ -51,19 +46,9 @@ class AveragesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-    """Moving averages of a table's rows or of a dense array.
+    """The arithmetic behind `with_ema` and Adafactor's averages.
 
-    The state is a named tuple that has at least the fields of `AveragesState`.
-
-    Attributes:
-      momentum: decay of the averages.
-      overwrite_frequency: number of updates after which the averages replace the rows;
-        None means never.
-      start: see `with_ema`.
-      gradient_steps: number of steps per update. The averages advance in every step.
-
-    Raises:
-      ValueError: if `overwrite_frequency` is combined with several `gradient_steps`.
+    States are named tuples with at least the fields of `AveragesState`.
     """
 
     momentum: Any
@@ -82,7 +67,8 @@ class Averages:
             )
 
     def init(self, state: Any, array: Any) -> Any:
-        """Returns the state with averages that start at an array's values."""
+        """Starts the averages at the array itself."""
+        # Any matrix may be a table, whose rows miss different steps.
         is_table = array.ndim == 2
         return state._replace(
             averages=jnp.array(array, jnp.float32),
@@ -91,23 +77,16 @@ class Averages:
         )
 
     def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
-        """Updates the averages after an update of the array.
-
-        Args:
-          old: values before the update.
-          new: values after the update.
-          state: state before the update.
-
-        Returns:
-          The array's values and the state with the new averages. The values are the new
-          values or, every `overwrite_frequency` updates, the averages.
-        """
+        """Advances the averages. Returns the values to store, and the state."""
+        # Every `overwrite_frequency` updates, the averages are stored instead of `new`.
         missed, counts = 0, state.average_counts
         if counts is not None:
             missed = (state.count - counts)[:, None]
             counts = jnp.broadcast_to(state.count + 1, counts.shape)
+        # Averages advance in every step, but this runs once per `gradient_steps`.
         missed = missed + self.gradient_steps - 1
         momentum = jnp.asarray(self.momentum, jnp.float32)
+        # During all missed steps, the row had its old value.
         averages = catch_up(state.averages, old, missed, momentum)
         weight = momentum
         if self.start == "first_update":
@@ -125,13 +104,7 @@ class Averages:
 def catch_up(
     averages: jax.Array, rows: jax.Array, missed_steps: Any, momentum: Any
 ) -> jax.Array:
-    """Returns averages after steps in which their rows did not change.
-
-    Args:
-      averages: float32, of any shape.
-      rows: averaged values, in the same shape.
-      missed_steps: non-negative number of steps, broadcast against the rows.
-      momentum: decay of the averages, in [0, 1].
+    """Advances averages over steps in which their rows did not change.
 
     Example:
       >>> catch_up(jnp.zeros(1), jnp.ones(1), 2, 0.5).tolist()
@@ -152,28 +125,28 @@ def with_ema(
 ) -> optax.GradientTransformation:
     """Adds a moving average of each row to any optimizer, like Keras' `use_ema`.
 
-    After each step, for every row `w` of the table::
+    After each step, for every table row `w`::
 
         average = momentum * average + (1 - momentum) * w
 
     The averages are a slot variable, `[rows, dim]`, plus one int32 per row. A step
-    updates only the averages of the rows that it changes. Any other average catches up,
-    by a closed formula, when its row is next touched or when the averages are read. Up
-    to rounding, the result is the same as averaging the whole table in each step.
+    updates only the averages whose rows it changes. Any other average catches up, with
+    a closed formula, when its row is next touched or when you read the averages. Up to
+    rounding, the result is the same as averaging the whole table in each step.
 
     `te.Optimizer.finalize_variable_values` sets a model's values to their averages.
-    `te.functional.finalize_variable_values` does the same for tables or for dense
-    arrays without a model. To evaluate the averages during training, copy the model and
-    the optimizer with `nnx.clone`, and finalize the copies. The wrapper also works for
-    the dense parameters' optimizer.
+    `te.functional.finalize_variable_values` does the same for tables or dense arrays
+    without a model. To evaluate the averages during training, copy your model and
+    optimizer with `nnx.clone`, and finalize the copies. You can also wrap the dense
+    optimizer.
 
-    `with_ema` must be the outermost wrapper. It is not for `adafactor`, which has its
-    own options for averages. If the table has a narrow dtype, the averages are computed
-    from the new rows before these are rounded.
+    Note that `with_ema` must be the outermost wrapper. Don't wrap `adafactor`, which
+    has its own options for averages. In a narrow table, averages see the new rows
+    before they are rounded.
 
     Args:
       rule: an optimizer of this package, or a row-local optax transformation.
-      momentum: decay of the averages, in [0, 1]. Keras' `ema_momentum`.
+      momentum: decay rate in [0, 1], Keras' `ema_momentum`.
       overwrite_frequency: number of steps after which the averages replace all rows, at
         least 1. Keras' `ema_overwrite_frequency`. Defaults to never. This changes all
         rows, so a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.

@@ -1,13 +1,7 @@
 """Checks hyper-parameters, and makes equal optimizer calls return the same rule.
 
 A hyper-parameter is a real scalar: a Python or NumPy number, or an array of shape `()`.
-Under `optax.inject_hyperparams` it is traced, so its value is unknown and passes every
-range check. Its shape and dtype are still checked.
-
-An optax transformation is a pair of functions, and two such pairs are equal only if
-their functions are the same objects. To make transformations comparable, equal calls to
-this package's functions return the same rule. Tables with the same rule can share a
-stack.
+Under `optax.inject_hyperparams` it is traced, so only its shape and dtype are checked.
 """
 
 import dataclasses
@@ -25,12 +19,7 @@ from tpu_embedding.argument_checks import about, describe_value, invalid
 
 
 class Check(NamedTuple):
-    """The result of checking one hyper-parameter.
-
-    Attributes:
-      problem: text after "must be" in the error, or `None` if the value passes.
-      error: type of the error.
-    """
+    """The result for one hyper-parameter. `problem`, if any, follows "must be"."""
 
     problem: str | None
     error: type[Exception] = ValueError
@@ -47,14 +36,7 @@ DENSE_EXAMPLE: Final = "optax.adam(0.1)"
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
     """Raises one error that names every invalid hyper-parameter.
 
-    Args:
-      owner: name of a function, with which the error starts. May be omitted if the
-        caller adds the name to the error.
-      **checks: check of each hyper-parameter, such as `positive(value)`.
-
-    Raises:
-      TypeError: if a value is not a number, or not a scalar of a real dtype.
-      ValueError: if a value is out of range.
+    The error starts with `owner`, unless the caller adds a name itself.
     """
     failed = {name: check for name, check in checks.items() if check.problem}
     if not failed:
@@ -67,7 +49,7 @@ def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
 
 
 def real_scalar(value: Any) -> Check:
-    """Checks that a value is a real number or a scalar array with a real dtype."""
+    """Checks for a real number, or a scalar array with a real dtype."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -85,15 +67,7 @@ def real_scalar(value: Any) -> Check:
 def _in_range(
     text: str, is_in_range: Callable[[float], bool]
 ) -> Callable[[Any], Check]:
-    """Returns a function that checks a number after rounding it to float32.
-
-    Traced numbers pass. A nonzero number that rounds to 0 fails, because a rule might
-    divide by it. This includes float32's subnormal numbers, which XLA rounds to 0.
-
-    Args:
-      text: text after "must be" in the error.
-      is_in_range: returns True if a number is valid.
-    """
+    """Makes a check of the float32 number that a step will use. Tracers pass."""
 
     def check(value: Any) -> Check:
         result = real_scalar(value)
@@ -104,7 +78,7 @@ def _in_range(
         except OverflowError:
             return Check(f"within float32's range, got {str(value)[:9]}...")
         if 0 < abs(number) < _SMALLEST:
-            # A step would compute with 0 instead.
+            # XLA rounds subnormal numbers to 0, by which a rule might divide.
             zero = "0 or " if is_in_range(0.0) else ""
             return Check(f"{zero}at least {_SMALLEST:.3g} in size, got {value}")
         with np.errstate(over="ignore"):
@@ -137,12 +111,12 @@ step_size = _in_range(
 
 
 def may_be_positive(value: Any) -> bool:
-    """Returns True for a positive number or a traced value."""
+    """Tells if a value is a positive number, or traced."""
     return not positive(value).problem
 
 
 def int_from(minimum: int, value: Any) -> Check:
-    """Checks that a value is an integer and at least the minimum."""
+    """Checks for an integer of at least `minimum`. It may be traced."""
     text = f"an int of at least {minimum}"
     if isinstance(value, Tracer):
         is_int = jnp.issubdtype(value.dtype, jnp.integer) and not value.shape
@@ -157,19 +131,18 @@ def int_from(minimum: int, value: Any) -> Check:
 
 
 def _steps_per_update(value: Any) -> Check:
-    """Checks the number of steps per update: 0, or at least 2, as in Keras."""
+    # As in Keras, 0 turns accumulation off, and 1 is an error.
     is_off = value == 0 and not isinstance(value, bool)
     return PASSED if is_off else int_from(2, value)
 
 
 def flag(value: Any) -> Check:
-    """Checks that a value is True or False."""
     is_flag = isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_
     return PASSED if is_flag else Check(f"True or False, got {value!r}", TypeError)
 
 
 def one_of(value: Any, choices: Any) -> Check:
-    """Checks that a value is one of the choices of a `Literal`."""
+    """Checks a value against the choices in a `Literal`."""
     allowed = get_args(choices)
     if isinstance(value, str) and value in allowed:
         return PASSED
@@ -177,7 +150,6 @@ def one_of(value: Any, choices: Any) -> Check:
 
 
 def or_none(check: Callable[[Any], Check], value: Any) -> Check:
-    """Applies a check unless the value is None."""
     return PASSED if value is None else check(value)
 
 
@@ -228,15 +200,10 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
 def checks_of(
     function: Callable[..., Any], own: Mapping[str, Callable[[Any], Check]]
 ) -> dict[str, Callable[[Any], Check]]:
-    """Returns checks, by name, of an optimizer's arguments except its learning rate.
+    """Derives checks from a signature, except for the learning rate.
 
-    An argument with a bool as its default is a flag, and an argument with a `Literal`
-    annotation is a choice. The range of any other argument comes from `own` or
-    `RANGES`, by the argument's name. An argument whose default is None may be None.
-
-    Args:
-      function: makes the optimizer.
-      own: range of each argument that differs from `RANGES`.
+    A bool default makes a flag, and a `Literal` annotation a choice. Any other range
+    comes from `own` or `RANGES`, by name. A default of None makes None valid.
 
     Example:
       >>> checks = checks_of(lambda learning_rate, beta_1=0.9: None, {})
@@ -265,11 +232,6 @@ def check_rule(
     argument: str = "rule",
     example: str = "te.optimizers.adagrad(0.1)",
 ) -> None:
-    """Raises TypeError if a value is not an optax transformation.
-
-    The error starts with `owner` and suggests `example`. `owner` is `None` if the
-    caller adds the name to the error.
-    """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
         raise invalid(
@@ -286,15 +248,15 @@ MakeRule = TypeVar("MakeRule", bound=Callable[..., Any])
 
 
 def equal_calls_are_one(make: MakeRule) -> MakeRule:
-    """Makes a function return the same rule for equal arguments.
-
-    With arguments that cannot be hashed, such as arrays, each call makes a new rule.
+    """Makes a function return the same rule for equal arguments, if it can hash them.
 
     Example:
       >>> import tpu_embedding as te
       >>> te.optimizers.adagrad(0.1) is te.optimizers.adagrad(learning_rate=0.1)
       True
     """
+    # optax transformations are equal only if their functions are the same objects, and
+    # tables share a stack only if their rules are equal.
     signature = inspect.signature(make)
 
     @functools.lru_cache(maxsize=4096)
@@ -305,6 +267,8 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
     def make_once(*args: Any, **arguments: Any) -> Any:
         run = functools.partial(make, *args, **arguments)
         try:
+            # Defaults and keywords are normalized, so adagrad(0.1) and
+            # adagrad(learning_rate=0.1) are equal calls.
             bound = signature.bind(*args, **arguments)
             bound.apply_defaults()
             call = _Call(_hashable(bound.arguments), run)
@@ -320,7 +284,7 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function call, equal to other calls with the same arguments."""
+    """A cache key that carries the call to run."""
 
     arguments: Any
     run: Callable[[], Any] = dataclasses.field(compare=False)

@@ -1,7 +1,7 @@
-"""Evaluates the jaxpr of a rule, and finds which of its values depend on rows.
+"""Evaluates a rule's jaxpr with NumPy, and finds which values depend on rows.
 
-JAX would compile each operation before its first use, which takes much longer than the
-operations of a few rows. So the probe evaluates them by NumPy.
+For `probe`: JAX compiles each operation before its first use, which takes far longer
+than computing a few rows.
 """
 
 import functools
@@ -36,6 +36,7 @@ _ELEMENTWISE: Final[Mapping[str, Callable[..., Any]]] = {
     for name, of_numpy in (pair.split(":") for pair in _NAMES.split())
 } | {"rsqrt": lambda x: 1 / np.sqrt(x)}
 
+# `convert_element_type` only passes its operand: all results are cast afterwards.
 _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     "broadcast_in_dim": lambda x, shape, broadcast_dimensions, **_: np.broadcast_to(
         np.expand_dims(x, tuple({*range(len(shape))} - {*broadcast_dimensions})), shape
@@ -62,7 +63,7 @@ Compute = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
 
 
 def compute_by_jax(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns an operation's results as arrays, or as tracers within a trace."""
+    """Computes an operation with JAX, which also works on tracers."""
     primitive = equation.primitive
     results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
     return results if primitive.multiple_results else [results]
@@ -71,7 +72,7 @@ def compute_by_jax(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]
 def evaluate(
     closed: ClosedJaxpr, arguments: Sequence[Any], compute: Compute = compute_by_jax
 ) -> list[Any]:
-    """Returns the results of a jaxpr, with each function that it calls inlined.
+    """Evaluates a jaxpr operation by operation, and inlines the functions it calls.
 
     Example:
       >>> closed = jax.make_jaxpr(lambda x: 2 * x)(jnp.ones(3))
@@ -84,6 +85,7 @@ def evaluate(
 
     def read(atom: Literal | Var) -> Any:
         if isinstance(atom, Literal):
+            # Literals may be Python numbers, which NumPy would widen to 64 bits.
             aval: Any = atom.aval
             return np.asarray(atom.val, aval.dtype)
         return values[atom]
@@ -100,12 +102,12 @@ def evaluate(
 
 
 def called_function(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the function that an operation calls, or `None` if it calls none."""
+    """Finds the function that an operation calls, if any."""
     return equation.params.get(_CALLS.get(equation.primitive.name, ""))
 
 
 def evaluate_by_numpy(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Returns a jaxpr's results as NumPy arrays; random keys remain JAX arrays.
+    """Evaluates a jaxpr to NumPy arrays. Random keys remain JAX arrays.
 
     Example:
       >>> closed = jax.make_jaxpr(lambda x: 2 * x)(np.ones(3, np.float32))
@@ -116,9 +118,9 @@ def evaluate_by_numpy(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def _compute_by_numpy(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns an operation's results, computed by NumPy where possible."""
     name = equation.primitive.name
     if name == "cond":
+        # JAX would compile all branches. Like JAX, this clamps the index.
         index, *arguments = operands
         branches = equation.params["branches"]
         branch = branches[np.clip(int(index), 0, len(branches) - 1)]
@@ -127,15 +129,16 @@ def _compute_by_numpy(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[A
     if operation is None and name in _WITH_PARAMETERS:
         operation = functools.partial(_WITH_PARAMETERS[name], **equation.params)
     if operation is not None:
+        # NumPy promotes types differently, so results get the traced dtype.
         aval: Any = equation.outvars[0].aval
         if not _is_key(aval):
             return [np.asarray(operation(*operands), aval.dtype)]
+    # Other operations, such as random bits, are rare in rules.
     results = compute_by_jax(equation, [jnp.asarray(x) for x in operands])
     return [_on_host(x) for x in results]
 
 
 def _on_host(value: Any) -> Any:
-    """Converts a value to a NumPy array. Random keys are unchanged."""
     return value if _is_key(value) else np.asarray(value)
 
 
@@ -144,16 +147,15 @@ def _is_key(value: Any) -> bool:
 
 
 def dependent_values(jaxpr: Jaxpr, is_given: Sequence[bool]) -> set[Var]:
-    """Returns the values of a jaxpr that depend on some of its arguments.
-
-    `is_given` is True for each of these arguments.
-    """
+    """Finds the values in a jaxpr that depend on the given arguments."""
     arguments = zip(jaxpr.invars, is_given, strict=True)
     dependent = {argument for argument, given in arguments if given}
     for equation in jaxpr.eqns:
         operands = are_among(equation.invars, dependent)
         if not any(operands):
             continue
+        # Functions and branches are followed inside: they often pass a value through
+        # that doesn't depend on all operands, such as a count.
         called = called_function(equation)
         if called is not None:
             results = _dependent_results(called.jaxpr, operands)
@@ -175,5 +177,4 @@ def _dependent_results(jaxpr: Jaxpr, is_given: Sequence[bool]) -> list[bool]:
 
 
 def are_among(atoms: Iterable[Literal | Var], values: set[Var]) -> list[bool]:
-    """Returns True for each atom that is one of the values and not a constant."""
     return [isinstance(atom, Var) and atom in values for atom in atoms]

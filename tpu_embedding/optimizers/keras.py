@@ -1,10 +1,8 @@
-"""Translates Keras' optimizers and learning rate schedules into this package's.
+"""Translates Keras optimizers and learning rate schedules, without importing Keras.
 
-The formulas are in `keras/src/optimizers` of Keras 3.15 and `tf_keras/src/optimizers`
-2.21, which agree on schedules. Optimizers from before Keras 2.11, which are now in
-`tf_keras.optimizers.legacy`, have different formulas. They are recognized by their
-fields and rejected. optax has schedules with the same names, but their values differ at
-boundaries and past the end, and they clip differently. Keras itself is not imported.
+The formulas are from `keras/src/optimizers` in Keras 3.15 and `tf_keras/src/optimizers`
+2.21, which agree on schedules. Optimizers from before Keras 2.11 have other formulas,
+so they are recognized by their fields and rejected.
 """
 
 import functools
@@ -41,7 +39,7 @@ from tpu_embedding.optimizers.rules.sgd import lion, sgd
 
 
 def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
-    """Returns True for a Keras optimizer, including instances of user subclasses."""
+    """Detects Keras optimizers, including instances of user subclasses."""
     has_config = callable(getattr(value, "get_config", None))
     is_instance = has_config and not isinstance(value, type)
     classes = inspect.getmro(type(value))
@@ -49,20 +47,12 @@ def is_keras_optimizer(value: Any) -> TypeGuard[KerasOptimizer]:
 
 
 def _is_of_keras(module: str) -> bool:
-    """Returns True for a module path in Keras, `tf_keras` or TensorFlow."""
     return module.partition(".")[0] in ("keras", "tf_keras", "tensorflow")
 
 
 def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
-    """Returns the serialized form of one of Keras' six schedules.
-
-    Args:
-      value: a schedule, or a mapping like the one in an optimizer's `get_config()`.
-
-    Returns:
-      A mapping with `class_name` and `config`, or `None` for any other value.
-      User-written schedules return `None` even if their class has one of Keras' names.
-    """
+    """Serializes a Keras schedule, or accepts a serialized one. None means neither."""
+    # User classes may share a name with a Keras schedule, but have other formulas.
     cls = type(value)
     if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
         return {"class_name": cls.__name__, "config": value.get_config()}
@@ -75,13 +65,7 @@ def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
 
 
 def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
-    """Translates a schedule from the form that `_serialized_schedule` returns.
-
-    Returns:
-      A function from the step, counted from 0, to a float32 scalar.
-
-    Raises:
-      ValueError: if a field is missing, unknown or out of range.
+    """Translates a serialized schedule to an optax schedule.
 
     Example:
       >>> config = {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 1.0}
@@ -96,6 +80,8 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
         x: y.item() if isinstance(y, np.generic) else y for x, y in fields.items()
     }
     fields.pop("name", None)
+    # optax has schedules with the same names, but they differ at boundaries, past the
+    # end, and in how they clip.
     formula = _FORMULAS[name]
 
     def schedule(count: Any) -> jax.Array:
@@ -108,6 +94,7 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
         check_hyperparameters(
             **{x: _CHECKS[x](y) for x, y in fields.items() if x in _CHECKS}
         )
+        # Calling the formula finds fields that are missing or unknown.
         jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {str(error).rstrip('.')}") from error
@@ -194,7 +181,7 @@ def _restarts(
 
 
 def _half_cosine(passed):
-    """Returns a half cosine that falls from 1 to 0 as `passed` rises from 0 to 1."""
+    """Falls from 1 to 0 as `passed` rises from 0 to 1."""
     return 0.5 * (1 + jnp.cos(math.pi * passed))
 
 
@@ -289,30 +276,29 @@ def from_keras_config(
 ) -> optax.GradientTransformation:
     """Translates a Keras optimizer, or raises an error that lists every problem.
 
-    The equivalents are:
+    You get these equivalents:
 
     * `SGD`: `sgd`, with `optax.trace` for momentum.
     * `Adagrad`: `adagrad` with an epsilon.
     * `Adam`, `AdamW`: `adam(sum_inside_sqrt=False, bias_correction=True)`.
     * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer with that name.
 
-    Keras optimizers update every row of a table in each step: moments and weights
-    decay, and Ftrl recomputes each row from its slot variables. The translated
-    optimizer makes a pass over the whole table and its slot variables only if the class
-    and its fields need this. `rows="touched"` selects the lazy algorithm, which is
-    usual on TPUs: a row and its slot variables change only in steps that look the row
-    up. The gradients of all occurrences of an id are summed before clipping.
+    Keras optimizers update every table row in each step: moments and weights decay, and
+    Ftrl recomputes each row from its slot variables. The translated optimizer makes a
+    pass over the whole table and its slot variables only if the class and its fields
+    need this. Pass `rows="touched"` for the lazy algorithm, which is usual on TPUs: a
+    row and its slot variables change only in steps that look the row up. Gradients are
+    summed over all occurrences of an id before clipping.
 
-    If the gradient comes from a lookup (`tf.IndexedSlices`), `tf_keras` clips it before
-    summing. The `clipnorm` of its Adafactor is translated accordingly: the norm is
-    taken over all occurrences. For a table whose gradient is dense in `tf_keras`, call
-    `adafactor` with `clipnorm_of="sum"`. The translated `clipvalue` and
-    `global_clipnorm` clip sums, so the numbers differ from `tf_keras` if an id repeats
-    within a step.
+    However, `tf_keras` clips lookup gradients (`tf.IndexedSlices`) before summing. So
+    `clipnorm` in its Adafactor becomes a norm over all occurrences. If the gradient is
+    dense in `tf_keras`, call `adafactor` with `clipnorm_of="sum"`. The translated
+    `clipvalue` and `global_clipnorm` clip sums, so the numbers differ from `tf_keras`
+    if an id repeats within a step.
 
-    The six schedules of `keras.optimizers.schedules` are translated from their
-    configurations, whichever backend Keras uses. Your own schedule class is called
-    inside the compiled step, so JAX must be able to trace it.
+    All six `keras.optimizers.schedules` are translated from their configurations,
+    whichever backend Keras uses. Your own schedule class is called inside the compiled
+    step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
     `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without an
@@ -325,9 +311,10 @@ def from_keras_config(
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
-        get Keras' defaults, except that `learning_rate` is required. It is a number, a
-        Keras schedule or its serialized form, or a function of the step counted from 0.
-      class_name: Keras' class, such as `"Adam"`. Defaults to the optimizer's class, or
+        get the defaults in Keras, except that `learning_rate` is required. It is a
+        number, a Keras schedule or its serialized form, or a function of the step
+        counted from 0.
+      class_name: class in Keras, such as `"Adam"`. Defaults to the class you pass, or
         to the field `name`, which Keras derives from the class by default.
       rows: `"every"` as in Keras, or `"touched"`, see above.
 
@@ -366,7 +353,7 @@ def from_keras_config(
 def _translate(
     name: str, config: Mapping[str, Any], rows: KerasRows
 ) -> optax.GradientTransformation:
-    """Checks a config, and returns its optimizer."""
+    """Checks a config, and makes its optimizer."""
     # Keras names a session's second Adam adam_1.
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
@@ -400,6 +387,7 @@ def _translate(
             clipnorm_of="occurrences" if is_tf_keras else "sum",
         )
     weight_decay = values["weight_decay"]
+    # Only this class has another default than `_COMMON_FIELDS`.
     if class_key == "adamw" and "weight_decay" not in config:
         weight_decay = 0.004
     steps = int(values["gradient_accumulation_steps"] or 1)
@@ -407,6 +395,7 @@ def _translate(
         # Keras schedules count steps, and the last of `steps` steps makes the update.
         schedule: Any = rate
         rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
+    # Fields without an equivalent are off here, or `_problems` would have found them.
     own = {x: values[x] for x in _OWN_FIELDS[class_key] if x not in _WITHOUT_EQUIVALENT}
     rule = with_options(
         _RULES[class_key](rate, **own),
@@ -415,6 +404,7 @@ def _translate(
         multiply_weight_decay_factor_by_learning_rate=True,
         clipvalue=values["clipvalue"] if _is_on(values["clipvalue"]) else None,
     )
+    # Keras unscales gradients before it clips them.
     if values["loss_scale_factor"]:
         rule = optax.chain(optax.scale(1 / values["loss_scale_factor"]), rule)
     # A zero gradient changes neither a row nor its slot variables.
@@ -522,7 +512,7 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
 
 
 def _rate_problem(rate: Any) -> str | None:
-    """Returns why a value cannot be the learning rate, or `None` if it can."""
+    """Explains why a value cannot be the learning rate, if so."""
     if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
         return None
     if (serialized := _serialized_schedule(rate)) is not None:
@@ -551,5 +541,5 @@ def _rate_problem(rate: Any) -> str | None:
 
 
 def _is_on(value: Any) -> bool:
-    """Returns True if a value has an effect: Keras ignores bounds of 0 or less."""
+    # Keras ignores bounds at or below 0.
     return bool(value and value > 0)

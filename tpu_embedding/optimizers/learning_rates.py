@@ -1,4 +1,4 @@
-"""Learning rates and schedules, and values that change without recompilation."""
+"""Checks learning rates, and sets hyper-parameters without recompiling a step."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tpu_embedding.transfers import moves_arrays
 def learning_rate_at(
     learning_rate: optax.ScalarOrSchedule, count: jax.Array
 ) -> jax.Array:
-    """Returns the learning rate of a step, counted from 0, as a float32 scalar."""
+    """Evaluates a learning rate at a step, counted from 0, as a float32 scalar."""
     rate: Any = learning_rate(count) if callable(learning_rate) else learning_rate
     return jnp.asarray(rate, jnp.float32)
 
@@ -34,24 +34,10 @@ def checked_schedule(
     name: str = "learning_rate",
     check: Callable[[Any], Check] = step_size,
 ) -> optax.ScalarOrSchedule:
-    """Checks a learning rate, or another scalar that may be a schedule of the step.
+    """Checks a learning rate, or any other scalar that may be a schedule.
 
-    A schedule's values are not known before the step runs, so their sign is not
-    checked: a learning rate that falls below 0 ascends the gradient.
-
-    Args:
-      owner: name of the optimizer, for errors.
-      value: the user's scalar or schedule.
-      name: name of the argument, for errors.
-      check: checks a scalar. By default it must be at least 0.
-
-    Returns:
-      The scalar, or a schedule that checks the type and shape of each value it returns.
-
-    Raises:
-      TypeError: if the value is neither a number nor a function of one argument, or if
-        that argument has a default.
-      ValueError: if the value is not a scalar or is out of range.
+    Returns the scalar, or a schedule that checks the type and shape of its values.
+    `check` applies to scalars only. Errors name `owner`, the optimizer, and `name`.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -60,7 +46,8 @@ def checked_schedule(
 
     def schedule(count: Any) -> Any:
         rate = value(count)
-        # Only type and shape can be checked: under jit the value is not known yet.
+        # Only type and shape can be checked: under jit the value is not known yet. So a
+        # rate that falls below 0 ascends the gradient.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
         return rate
 
@@ -68,18 +55,15 @@ def checked_schedule(
 
 
 def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
-    """Raises TypeError if a schedule cannot be called with the step alone.
-
-    A first argument with a default is also rejected. TensorFlow calls a function such
-    as `lambda rate=rate: rate` without arguments. Called with the step, such a function
-    would return the step as the rate.
-    """
+    """Rejects a schedule that cannot be called with the step alone."""
     try:
         signature = inspect.signature(schedule)
     except (ValueError, TypeError):  # Some builtins have no signature.
         return
     problem = ""
     first = next(iter(signature.parameters.values()), None)
+    # TensorFlow calls `lambda rate=rate: rate` without arguments. Called with the step,
+    # it would return the step as the rate.
     if first is not None and first.default is not first.empty:
         problem = (
             f", whose argument {first.name!r} has a default. Remove the default if it "
@@ -101,17 +85,16 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
 
 @moves_arrays
 def with_hyperparameters(state: Any, **values: Any) -> Any:
-    """Returns an optimizer's state with new hyper-parameter values.
+    """Sets hyper-parameters in an optimizer state without recompiling the step.
 
-    The optimizers must be made with `optax.inject_hyperparams`; their states may be
-    anywhere in the given state. Dtypes and shardings are kept, so the step is not
-    recompiled.
+    You must have made the optimizers with `optax.inject_hyperparams`; their states may
+    be anywhere in the given state. Dtypes and shardings are kept.
 
     Args:
-      state: state of one optimizer, or any pytree of states, such as the result of
+      state: one optimizer state, or any pytree of states, such as the result of
         `init_slots`.
-      **values: new scalar for each named hyper-parameter. To get the value from a
-        function without arguments, see `tpu_embedding.nn.set_each_step`.
+      **values: new scalar for each named hyper-parameter. If a function computes it,
+        see `tpu_embedding.nn.set_each_step`.
 
     Raises:
       TypeError: if a value is not a number.
@@ -141,10 +124,7 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
 
 
 def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> Any:
-    """Replaces values in all states made by `inject_hyperparams`, even nested states.
-
-    Adds the replaced names to `replaced`.
-    """
+    """Replaces values in all injected states, and adds their names to `replaced`."""
 
     def is_injected(node: Any) -> bool:
         return isinstance(node, optax.InjectStatefulHyperparamsState)
@@ -152,6 +132,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
     def replace(node: Any) -> Any:
         if not is_injected(node):
             return node
+        # The schedule would overwrite its value in the next step.
         scheduled = node.hyperparams_states
         changed = {
             name: _as_before(name, old, values[name])
@@ -161,6 +142,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
         replaced.update(changed)
         return node._replace(
             hyperparams=node.hyperparams | changed,
+            # `is_leaf` stops here, so wrapped optimizers need their own pass.
             inner_state=_replace_values(node.inner_state, values, replaced),
         )
 
@@ -168,13 +150,14 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
 
 
 def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Checks a value, and returns it with the old value's dtype and sharding."""
+    """Converts a value to the old dtype and sharding, which jit caches by."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
     if is_int and not isinstance(value, jax.core.Tracer) and value != int(value):
         fix = f"For fractions, make the optimizer with a float, such as {name}=1.0."
         raise invalid(name, "be an integer like its initial value", value, fix)
+    # A tracer has no committed sharding to keep.
     new = jnp.asarray(value, old.dtype)
     return (
         new if isinstance(old, jax.core.Tracer) else jax.device_put(new, old.sharding)

@@ -1,10 +1,8 @@
-"""TensorFlow's common options of table optimizers, as wrappers around any optimizer.
+"""TensorFlow's common optimizer options, as wrappers around any optimizer.
 
-They apply in this order: clip gradients, decay rows, run the rule on the decayed rows,
-clip rows. TensorFlow's `optimization_parameters.proto` describes each option but not
-the order. The order above reproduces the recorded runs in the tests.
-
-Options also set the initial values and dtype of slot variables.
+Optimizers in `rules/` get them from `public_optimizer`, and `with_options` adds them to
+other rules. They apply in this order: clip gradients, decay rows, run the rule on the
+decayed rows, clip rows.
 """
 
 import functools
@@ -42,7 +40,7 @@ same values for every row."""
 
 
 def check_initializers(owner: str, initializers: Mapping[Any, SlotInitializer]) -> None:
-    """Raises an error if a number among the initial values is not finite."""
+    """Rejects initial values that are not finite."""
     checks = {
         f"slot_initializers[{name!r}]": finite(value)
         for name, value in initializers.items()
@@ -54,7 +52,6 @@ def check_initializers(owner: str, initializers: Mapping[Any, SlotInitializer]) 
 def initial_values(
     initializer: Any, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> jax.Array:
-    """Returns the first values of a slot variable."""
     if callable(initializer):
         initializer = initializer(shape, dtype)
     return jnp.broadcast_to(jnp.asarray(initializer, dtype), shape)
@@ -66,10 +63,7 @@ def with_slot_storage(
     dtype: Any,
     initializers: SlotInitializers | None,
 ) -> optax.GradientTransformation:
-    """Sets `slot_dtype` and `slot_initializers` of `with_options`.
-
-    Errors start with `owner`.
-    """
+    """Applies the options `slot_dtype` and `slot_initializers`."""
     try:
         is_floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
     except TypeError:  # The value isn't a dtype.
@@ -84,7 +78,6 @@ def with_slot_storage(
     check_initializers(owner, values)
 
     def first_values(path: Any, row: jax.ShapeDtypeStruct | None, leaf: Any) -> Any:
-        """Returns a leaf of the initial state as it is stored."""
         if row is None:
             return leaf
         value = values.get(_name(path), leaf)
@@ -94,6 +87,7 @@ def with_slot_storage(
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
             # A tree like the state, with None for leaves that are not slots.
+            # Names are checked here, because only the state has them.
             slots = slot_row_shapes(inner, rows.shape[1:])
             paths = jax.tree_util.tree_leaves_with_path(slots)
             names = sorted(_name(path) for path, _ in paths)
@@ -106,6 +100,7 @@ def with_slot_storage(
             )
 
         def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+            # The rule computes in float32, whatever the dtype in storage.
             wide = jax.tree.map(lambda leaf: _cast(leaf, jnp.float32), state)
             updates, new = inner.update(updates, wide, rows)
             stored = jax.tree.map(lambda x, old: _cast(x, old.dtype), new, state)
@@ -122,7 +117,7 @@ def _cast(leaf: Any, dtype: Any) -> Any:
 
 
 def _name(path: Any) -> str:
-    """Returns a path's last field name, key or index."""
+    """Finds the last field name, key or index in a path."""
     last = path[-1] if path else None
     return str(getattr(last, "name", getattr(last, "key", getattr(last, "idx", ""))))
 
@@ -139,19 +134,14 @@ _OPTAX_NAMES: Final = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 
 
 class DecayRowsState(NamedTuple):
-    """State of a rule with `weight_decay_factor`.
-
-    Attributes:
-      count: updates so far.
-      inner: state of the wrapped optimizer.
-    """
+    """The state that `weight_decay_factor` wraps around another."""
 
     count: jax.Array
     inner: optax.OptState
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options that most optimizers of this package accept; see `with_options`."""
+    """Options that most optimizers here accept; see `with_options`."""
 
     use_gradient_accumulation: bool
     clip_weight_min: float | None
@@ -171,22 +161,11 @@ _OPTION_NAMES: Final = tuple(CommonOptions.__annotations__)
 def public_optimizer(
     **ranges: Callable[[Any], Check],
 ) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Makes an optimizer's public function.
+    """Decorates a function that makes a rule, which becomes a public optimizer.
 
-    * Arguments are checked, and errors start with the function's name.
-    * Wrong arguments raise an error that names the right ones.
-    * The learning rate is required, as in optax. A table that names the optimizer, as
-      in `optimizer="adagrad"`, gets the default rate.
-    * optax's names `b1`, `b2` and `eps` are accepted for `beta_1`, `beta_2`, `epsilon`.
-    * Equal calls return the same rule.
-
-    A function whose last parameter is `**options: Unpack[CommonOptions]` accepts the
-    common options but does not read them. Its rule is wrapped in the same way as by
-    `with_options`. The public signature lists each option, because
-    `optax.inject_hyperparams` and `help()` need names and defaults.
-
-    Args:
-      **ranges: ranges of arguments that differ from `RANGES`.
+    The decorator checks arguments, also accepts `b1`, `b2` and `eps`, and adds the
+    common options to functions that end in `**options: Unpack[CommonOptions]`. Pass
+    `ranges` for arguments whose range differs from `RANGES`.
 
     Example:
       >>> import tpu_embedding as te
@@ -199,12 +178,12 @@ def public_optimizer(
 def _make_public(
     make_optimizer: OptimizerFunction, ranges: Mapping[str, Callable[[Any], Check]]
 ) -> OptimizerFunction:
-    """Returns the public function, and adds it to `OPTIMIZERS`."""
     name, checks = make_optimizer.__name__, checks_of(make_optimizer, ranges)
     signature = _with_listed_options(make_optimizer)
     rate_parameter = signature.parameters.get("learning_rate")
     if rate_parameter is not None:
-        # Users must pass the rate; `OPTIMIZERS` keeps the default.
+        # Users must pass the rate, as in optax. `OPTIMIZERS` keeps the default for
+        # tables that name their optimizer, as in `optimizer="adagrad"`.
         required = rate_parameter.replace(default=inspect.Parameter.empty)
         parameters = {**signature.parameters, "learning_rate": required}
         signature = signature.replace(parameters=list(parameters.values()))
@@ -221,6 +200,7 @@ def _make_public(
             rate = checked_schedule(name, arguments["learning_rate"])
             arguments["learning_rate"] = rate
         check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
+        # `make_optimizer` doesn't read the options: its rule is wrapped with them here.
         options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
         return _with_options(name, make_optimizer(**arguments), rate, **options)
 
@@ -233,7 +213,8 @@ def _make_public(
 
 
 def _with_listed_options(function: Callable[..., Any]) -> inspect.Signature:
-    """Returns a signature with the common options instead of `**options`."""
+    """Lists each common option in a signature instead of `**options`."""
+    # `optax.inject_hyperparams` and `help()` need names and defaults.
     options = inspect.signature(_with_options).parameters
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -251,35 +232,35 @@ def with_options(
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
-    Most optimizers of this package accept the options as keyword arguments. They work
-    on every platform; TensorFlow 2 ignores or rejects most of them.
+    You can also pass them as keyword arguments to most optimizers in this package. They
+    work on every platform; TensorFlow 2 ignores or rejects most of them.
 
     Args:
-      rule: an optimizer of this package or of optax.
-      learning_rate: the optimizer's learning rate, needed only for
+      rule: an optimizer from this package or optax.
+      learning_rate: rate of the optimizer, needed only for
         `multiply_weight_decay_factor_by_learning_rate`.
       **options: by default, each leaves the rule unchanged.
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
-        * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
-        * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
-        * `weight_decay_factor`: fraction of each touched row that is subtracted from
-          the row before the rule runs. None or 0 means no decay.
+        * `clip_weight_min`: smallest element in an updated row. Defaults to no bound.
+        * `clip_weight_max`: largest element in an updated row. Defaults to no bound.
+        * `weight_decay_factor`: fraction by which each touched row shrinks before the
+          rule runs. None or 0 means no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
-          by the step's learning rate.
-        * `clipvalue`: bounds on the elements of a row's summed gradient. A scalar `c`
-          means `(-c, c)`. Either bound of a pair may be None.
+          by the learning rate.
+        * `clipvalue`: bounds on each element in a summed row gradient. A scalar `c`
+          means `(-c, c)`. In a pair, either bound may be None.
         * `slot_dtype`: floating dtype to store slot variables in, such as
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
-          float32. Use bfloat16 only for moving averages: with its 8 bits of precision,
-          a sum of squares such as Adagrad's stops growing once it is 256 times the next
-          summand. Integer slots, such as counts, keep their dtype. With
+          float32. Note that bfloat16 suits only moving averages: with its 8 bits of
+          precision, a sum of squares such as Adagrad's stops growing once it is 256
+          times the next summand. Integer slots, such as counts, keep their dtype. With
           `optax.inject_hyperparams`, `slot_dtype` must be a static argument.
-        * `slot_initializers`: maps a slot's name, such as `"accumulators"`, to a
-          number, or to a function `(shape, dtype) -> array` that returns the same
-          values for all rows. `shape` is the shape of the slot variable on one shard.
-          Slot variables that are not named keep the rule's initial values.
+        * `slot_initializers`: maps a slot name, such as `"accumulators"`, to a number,
+          or to a function `(shape, dtype) -> array` that returns the same values for
+          all rows. `shape` is the shape on one shard. Slot variables that you omit
+          keep their initial values.
         * `slot_variable_creation_fn`: must be None. Use `slot_initializers` and
           `slot_dtype` instead. Slot variables are always sharded and packed like their
           table.
@@ -329,7 +310,7 @@ def _with_options(
     slot_variable_creation_fn: None = None,
     low_dimensional_packing_status: bool = False,
 ) -> optax.GradientTransformation:
-    """Checks the options, and returns the rule with them. Errors start with `owner`."""
+    """Applies the options to a rule. Errors start with `owner`."""
     del low_dimensional_packing_status
     check_hyperparameters(
         owner,
@@ -353,7 +334,9 @@ def _with_options(
         fix = "Pass learning_rate to with_options."
         raise invalid(f"{owner}: learning_rate", must, None, fix)
 
-    # Wrappers are added from the inside to the outside.
+    # Wrappers are added from the inside to the outside. TensorFlow's
+    # `optimization_parameters.proto` doesn't state an order; this one reproduces the
+    # recorded runs in the tests.
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if decays:
@@ -378,7 +361,6 @@ cast(Any, with_options).__signature__ = _with_listed_options(with_options)
 
 
 def _clip_gradients(owner: str, clipvalue: ClipValue) -> optax.GradientTransformation:
-    """Returns a transformation that clips each element of the gradient."""
     if not isinstance(clipvalue, tuple):
         check_hyperparameters(owner, clipvalue=non_negative_bound(clipvalue))
         clipvalue = (-1.0 * clipvalue, clipvalue)
@@ -400,12 +382,9 @@ def _decay_rows(
     factor: Any,
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that decays touched rows before `rule` updates them.
+    """Decays touched rows before a rule sees them: `w -= factor * learning_rate * w`.
 
-    The rule's formula sees the decayed rows. For a row `w`::
-
-        w -= factor * w                                   without learning_rate
-        w -= factor * learning_rate * w                   with learning_rate
+    Without a learning rate, `w -= factor * w`.
     """
 
     def init(params):
@@ -418,6 +397,7 @@ def _decay_rows(
         lost = jax.tree.map(lambda rows: fraction * rows, params)
         decayed = jax.tree.map(jnp.subtract, params, lost)
         updates, inner = rule.update(updates, state.inner, decayed)
+        # The layer adds updates to the rows as they were before the decay.
         updates = jax.tree.map(jnp.subtract, updates, lost)
         return updates, DecayRowsState(state.count + 1, inner)
 
@@ -427,15 +407,15 @@ def _decay_rows(
 def _clip_rows(
     owner: str, bounds: Mapping[str, float | None]
 ) -> optax.GradientTransformation:
-    """Returns a transformation that clips each element of an updated row.
+    """Clips each element in an updated row. Must come last in a chain.
 
-    It must come last in a chain. Rows are updated by addition, so a row that was far
-    out of bounds equals the bound only up to the rounding error of its old value.
-    `bounds` maps names to the lower and the upper bound, in this order, or `None`.
+    `bounds` maps names to the lower and the upper bound, in this order.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()
 
+    # Updates are added to rows, so a row that was far out of bounds meets the bound
+    # only up to its old value's rounding error.
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, low, high) - rows
 
@@ -443,7 +423,7 @@ def _clip_rows(
 
 
 def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
-    """Raises an error if a bound is not a number, or the bounds are out of order."""
+    """Rejects bounds that are out of order. Either may be None."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))

@@ -1,17 +1,10 @@
-"""Runs a rule on a few rows to find out how it treats them.
+"""Runs a rule on a few rows to find out if it is row-local, and to find its slots.
 
-Each shard receives the gradient of its rows as `[rows, dim]`, with only the touched
-rows, and in several pieces if ids are skewed. A rule is correct on such pieces if it is
-row-local. This means that its effect on a row depends only on the row, on the row's
-gradient and slot variables, and on scalars of the state that do not depend on rows,
-such as a step count.
-
-A rule is traced for two numbers of rows. NumPy evaluates its operations, because
-compiling them would dominate the time to make a plan. The probe takes two steps on 136
-rows, then repeats these steps with only three of the rows, in a different order. It
-does so early and late in training, with gradients that are small, large, zero or NaN.
-If the updates differ, the rule mixes rows. Equal updates are evidence but not proof: a
-rule may mix rows only at magnitudes that the probe does not try.
+In a layer, a rule sees only touched rows, and in pieces if ids are skewed. That is
+correct if an update depends only on its row, gradient and slot variables, and on
+scalars that are independent of rows. So the probe takes two steps on 136 rows, repeats
+them on three of these, and compares. This is evidence but not proof: a rule may mix
+rows only at magnitudes that the probe does not try.
 """
 
 import contextlib
@@ -73,7 +66,7 @@ _LARGE: Final = 1e10
 """Magnitudes of gradients. Most clipping bounds are between these two."""
 
 _LATE: Final = 1000
-"""Steps added to a rule's counts, because a rule may change with the step."""
+"""Steps added to a rule's counts, because a rule may behave differently later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,12 +75,10 @@ class ProbedSlot:
 
     Attributes:
       row: shape and dtype of one row, `(dim,)` or `()`.
-      initial_value: initial value of all elements, or `None` if they differ.
-      starts_from_rows: True if the initial values depend on the table's rows.
-      is_moved_by_adding: True if the new value keeps at least half of the old value and
-        adds something to it. Adding the difference of the two values to the old value
-        then gives the new value with the rule's own precision. If a rule forgets the
-        old value, a small new value would be lost in the difference.
+      initial_value: initial value in all elements, or None if they differ.
+      starts_from_rows: True if initial values depend on the table rows.
+      is_moved_by_adding: True if the new value keeps at least half of the old one. Then
+        adding their difference is as precise as the rule itself.
     """
 
     row: jax.ShapeDtypeStruct
@@ -98,14 +89,14 @@ class ProbedSlot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ProbedRule:
-    """The probe's findings about a rule.
+    """Findings about a rule.
 
     Attributes:
-      state: the rule's state for some rows, as shapes and dtypes.
-      leaves: for each leaf of the state, the slot variable, or `None` for a scalar.
-      takes_totals: True if the rule asks for totals over a table's rows.
-      update: the rule's step for some rows, with totals replaced by ones. It maps
-        gradients, rows, `is_touched` and the state's leaves to updates and new leaves.
+      state: the state for some rows, as shapes and dtypes.
+      leaves: slot variable per state leaf, or None for a shared value.
+      takes_totals: True if the rule asks for totals over a table.
+      update: one step, with ones for totals. Maps gradients, rows, `is_touched` and
+        state leaves to updates and new leaves.
     """
 
     state: Any
@@ -115,11 +106,11 @@ class ProbedRule:
 
     @property
     def slots(self) -> tuple[ProbedSlot, ...]:
-        """The slot variables."""
+        """Slot variables, in leaf order."""
         return tuple(leaf for leaf in self.leaves if leaf is not None)
 
     def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits the leaves of a state into values that rows share, and slots."""
+        """Splits state leaves into values that rows share, and slots."""
         pairs = list(zip(leaves, self.leaves, strict=True))
         shared = [leaf for leaf, slot in pairs if slot is None]
         return shared, [leaf for leaf, slot in pairs if slot is not None]
@@ -128,29 +119,15 @@ class ProbedRule:
 def probe_rule(
     rule: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> ProbedRule:
-    """Probes a rule on rows `[rows, dim]`. Results are cached.
-
-    Raises:
-      NotRowLocalError: if the rule mixes rows, cannot run on an array of rows, or has
-        state that depends on the number of rows without having one entry per row.
-    """
+    """Probes a rule on rows `[rows, dim]`, and rejects it if it mixes rows."""
+    # Only the transformation is a cache key: it behaves alike under all drivers.
     return _probe(row_optimizer_of(rule).transformation, dim)
 
 
 def rates_are_finite(
     rule: optax.GradientTransformation | RowOptimizer, dim: int, scalars: Sequence[Any]
 ) -> Array | None:
-    """Returns False if the next step's learning rate is NaN or infinite.
-
-    The step is applied to rows of ones. A non-finite rate makes all their updates NaN
-    or infinite. Other values of the step may be non-finite without making the updates
-    non-finite: a bound may be infinite, and a branch that is not taken may compute NaN,
-    as in the first steps of `optax.radam`. `scalars` are the state's leaves that are
-    not slot variables.
-
-    Returns:
-      A bool scalar, or `None` if rows are updated with constants only, because
-      constants are checked when the rule is made.
+    """Tells if the next learning rate is finite. None means that it is constant.
 
     Example:
       >>> rule = optax.sgd(lambda count: 0.1 / count)
@@ -162,8 +139,13 @@ def rates_are_finite(
     is_shared = [slot is None for slot in probed.leaves]
     from_shared = dependent_values(jaxpr, [False, False, False, *is_shared])
     updates, *leaves = are_among(jaxpr.outvars, from_shared)
+    # Constants are checked when the rule is made.
     if not (updates or any(probed.partition(leaves)[1])):
         return None
+    # The step runs on rows of ones: a rate that isn't finite makes all updates NaN or
+    # infinite. The rate itself can't be told from other values, which may be infinite
+    # bounds, or NaN in a branch not taken, as in the first steps of optax.radam.
+    # `scalars` are the shared values, in leaf order.
     arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     remaining = iter(scalars)
     for i, slot in enumerate(probed.leaves, start=3):
@@ -175,6 +157,7 @@ def rates_are_finite(
             arguments[i] = jnp.full_like(arguments[i], slot.initial_value)
     updates, *leaves = evaluate(probed.update, arguments)
     _, new_slots = probed.partition(leaves)
+    # One finite element is enough, because a bad rate spoils all of them.
     is_finite = [jnp.any(jnp.isfinite(x)) for x in (updates, *new_slots)]
     return jnp.all(jnp.stack(is_finite))
 
@@ -182,22 +165,10 @@ def rates_are_finite(
 def slot_row_shapes(
     rule: optax.GradientTransformation, row_shape: tuple[int, ...]
 ) -> Any:
-    """Finds the slot variables of a rule of float32 rows without running it.
+    """Finds slot variables without running a step.
 
-    Slot variables are the state's arrays with one entry per row. They are found by
-    comparing the states of tables of two sizes, so the rule needs no annotations.
-
-    Args:
-      rule: transformation of rows `[rows, *row_shape]`.
-      row_shape: shape of one row, `(dim,)`.
-
-    Returns:
-      The state's pytree, with the `jax.ShapeDtypeStruct` of one row (shape `(dim,)` or
-      `()`) for each slot variable, and `None` for every other leaf.
-
-    Raises:
-      NotRowLocalError: if part of the state depends on the number of rows but does not
-        have one entry per row along its first axis.
+    Returns a tree like the state, with the shape and dtype of a slot row, or None for
+    other leaves.
     """
     state, few_state = (
         jax.eval_shape(
@@ -218,7 +189,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         try:
             few = _trace_rule(rule, len(_FEW_ROWS), dim, asked)
         except (TypeError, ValueError) as error:
-            # The rule works only for one particular number of rows.
+            # The trace for many rows has passed, so the row count matters.
             raise _mixes_rows() from error
         slot_rows = _slot_rows(many.state, few.state)
         is_slot = [row is not None for row in slot_rows]
@@ -249,10 +220,8 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
 
 
 def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
-    """Returns each slot variable's row, and `None` for other leaves of a state.
-
-    The states are shapes and dtypes, for `_NUM_ROWS` and `len(_FEW_ROWS)` rows.
-    """
+    """Finds slot variables: leaves whose shapes differ between two table sizes."""
+    # So any optax rule works without annotations.
     rows: list[jax.ShapeDtypeStruct | None] = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     few_leaves = jax.tree.structure(state).flatten_up_to(few_state)
@@ -284,44 +253,31 @@ def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
 
 
 class _TracedRule(NamedTuple):
-    """A rule traced for some number of rows and evaluated by NumPy.
-
-    Attributes:
-      init: maps rows to the state's leaves.
-      update: see `ProbedRule.update`.
-      state: the state's shapes and dtypes.
-    """
+    """A rule traced for a fixed row count. `update` is as in `ProbedRule`."""
 
     init: ClosedJaxpr
     update: ClosedJaxpr
     state: Any
 
     def start(self, rows: np.ndarray, later: int = 0) -> list[Any]:
-        """Returns the leaves of an initial state.
-
-        `later` steps are added to each count, an integer scalar of the state.
-        """
+        """Evaluates the initial leaves, with counts advanced by `later` steps."""
         leaves = evaluate_by_numpy(self.init, [rows])
         for i, leaf in enumerate(leaves):
+            # Integer scalars are counts. NumPy would reject a Python int that doesn't
+            # fit a narrow dtype.
             if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer):
                 leaves[i] = (leaf + np.int64(later)).astype(leaf.dtype)
         return leaves
 
     def step(self, gradient: Any, rows: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Returns updates and new leaves if all rows are touched."""
         is_touched = np.ones(len(rows), bool)
         return evaluate_by_numpy(self.update, [gradient, rows, is_touched, *leaves])
 
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
     ) -> np.ndarray:
-        """Returns the updates of two steps, `[2, rows, dim]`.
-
-        Args:
-          gradients: `[2, rows, dim]`.
-          rows: `[rows, dim]`.
-          later: number of steps before these two.
-        """
+        """Takes two steps, `[2, rows, dim]`, after `later` earlier ones."""
+        # The second step shows what the first one left in the state.
         leaves = self.start(rows, later)
         updates = []
         for gradient in gradients:
@@ -333,14 +289,7 @@ class _TracedRule(NamedTuple):
 def _trace_rule(
     rule: optax.GradientTransformation, num_rows: int, dim: int, asked: list[str]
 ) -> _TracedRule:
-    """Traces a rule. Each total that the rule asks for adds an item to `asked`.
-
-    Raises:
-      NotRowLocalError: if updates change after the rule asked how the table stores
-        them.
-      TypeError: if the updates are not one array.
-      ValueError: if the new state has a different structure.
-    """
+    """Traces a rule, and adds each total that it asks for to `asked`."""
 
     def update(gradients: Array, rows: Array, is_touched: Array, state: Any) -> Any:
         known = dataclasses.replace(some_rows(num_rows), is_touched=is_touched)
@@ -348,6 +297,7 @@ def _trace_rule(
             updates, new_state = rule.update(gradients, state, rows)
         if getattr(updates, "shape", None) != rows.shape:
             raise TypeError(f"update must return one array of shape {rows.shape}")
+        # Adafactor tracks the table's scale from these updates.
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
                 "adafactor must come last in a chain, without wrappers that change its "
@@ -371,17 +321,16 @@ def _init(rule: optax.GradientTransformation, asked: list[str], rows: Array) -> 
 
 @contextlib.contextmanager
 def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
-    """Makes a rule run as if it were within a layer, with ones for all totals.
+    """Runs a rule as a layer would, with ones for all totals.
 
-    Each total that the rule asks for adds an item to `asked`.
-
-    Yields:
-      A list of the updates that the rule passes to `TableRows.stored`.
+    Yields a list that collects the updates passed to `TableRows.stored`.
     """
     outside = jex.core.get_opaque_trace_state(convention="nnx")
     seen: list[Any] = []
 
     def all_reduce(totals: Array, reduction: str) -> Array:
+        # A layer collects totals across traces, and JAX doesn't let values of an inner
+        # trace escape.
         if jex.core.get_opaque_trace_state(convention="nnx") != outside:
             raise NotRowLocalError(
                 "The optimizer needs totals over a table's rows, so it cannot run "
@@ -412,7 +361,7 @@ def _as_in_layer(known: TableRows, asked: list[str]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
-    """Rejects a rule that raises an error on an array of rows."""
+    """Turns errors from a rule into NotRowLocalError, with the reason."""
     try:
         yield
     except NotRowLocalError:
@@ -431,6 +380,8 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
 
 def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yields gradients `[2, rows, dim]`, rows, and the number of earlier steps."""
+    # The magnitudes are on either side of most clipping bounds. A rule that mixes rows
+    # spreads NaN from the bad row.
     random = _random((2, _NUM_ROWS, dim))
     rows = _random((_NUM_ROWS, dim), seed=1)
     rows[_BAD_ROW] *= 1e6
@@ -452,7 +403,7 @@ def _check_row_local(
     is_slot: list[bool],
     cases: Sequence[tuple[np.ndarray, np.ndarray, int]],
 ) -> None:
-    """Compares the updates of a few rows with and without the remaining rows."""
+    """Compares updates on a few rows with and without the remaining rows."""
     for gradients, rows, later in cases:
         few_rows = rows[_FEW_ROWS]
         among_all = many.updates(gradients, rows, later)[:, _FEW_ROWS]
@@ -466,6 +417,8 @@ def _check_row_local(
         is_same = (alone == among_all) | (np.isnan(alone) & np.isnan(among_all))
         if not np.all(is_close | is_same):
             raise _mixes_rows()
+    # Values from rows would differ between devices. Updates can't show this if the rule
+    # uses the value only later, so the jaxpr is searched.
     jaxpr = many.update.jaxpr
     from_rows = dependent_values(jaxpr, [True, True, True, *is_slot])
     _, *leaves = are_among(jaxpr.outvars, from_rows)
@@ -491,12 +444,10 @@ def _mixes_rows() -> NotRowLocalError:
 def _moved_by_adding(
     rule: _TracedRule, is_slot: list[bool], rows: np.ndarray
 ) -> list[bool]:
-    """Returns `ProbedSlot.is_moved_by_adding` of each leaf, False for a shared value.
-
-    Doubling a slot variable should increase its new value by half to all of the old
-    value, early and late. The more steps there were that did not touch any rows, the
-    more of the old value a rule may forget.
-    """
+    """Tests `ProbedSlot.is_moved_by_adding` for each leaf. False for shared values."""
+    # Doubling a slot should increase its new value by half to all of the old value:
+    # 0.75 of it, plus or minus 0.25 and rounding. Late counts stand for a row that many
+    # steps didn't touch, because a rule may forget more of its old value then.
     gradient = _random(rows.shape)
     # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
@@ -527,7 +478,7 @@ def _random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def _one_value(arrays: Sequence[np.ndarray]) -> float | None:
-    """Returns the value shared by all elements of some arrays, or `None`."""
+    """Finds the value that all elements share, if there is one."""
     elements = np.concatenate([np.float64(array).ravel() for array in arrays])
     return float(elements[0]) if np.all(elements == elements[0]) else None
 

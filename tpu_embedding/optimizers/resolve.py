@@ -1,4 +1,7 @@
-"""Determines how the layer applies the optimizer that the user passes to a table."""
+"""Turns the optimizer that a user passes to a table into a rule for its rows.
+
+Runs while a plan is made, so problems show before a step is compiled.
+"""
 
 import dataclasses
 import difflib
@@ -28,21 +31,19 @@ COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
 """States of optax rules that accumulate gradients and apply them only in some steps."""
 
 _AVERAGING: Final = ("ScheduleFreeState",)
-"""States of optax rules that average rows with weights that fall in each step, even if
-the step does not look the row up."""
+"""States of optax rules whose averaging weights fall in each step, even in steps that
+don't look the row up."""
 
 
 def optimizer_problems(
     field: str, optimizer: Any, owner: str = ""
 ) -> Iterator[Problem]:
-    """Yields why a table or layer cannot use an optimizer; nothing if it can.
-
-    The owner is text such as `" for table 'movie'"`, or empty.
-    """
+    """Yields why an optimizer cannot be used. `owner` is like `" for table 'a'"`."""
     try:
         if optimizer is not None:
             check_rule(None, transformation_of(optimizer), "optimizer")
     except (TypeError, ValueError) as error:
+        # The plan joins all problems in one error, so the text becomes a predicate.
         text = str(error).rstrip(".")
         rule = text.removeprefix("optimizer must")
         text = f"cannot be used: {text}" if rule == text else f"must{rule}"
@@ -50,13 +51,9 @@ def optimizer_problems(
 
 
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
-    """Returns a table's optimizer as a transformation.
+    """Converts a name, in any letter case, or a Keras optimizer to a transformation.
 
-    A name, in any letter case, selects a rule of this package with its default
-    hyperparameters. Equal names return the same object.
-
-    Raises:
-      ValueError: if no rule has that name, or a Keras optimizer has no equivalent.
+    Equal names give the same object, so that their tables can share a stack.
 
     Example:
       >>> transformation_of("adagrad") is transformation_of("Adagrad")
@@ -78,15 +75,11 @@ def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation
 def resolve_optimizer(
     optimizer: TableOptimizer | None, table_name: str, dim: int
 ) -> RowOptimizer | None:
-    """Returns how the layer applies an optimizer to a table with `dim` columns.
+    """Decides how the layer applies an optimizer to a table with `dim` columns.
 
-    Tables with equal results share a stack. The result is None for a table that stays
-    fixed, because it has no optimizer or has `optax.set_to_zero()`.
-
-    Raises:
-      NotRowLocalError: if the rule mixes rows.
-      ValueError: if the name is unknown, or modes contradict each other.
+    None means that the table stays fixed. Tables with equal results can share a stack.
     """
+    # Each call of optax.set_to_zero makes a new function, so only its name is stable.
     update = getattr(optimizer, "update", None)
     is_fixed = getattr(update, "__qualname__", "").startswith("set_to_zero.")
     if optimizer is None or is_fixed:
@@ -94,6 +87,7 @@ def resolve_optimizer(
     try:
         return _resolve(transformation_of(optimizer), dim)
     except ValueError as error:
+        # `_resolve` is cached for all tables, so the table's name is added here.
         text = f"{error} (Table {table_name!r}.)"
         raise about(type(error)(text), "optimizer", optimizer) from error
 
@@ -102,14 +96,14 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """Rejects an optimizer that a layer cannot apply to rows.
 
     A row's update may depend on that row, its gradient and slot variables, on scalars
-    of the state, and on totals that the rule gets from `table_rows`. The check runs the
-    optimizer on some rows, and then on only a few of these rows. The few rows must get
+    in the state, and on totals that the rule gets from `table_rows`. The check runs
+    your optimizer on some rows, and then on only a few of them. These few rows must get
     the same updates in both runs.
 
     Args:
-      optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
+      optimizer: an optax transformation for rows `[rows, dim]`, a name, or a Keras
         optimizer.
-      dim: columns of the table.
+      dim: number of table columns.
 
     Raises:
       NotRowLocalError: if the optimizer mixes rows, or if its state does not have one
@@ -131,7 +125,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
-    """Returns a rule with its driver, or raises if the driver can't run it."""
+    """Probes a rule, and checks that its driver can run it. Cached: a probe is slow."""
     declared = row_optimizer_of(rule)
     probed = probe_rule(declared, dim)
     optimizer = dataclasses.replace(declared, takes_totals=probed.takes_totals)
@@ -169,6 +163,7 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
             "every step, but a row is updated only in steps that look it up. Wrap it "
             "in tpu_embedding.optimizers.every_row."
         )
+    # Other rules for every row see whole rows within a round, and save the memory.
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
         return dataclasses.replace(optimizer, driver=KeptGradient(steps))
@@ -176,7 +171,7 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
 
 
 def find_state(state: Any, type_names: tuple[str, ...]) -> str | None:
-    """Returns the first of the given type names that a state contains, if any."""
+    """Finds the first of these type names in a state, if any."""
 
     def is_wanted(node: Any) -> bool:
         return type(node).__name__ in type_names

@@ -1,8 +1,7 @@
-"""Optimizer types, as the user passes them and as the layer applies them.
+"""Optimizer types, as users pass them and as the layer applies them.
 
-Keras optimizers are accepted without importing Keras. A *driver* says which rows a rule
-is applied to, and how often. `every_row` and `in_sequence` set the driver. Either of
-them must be the outermost wrapper; a plan rejects it inside an optax wrapper.
+A *driver* says which rows a rule runs on, and how often. `every_row` and `in_sequence`
+set it. They must be the outermost wrappers, because optax wrappers would hide it.
 """
 
 import dataclasses
@@ -25,9 +24,7 @@ from tpu_embedding.optimizers.table_rows import is_in_layer
 class KerasOptimizer(Protocol):
     """A Keras 3 or `tf_keras` optimizer, such as `keras.optimizers.Adagrad(0.1)`."""
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the optimizer's fields."""
-        ...
+    def get_config(self) -> dict[str, Any]: ...
 
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
@@ -53,11 +50,8 @@ class NotRowLocalError(ValueError):
 class Touched:
     """A driver that runs the rule once on each row that the step looked up (lazy).
 
-    The gradients of all occurrences of an id are summed.
-
-    Attributes:
-      occurrence_norm: Whether the rule needs the norm over the gradients of all
-        occurrences of ids, before these gradients are summed.
+    Set `occurrence_norm` if the rule needs the gradient norm before occurrences are
+    summed.
     """
 
     occurrence_norm: bool = False
@@ -67,11 +61,8 @@ class Touched:
 class EveryRow:
     """A driver that runs the rule on all rows, as dense optimizers do.
 
-    Rows that were not looked up have gradient zero.
-
-    Attributes:
-      gradient_steps: Number of steps whose mean gradient makes one update. If it is
-        above 1, a plan replaces the driver with `KeptGradient`.
+    Rows that were not looked up have gradient zero. The mean gradient over
+    `gradient_steps` makes one update.
     """
 
     gradient_steps: int = 1
@@ -79,11 +70,9 @@ class EveryRow:
 
 @dataclasses.dataclass(frozen=True)
 class KeptGradient(EveryRow):
-    """A driver like `EveryRow`, with a dense gradient kept in the state.
+    """A driver like `EveryRow`, with a dense gradient kept in the state."""
 
-    The plan selects it for rules that accumulate the gradients of several steps, need
-    totals over a table, or set rows.
-    """
+    # `resolve` selects it for rules that need several steps or totals, or set rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +89,13 @@ class RowOptimizer:
     """A rule and how the layer applies it.
 
     Attributes:
-      transformation: An optax transformation of `[rows, dim]`.
-      driver: Which rows the rule runs on, and how often.
-      takes_model_norm: Whether the rule needs the norm of the model's gradients.
-      sets_rows: Whether the rule sets rows without reading them, as `assign` does.
-      takes_totals: Whether the rule needs totals over a table's rows. The plan sets it.
-      averages: Whether `with_ema` keeps averages of the rows, and whether these
-        averages overwrite the rows.
+      transformation: An optax transformation for `[rows, dim]`.
+      driver: Decides which rows the rule runs on, and how often.
+      takes_model_norm: True if the rule needs the norm over all model gradients.
+      sets_rows: True if the rule sets rows without reading them, as `assign` does.
+      takes_totals: True if the rule needs totals over table rows. The plan sets it.
+      averages: Tells if `with_ema` averages the rows, and if the averages overwrite
+        them.
 
     Example:
       >>> rule = RowOptimizer(transformation=optax.sgd(0.1), driver=EveryRow())
@@ -123,12 +112,12 @@ class RowOptimizer:
 
     @property
     def moves_every_row(self) -> bool:
-        """True if rows may change in steps that do not look them up."""
+        """True if steps may change rows that they do not look up."""
         return isinstance(self.driver, EveryRow)
 
     @property
     def sees_occurrences(self) -> bool:
-        """True if each occurrence of an id must reach the owner of its row."""
+        """True if id occurrences must reach the row owner unsummed."""
         return self.driver in (InSequence(), Touched(occurrence_norm=True))
 
     @property
@@ -137,7 +126,7 @@ class RowOptimizer:
         return self.driver.gradient_steps if isinstance(self.driver, EveryRow) else 1
 
     def init(self, params: Any) -> Any:
-        """Returns the rule's state for dense rows."""
+        """Initializes the state for dense rows."""
         return self.transformation.init(params)
 
     def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -146,15 +135,7 @@ class RowOptimizer:
 
 
 class DeclaredRule(optax.GradientTransformation):
-    """An optax transformation that declares how a layer applies it.
-
-    `every_row` and `in_sequence` return such a rule. On dense arrays it works like any
-    other transformation. An optax wrapper around the rule would hide the declaration,
-    so a plan rejects a wrapped rule.
-
-    Attributes:
-      row_optimizer: The rule for rows, and what it declares.
-    """
+    """An optax transformation that declares how a layer applies it."""
 
     row_optimizer: RowOptimizer
 
@@ -163,8 +144,11 @@ class DeclaredRule(optax.GradientTransformation):
         row_optimizer: RowOptimizer,
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
-        """Makes the rule. Dense arrays use `on_arrays`, or by default the same rule."""
+        """Makes the rule. Dense arrays use `on_arrays`, if you pass it."""
+        # `__new__`, because optax transformations are named tuples.
         on_arrays = on_arrays or row_optimizer.transformation
+        # Wrappers may hide `sets_rows`: unless old rows are huge or NaN, the update is
+        # still correct (see `StackStep.run_on_rows`).
         plain = RowOptimizer(
             transformation=row_optimizer.transformation,
             sets_rows=row_optimizer.sets_rows,
@@ -191,7 +175,7 @@ class DeclaredRule(optax.GradientTransformation):
 def row_optimizer_of(
     rule: optax.GradientTransformation | RowOptimizer,
 ) -> RowOptimizer:
-    """Returns what a rule declares. The default driver is `Touched`."""
+    """Reads what a rule declares. The default driver is `Touched`."""
     if isinstance(rule, RowOptimizer):
         return rule
     if isinstance(rule, DeclaredRule):
@@ -200,7 +184,7 @@ def row_optimizer_of(
 
 
 def declare(rule: optax.GradientTransformation, **declared: Any) -> DeclaredRule:
-    """Returns a rule with fields of its `RowOptimizer` replaced.
+    """Replaces declared fields.
 
     Example:
       >>> declare(optax.sgd(0.1), driver=EveryRow()).row_optimizer.driver
@@ -214,7 +198,7 @@ def wrap_rule(
     rule: optax.GradientTransformation,
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Wraps a rule, and keeps what it declares."""
+    """Wraps a rule, and keeps its declarations."""
     if not isinstance(rule, DeclaredRule):
         return wrap(rule)
     inner = rule.row_optimizer
@@ -224,6 +208,7 @@ def wrap_rule(
             "after all updates, but another wrapper is around it. Write "
             "with_ema(with_options(rule, ...))."
         )
+    # A wrapper may read the rows, so the layer must not clear them first.
     wrapped = dataclasses.replace(
         inner, transformation=wrap(inner.transformation), sets_rows=False
     )
@@ -234,24 +219,24 @@ def wrap_rule(
 def every_row(
     rule: optax.GradientTransformation, *, gradient_steps: int = 1
 ) -> optax.GradientTransformation:
-    """Applies a rule to every row of the table in each step, as dense optimizers do.
+    """Applies a rule to every table row in each step, as dense optimizers do.
 
     A row that was not looked up has gradient zero, but its moments still decay and
     change the row. The result therefore equals applying the same optax transformation
-    to the dense gradient. Each step costs an in-place pass over the table and its slot
-    variables.
+    to the dense gradient. However, each step costs an in-place pass over the table and
+    its slot variables.
 
-    Rules that need totals over a table, such as Adafactor, and rules with
-    `gradient_steps` above 1 keep a gradient of the table's size in their state. Most
-    other rules need no extra memory.
+    Rules with totals over a table, such as Adafactor, and rules with `gradient_steps`
+    above 1 keep a table-sized gradient in their state. Most other rules need no extra
+    memory.
 
     Args:
-      rule: A row-local optax transformation, or an optimizer of this package.
-      gradient_steps: Number of steps per update, at least 1. The layer averages the
-        gradients of these steps, and rows do not change in between. Above 1, the state
-        holds a float32 gradient of the table's size, and each step passes over it. This
-        is Keras' `gradient_accumulation_steps`. On a dense array outside the layer, the
-        rule is applied in each call.
+      rule: A row-local optax transformation, or an optimizer from this package.
+      gradient_steps: Number of steps per update, at least 1. The layer averages their
+        gradients, and rows do not change in between. Above 1, each step passes over a
+        float32 gradient as large as the table. This is Keras'
+        `gradient_accumulation_steps`. On a dense array outside the layer, the rule is
+        applied in each call.
 
     Raises:
       TypeError: If `rule` is not a transformation, or `gradient_steps` is not an int.
@@ -294,9 +279,9 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
     """Applies a rule once per occurrence of an id, in sample order.
 
     This is TensorFlow's `use_gradient_accumulation=False`, but TensorFlow does not
-    guarantee an order. In this package, occurrences are ordered by feature, and by
-    sample within each device. Use it for comparisons only: a step takes as many passes
-    as its most frequent id has occurrences.
+    guarantee an order. Here, occurrences are ordered by feature, and by sample within
+    each device. However, a step takes as many passes as its most frequent id has
+    occurrences, so use this for comparisons only.
 
     Args:
       rule: A row-local optax transformation.

@@ -1,14 +1,8 @@
-"""Answers a rule's questions about its rows, such as totals over the whole table.
+"""Answers what a rule asks about its rows, such as totals over the whole table.
 
-A rule sees only the rows `[rows, dim]` that it updates: the touched rows of one shard
-in one round, or a block of a shard's rows. Most rules treat each row separately, but
-Adafactor and a few others need totals over all rows of a table. Such rules call
-`table_rows`. Its result knows each row's table, and computes totals over all shards and
-rounds. On a dense array outside the layer, all rows are present and belong to one
-table.
-
-So a rule is written once and composes with every optax wrapper. Wrappers need not pass
-these facts along, because they are part of the context, like an axis name in JAX.
+A rule sees only some rows: the touched ones in one shard and round, or a block. Rules
+that need totals, such as Adafactor, call `table_rows`. Its result comes from the
+context, like an axis name in JAX, so optax wrappers need not pass it along.
 """
 
 import contextlib
@@ -28,21 +22,18 @@ AllReduce = Callable[[Array, Reduction], Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """The part of one or more tables' rows that a rule is given.
+    """The rows that a rule is given, from one or more tables.
 
     Attributes:
-      table_sizes: float32 `[tables]`, number of rows in each whole table. If ids are
-        not row numbers, only rows that belong to an id are counted.
-      tables: int32 `[rows]`, each row's table. `None` if there is one table.
-      is_used: bool `[rows]`, False for padding, which isn't in any table.
-      is_touched: bool `[rows]`, True for rows looked up in this step.
-      all_reduce: reduces totals `[tables, ...]` of this part of the rows over all
-        parts.
-      occurrence_squares: float32 `[tables]`, sum of the squared gradients of all
-        occurrences of ids. `None` unless the rule's driver is
-        `Touched(occurrence_norm=True)`.
-      stored: maps rows and their updates to the new rows as the table stores them,
-        which means rounded if the table is narrow.
+      table_sizes: row counts of whole tables. If ids are not row numbers, only rows
+        that belong to an id are counted.
+      tables: table index per row. None if there is only one table.
+      is_used: False for padding.
+      is_touched: True for rows looked up in this step.
+      all_reduce: reduces totals `[tables, ...]` from these rows over all parts.
+      occurrence_squares: squared gradients, summed over all id occurrences. None unless
+        the driver is `Touched(occurrence_norm=True)`.
+      stored: adds updates to rows as the table would, rounding narrow rows.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -54,16 +45,18 @@ class TableRows:
     stored: Callable[[Array, Array], Array] = operator.add
 
     def total(self, values: Array) -> Array:
-        """Sums over the rows of each table: `[rows, ...]` to `[tables, ...]`."""
+        """Sums over each table: `[rows, ...]` to `[tables, ...]`."""
         is_used = self.is_used.reshape(self.is_used.shape + (1,) * (values.ndim - 1))
         values = jnp.where(is_used, values, 0)
         if self.tables is None:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
+        # The default dtype would be float64 under jax_enable_x64.
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0, dtype="float32")
         flat = values.reshape(values.shape[0], -1)
         # Non-finite values are masked, since 0 * inf in the product would spread to all
         # tables.
         is_finite = jnp.isfinite(flat)
+        # On TPUs, the default precision would round the values to bfloat16.
         sums = jnp.dot(
             members, jnp.where(is_finite, flat, 0), precision=jax.lax.Precision.HIGHEST
         )
@@ -72,7 +65,7 @@ class TableRows:
         return self.all_reduce(sums.reshape(self._num_tables, *values.shape[1:]), "sum")
 
     def minimum(self, values: Array) -> Array:
-        """Returns the minimum over each table's rows: `[rows]` to `[tables]`."""
+        """Finds the minimum within each table: `[rows]` to `[tables]`."""
         values = jnp.where(self.is_used, values, jnp.inf)
         if self.tables is None:
             return self.all_reduce(jnp.min(values, keepdims=True), "min")
@@ -80,7 +73,7 @@ class TableRows:
         return self.all_reduce(minima, "min")
 
     def per_row(self, values: Array) -> Array:
-        """Copies each table's value to its rows: `[tables, ...]` to `[rows, ...]`."""
+        """Copies table values to rows: `[tables, ...]` to `[rows, ...]`."""
         if self.tables is None:
             return jnp.broadcast_to(values, (self.is_used.shape[0], *values.shape[1:]))
         return values.at[self.tables].get(mode="clip")
@@ -99,11 +92,11 @@ _MODEL_SQUARES: contextvars.ContextVar[Callable[[], Array] | None] = (
 
 
 def table_rows(array: Array) -> TableRows:
-    """Returns the `TableRows` of the rows that a rule was given.
+    """Lets your rule ask about its rows, such as for totals over a whole table.
 
     Args:
-      array: `[rows, ...]`, an argument of the rule. Outside the layer it holds all rows
-        of one table.
+      array: `[rows, ...]`, an argument of your rule. Outside the layer, it holds all
+        rows of one table.
 
     Example:
       >>> rows = table_rows(jnp.ones((3, 2)))
@@ -117,7 +110,7 @@ def table_rows(array: Array) -> TableRows:
 
 
 def some_rows(num_rows: int) -> TableRows:
-    """Returns rows of a single table, all of them looked up."""
+    """Describes a whole table whose rows were all looked up."""
     everything = jnp.ones((num_rows,), bool)
     return TableRows(
         table_sizes=jnp.full((1,), num_rows, jnp.float32),
@@ -129,7 +122,7 @@ def some_rows(num_rows: int) -> TableRows:
 
 
 def is_in_layer() -> bool:
-    """Returns True while a rule runs on a layer's rows instead of a dense array."""
+    """Tells if a rule is running on layer rows, not on a dense array."""
     return _CURRENT.get() is not None
 
 
@@ -137,14 +130,10 @@ def is_in_layer() -> bool:
 def table_rows_context(
     rows: TableRows | None, *, inlines_jit: bool = True
 ) -> Iterator[None]:
-    """Makes `table_rows` return these rows within this context.
-
-    Args:
-      rows: the rows. `None` means that the rule sees all rows of one table.
-      inlines_jit: True inlines each `jit` within a rule. Otherwise, the cache of `jit`
-        could return answers about different rows.
-    """
+    """Makes `table_rows` return these rows. None means one whole table."""
     token = _CURRENT.set(rows)
+    # A `jit` within the rule is inlined: its cache doesn't know this context, and could
+    # return answers about different rows.
     inlines_jit = inlines_jit and rows is not None
     try:
         with jax.disable_jit() if inlines_jit else contextlib.nullcontext():
@@ -154,10 +143,9 @@ def table_rows_context(
 
 
 def model_gradient_squares() -> Array | None:
-    """Returns the sum of squares of all the model's gradients in this step.
+    """Sums the squares of all model gradients, before any transformation.
 
-    These are the gradients of the loss before any transformation. Returns `None` if the
-    rule is called without a model and knows only its own arrays.
+    None means that the rule runs without a model.
     """
     compute = _MODEL_SQUARES.get()
     return None if compute is None else compute()
@@ -165,12 +153,9 @@ def model_gradient_squares() -> Array | None:
 
 @contextlib.contextmanager
 def model_gradient_context(compute: Callable[[], Array] | None) -> Iterator[None]:
-    """Makes `model_gradient_squares` return a float32 scalar within this context.
-
-    Args:
-      compute: returns the sum, called only if a rule asks for it. `None` if no model
-        provides it.
-    """
+    """Makes `model_gradient_squares` return `compute()`, a float32 scalar."""
+    # A function, not a value: most rules don't ask, and a norm costs a pass over all
+    # gradients.
     token = _MODEL_SQUARES.set(compute)
     try:
         yield

@@ -1,9 +1,5 @@
-"""Applies optimizer rules to tables' rows and slot variables, in place.
+"""Applies optimizer rules to table rows and slot variables, in place.
 
-Everything is private except `lift_to_rows`, which is in `te.functional`.
-
-* `drivers`: applies a step's gradient, and chooses the parts that the rule runs on.
-* `parts`: runs a rule on one part of a table.
-* `state`: the optimizer state of a stacked table.
-* `totals`: totals over each table's rows, which arrive in rounds or blocks.
+`drivers` picks the rows that a rule runs on, and `parts` runs it there. `state` knows
+what optimizer states hold, and `totals` sums over tables whose rows arrive in pieces.
 """

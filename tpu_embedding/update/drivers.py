@@ -1,19 +1,12 @@
-"""Drivers, which choose the parts of a table that a rule runs on. Per shard.
+"""Applies gradients to stacks: drivers choose the parts that a rule runs on.
 
-    Touched         for each round of the gradient: its rows
+    Touched         for each round: the rows that it looked up
     InSequence      for each round, for k = 0, 1, ...: the k-th occurrence of each row
     EveryRow        for each round: all rows that it covers, block by block
     KeptGradient    once all rounds are known: all rows, block by block
 
-A gradient arrives in rounds, which are applied one after another. Different rounds have
-different rows, so the result equals one update with all rows. Values shared by all
-rows, such as the step count and learning rate, advance once per step. If a learning
-rate is not finite, the step does not change any rows.
-
-Rules that need totals over the table, or run once per several steps, must see all
-rounds of the gradient before they run on every row. Their state keeps a dense gradient
-of the table's size. Each step adds its gradient to it, and the pass over the table
-clears it.
+Rounds (docs/concepts/skew.md) never share a row, so applying them one by one equals one
+update. Shared values, such as the step count, advance once per step.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +45,8 @@ Driver = Callable[[StackStep, Arrays, Parts], tuple[Arrays, list[Any]]]
 """Runs a step on the arrays. Returns the new arrays and the new shared values."""
 
 GradientOfBlock = Callable[[Any, int, Arrays], tuple[Array, Array]]
-"""Returns the gradient `[size, dim]` of a block of rows, and its touches `[size]`,
-above 0 for rows that were looked up. Called with the start, the size and the arrays."""
+"""Maps a block's start and size, and the arrays, to its gradient `[size, dim]` and its
+touches `[size]`, above 0 for rows that were looked up."""
 
 
 @jax.named_scope("update")
@@ -64,19 +57,15 @@ def update_stack(
     stack: StackPlan,
     table_sizes: Array | None = None,
 ) -> tuple[PackedRows, Any]:
-    """Updates a stacked table and its state with a step's gradient.
+    """Updates a stacked table and its optimizer state, in place where donated.
 
-    Per shard; in place where donated.
-
-    Args:
-      table: the table's rows.
-      state: the stack's state, from `init_state`.
-      gradient: the whole gradient of the step.
-      stack: the stack's plan.
-      table_sizes: see `StackStep`.
+    Per shard. See `StackStep` for `table_sizes`.
     """
     step = StackStep(stack, state, table_sizes)
     is_finite = step.is_finite
+    # A learning rate that isn't finite must not change any row. Dropping the row ids
+    # decides this once, not in each block. A kept gradient is collected in any case:
+    # `_update_kept_gradient` covers no rows instead.
     if is_finite is not None and step.kept is None:
         gradient = gradient.map(lambda round: round.only_if(is_finite))
     driver = _DRIVERS[type(stack.optimizer.driver)]
@@ -87,13 +76,10 @@ def update_stack(
 def state_without_rows(
     state: Any, stack: StackPlan, table_sizes: Array | None = None
 ) -> Any:
-    """Returns a stack's state after a step that did not touch its rows.
-
-    Values shared by all rows advance as in any other step, so step counts agree across
-    tables, however tables are stacked. Slot variables are not read or written, so XLA
-    does not copy them and devices do not communicate. The rule must update touched rows
-    only.
-    """
+    """Advances shared values by a step that touched no rows in this stack."""
+    # Only for rules that update touched rows.
+    # Step counts then agree across tables, however they are stacked. Slot variables are
+    # neither read nor written, so XLA doesn't copy them, and devices don't communicate.
     step = StackStep(stack, state, table_sizes)
     return step.state_after(None, step.values_without_rows())
 
@@ -101,8 +87,6 @@ def state_without_rows(
 def _update_touched(
     step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule once on each row that the step looked up."""
-
     def run(
         arrays: Arrays, gradients: RowGradients, all_reduce: AllReduce
     ) -> tuple[Arrays, list[Any]]:
@@ -110,6 +94,7 @@ def _update_touched(
         part = Part(
             updates.row_ids,
             updates.values,
+            # As in TensorFlow, a row whose gradient is zero counts as touched.
             is_touched=updates.row_ids != PADDING_ROW_ID,
             occurrences=gradients.occurrences,
         )
@@ -121,15 +106,12 @@ def _update_touched(
 def _update_in_sequence(
     step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule once per occurrence of a row, in sample order.
-
-    It takes as many passes as the most frequent row has occurrences. All occurrences of
-    a row are in the same round. Values shared by all rows advance once per step.
-    """
+    """Runs the rule once per occurrence of a row, in sample order."""
     all_reduce = across_shards(step.stack)
 
     def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
         updates = gradients.as_row_updates()
+        # A row's occurrences are all in one round, so counting within it is enough.
         earlier = _num_earlier_occurrences(updates.row_ids)
         is_used = updates.row_ids != PADDING_ROW_ID
         num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
@@ -140,6 +122,7 @@ def _update_in_sequence(
             is_due = earlier == number
             row_ids = jnp.where(is_due, updates.row_ids, PADDING_ROW_ID)
             part = Part(row_ids, updates.values, is_due, occurrence=number)
+            # New shared values are dropped: they advance once per step, not per pass.
             return number + 1, step.run_on_rows(arrays, part, all_reduce)[0]
 
         start = (jnp.int32(0), arrays)
@@ -151,19 +134,17 @@ def _update_in_sequence(
 def _update_every_row(
     step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule on every row, round by round, without a kept gradient.
-
-    Each round of the gradient covers its own range of rows, so each row is updated
-    once.
-    """
+    """Runs the rule on every row, without a dense gradient in memory."""
 
     def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
+        # Each block finds its gradients with a binary search instead of a scan of all.
         in_order = _sorted_gradients(gradients.as_row_updates())
         arrays, in_order = read_before_write((arrays, in_order))
 
         def gradient_of(start: Any, size: int, _: Arrays) -> tuple[Array, Array]:
             return _dense_gradient(in_order, start, size)
 
+        # Rounds cover disjoint row ranges, so no row moves twice in a step.
         return _sweep(step, arrays, gradient_of, gradients.covered)[0]
 
     return gradient.fold(run_round, arrays), step.values_without_rows()
@@ -173,6 +154,8 @@ def _update_kept_gradient(
     step: StackStep, arrays: Arrays, gradient: Parts
 ) -> tuple[Arrays, list[Any]]:
     """Adds to the kept gradient, and runs the rule on every row if an update is due."""
+    # A rule with totals, or with several steps per update, must see all rounds before
+    # it moves any row. So the state keeps a dense gradient, which the sweep clears.
 
     def collect(
         kept: tuple[PackedRows, ...], gradients: RowGradients
@@ -188,6 +171,7 @@ def _update_kept_gradient(
     arrays = arrays._replace(kept=gradient.fold(collect, arrays.kept))
     num_steps, covered = step.stack.optimizer.gradient_steps, None
     if step.is_finite is not None:
+        # An empty range moves no row, but still clears the kept gradient.
         end_row = jnp.where(step.is_finite, jnp.int32(PADDING_ROW_ID), 0)
         covered = RowRange(jnp.int32(0), end_row)
 
@@ -219,17 +203,14 @@ def _run_parts(
     parts: Parts,
     run: Callable[[Arrays, Any, AllReduce], tuple[Arrays, list[Any]]],
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule on all parts, one after another.
-
-    If there are several parts, a rule with totals first runs to find the totals, and
-    then runs again to use them.
-    """
+    """Runs the rule on all parts, one after another, with their totals."""
     all_reduce = across_shards(step.stack)
     totals: list[Array] | None = None
     if step.stack.optimizer.takes_totals and parts.fold_later is not None:
         totals = find_totals(
             lambda part, all_reduce: run(arrays, part, all_reduce), parts, all_reduce
         )
+        # The last run overwrites the rows that the totals are read from.
         totals, arrays = read_before_write((totals, arrays))
 
     def run_part(arrays: Arrays, part: Any) -> tuple[Arrays, list[Any]]:
@@ -244,6 +225,7 @@ def _run_parts(
 
 def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
     """Counts equal ids before each position."""
+    # A stable sort keeps equal ids in sample order.
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
     firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
@@ -251,10 +233,10 @@ def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
 
 
 def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
-    """Returns gradients sorted by row and followed by a chunk of padding."""
     (num_rows,) = gradients.row_ids.shape
     positions = jnp.arange(num_rows, dtype=jnp.int32)
     row_ids, order = jax.lax.sort((gradients.row_ids, positions), num_keys=1)
+    # Without the padding, `dynamic_slice` would shift the last chunk to earlier rows.
     room = min(_CHUNK, num_rows)
     return RowUpdates(
         row_ids=jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),
@@ -263,7 +245,8 @@ def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
 
 
 def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array, Array]:
-    """Returns a block's gradient from sorted ones, and 1 for its touched rows."""
+    """Expands sorted gradients to a dense block, with 1 for touched rows."""
+    # At least half of the buffer is gradients, so a chunk never exceeds its padding.
     chunk = min(_CHUNK, in_order.row_ids.shape[0] // 2)
     end_row = start + size
     ends = jnp.asarray([start, end_row], jnp.int32)
@@ -275,7 +258,8 @@ def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array,
             jax.lax.dynamic_slice_in_dim(array, position, chunk)
             for array in (in_order.row_ids, in_order.values)
         )
-        # Ids of later blocks and of padding are mapped out of range.
+        # Ids in later blocks and padding are mapped out of range. The search excludes
+        # earlier blocks, so no index is negative.
         at = jnp.where(ids < end_row, ids - start, size)
         return (
             position + chunk,
@@ -294,7 +278,8 @@ def _sweep(
     gradient_of: GradientOfBlock,
     covered: RowRange | None,
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule on all rows in a range: on the first block, then in a loop."""
+    """Runs the rule on all rows in a range, block by block."""
+    # Blocks start at a line boundary in the table, its slots and the kept gradient.
     all_rows = jax.tree.leaves(arrays, is_leaf=is_slot)
     blocks = blocks_of([rows.layout for rows in all_rows])
 

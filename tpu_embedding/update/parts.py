@@ -1,19 +1,8 @@
 """Runs a rule on one part of a table: some rows, or a block of consecutive rows.
 
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
-array. `StackStep.run_part` is the only code that reads rows, runs the rule on them, and
-writes table and slot variables, in place. So rules need not know about row ids, shards,
-packing or rounds, and drivers only choose the parts. All parts of a step read the old
-shared values, such as the step count, and compute the same new ones.
-
-Updates are added to a float32 table. For a narrow table, such as bfloat16, the sum is
-computed in float32 and then rounded up or down at random, so that the mean over many
-steps is exact. Rounding to the nearest number would lose every update below half a unit
-of the dtype, and small gradients would never change the row. The random bits are a hash
-of the step, the table's name, the row and the element, so rounding does not depend on
-devices, stacking or packing. The step is part of the state: without it, an element that
-was rounded back to its old value would get the same bits in the next step, and would
-never change.
+array. `StackStep` reads and writes the rows, in place, so that rules need not know
+about row ids, shards, packing or rounds.
 """
 
 import dataclasses
@@ -64,13 +53,7 @@ from tpu_embedding.xla import read_before_write, value_of_range
 
 
 class Arrays(NamedTuple):
-    """The arrays that the parts of a step change, one after another.
-
-    Attributes:
-      table: the table's rows.
-      slots: slot variables of the rule.
-      kept: `gradient` and `touches` of a `KeptGradientState`, or empty.
-    """
+    """The arrays that parts change. `kept` holds a dense gradient and its touches."""
 
     table: Any
     slots: list[Any]
@@ -80,12 +63,8 @@ class Arrays(NamedTuple):
 class Part(NamedTuple):
     """Rows that a rule gets at once, with their gradient. Per shard.
 
-    Attributes:
-      row_ids: int32 `[rows]`, each at most once; `PADDING_ROW_ID` where unused.
-      gradient: `[rows, dim]`, zero where unused.
-      is_touched: `[rows]`, True for rows that this step looked up.
-      occurrence: number of earlier parts of this step with the same rows.
-      occurrences: see `RowGradients`.
+    Each row occurs at most once. Unused positions have `PADDING_ROW_ID` and gradient
+    zero. `occurrence` counts earlier parts in the same step that moved the same rows.
     """
 
     row_ids: Int[Array, " rows"]
@@ -97,13 +76,10 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackStep:
-    """One step of a stack's rule. It exists only during tracing. Per shard.
+    """One step, which exists only during tracing. Per shard.
 
-    Attributes:
-      stack: the stack's plan.
-      state: the stack's state before the step, from `init_state`.
-      table_sizes: float32 `[tables]`, number of rows to count in each table, or `None`
-        for all rows.
+    `state` is the state before the step. Pass `table_sizes` if totals must count only
+    rows that belong to an id.
     """
 
     stack: StackPlan
@@ -112,40 +88,31 @@ class StackStep:
 
     @functools.cached_property
     def kept(self) -> KeptGradientState | None:
-        """The state with the dense gradient, if the rule needs one."""
+        """State with the dense gradient, if the rule needs one."""
         is_rounded = isinstance(self.state, RoundedState)
         state = self.state.inner if is_rounded else self.state
         return state if isinstance(state, KeptGradientState) else None
 
     @functools.cached_property
     def old_values(self) -> list[Any]:
-        """The values shared by all rows before the step."""
+        """Values shared by all rows, before the step."""
         return values_of(rule_state_of(self.state))
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if a rate of the step is not finite, or None for constant rates."""
+        """False if this learning rate is NaN or infinite. None for constant rates."""
         return rates_are_finite(self.stack.optimizer, self.stack.dim, self.old_values)
 
     def arrays(self, table: PackedRows) -> Arrays:
-        """Returns the arrays before the step."""
         kept = () if self.kept is None else (self.kept.gradient, self.kept.touches)
         return Arrays(table, slots_of(rule_state_of(self.state)), kept)
 
     def run_on_rows(
         self, arrays: Arrays, part: Part, all_reduce: AllReduce
     ) -> tuple[Arrays, list[Any]]:
-        """Runs the rule on some rows, in place.
-
-        Args:
-          arrays: all rows of the shard.
-          part: rows to update.
-          all_reduce: answers the rule's requests for totals.
-
-        Returns:
-          The arrays, and the new shared values.
-        """
+        """Runs the rule on some rows, in place, and returns the new shared values."""
         optimizer, (table, slots, kept) = self.stack.optimizer, arrays
+        # Slot variables have their rows in the same places as the table.
         table, places = table.locate(part.row_ids)
         old_slots = [gather_rows(slot, places) for slot in slots]
         if self.stack.updates == "blocks":
@@ -180,13 +147,9 @@ class StackStep:
         covered: RowRange | None,
         all_reduce: AllReduce,
     ) -> tuple[Arrays, list[Any]]:
-        """Runs the rule on consecutive rows from `start` on, in place.
+        """Runs the rule on consecutive rows, and clears their kept gradient, in place.
 
-        Only rows in the range `covered` change; None means all rows. See `run_on_rows`
-        for the other arguments.
-
-        Returns:
-          The arrays, with the block's kept gradient cleared, and the new shared values.
+        Only rows in `covered` change. None covers all rows.
         """
         (size,) = part.row_ids.shape
         old = jax.tree.map(
@@ -205,12 +168,14 @@ class StackStep:
         def if_moved(new: Array, old: Array) -> Array:
             return jnp.where(is_moved.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
+        # A block is written whole, so rows that don't move are written back unchanged.
         updates = jnp.where(is_moved[:, None], updates, 0)
         new = Arrays(
             table=self._stored_rows(part, rows, updates),
             slots=list(map(if_moved, new_slots, old.slots)),
             kept=jax.tree.map(jnp.zeros_like, old.kept),
         )
+        # Otherwise XLA may write an array before its last read, and copy it for that.
         new, new_values = read_before_write((new, new_values))
         arrays = jax.tree.map(
             lambda rows, new_rows: write_block(rows, start, new_rows),
@@ -221,7 +186,8 @@ class StackStep:
         return arrays, new_values
 
     def values_without_rows(self) -> list[Any]:
-        """Returns the shared values after a step on rows that no table has."""
+        """Computes new shared values by running the rule on padding rows."""
+        # Shared values may not depend on rows, as the probe checks.
         optimizer, dim = self.stack.optimizer, self.stack.dim
         rows = jnp.zeros((PADDING_ROWS, dim), jnp.float32)
         row_ids = jnp.full(PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
@@ -237,13 +203,11 @@ class StackStep:
         return self._run_rule(part, rows, slots, known)[2]
 
     def state_after(self, arrays: Arrays | None, new_values: Sequence[Any]) -> Any:
-        """Returns the stack's state after the step. Without arrays, slots are the same.
-
-        If the learning rate is not finite, totals and other values that depend on it
-        become NaN. Such values are reset to their old values.
-        """
+        """Builds the state after the step. Without arrays, slots are unchanged."""
         state = rule_state_of(self.state)
         if self.is_finite is not None:
+            # A rate that isn't finite makes totals NaN, and they would remain NaN.
+            # Integers, such as the step count, still advance.
             new_values = [
                 jnp.where(self.is_finite | jnp.isfinite(new), new, old)
                 if jnp.issubdtype(new.dtype, jnp.floating)
@@ -273,8 +237,6 @@ class StackStep:
         return run_rule(self.stack.optimizer, state, part.gradient, rows, known)
 
     def _known_rows(self, part: Part, all_reduce: AllReduce) -> TableRows:
-        """Returns the facts that the rule may ask about a part's rows."""
-
         def facts(row_ids: Array, is_touched: Array) -> TableRows:
             known = tables_of_rows(row_ids, is_touched, all_reduce, self.stack)
             if self.table_sizes is None:
@@ -282,6 +244,7 @@ class StackStep:
             return dataclasses.replace(known, table_sizes=self.table_sizes)
 
         total, occurrences = None, part.occurrences
+        # The norm must see each occurrence before duplicates are summed.
         if occurrences is not None:
             is_touched = occurrences.row_ids != PADDING_ROW_ID
             squares = jnp.sum(jnp.square(occurrences.values), axis=1)
@@ -299,7 +262,7 @@ class StackStep:
     def _stored_rows(
         self, part: Part, old: Float[Array, "rows dim"], updates: Array
     ) -> Array:
-        """Returns `old + updates` as the table stores rows."""
+        """Adds updates to old rows, and encodes the sums as the table stores rows."""
         # An update of 0 must not change an element's bits. Adding 0 would turn -0.0
         # into 0.0, and flush a denormal on a TPU.
         new = jnp.where(updates == 0, old, old + updates)
@@ -317,17 +280,9 @@ def run_rule(
     rows: Float[Array, "rows dim"],
     known: TableRows | None,
 ) -> tuple[Array, list[Array], list[Any]]:
-    """Runs a rule as it is on some rows.
+    """Runs a rule on rows. Returns updates, new slot rows, and new shared values.
 
-    Args:
-      optimizer: the rule.
-      state: the rule's state, with rows `[rows, *row_shape]` as slot variables.
-      gradient: `[rows, dim]`.
-      rows: `[rows, dim]`.
-      known: facts about the rows. `None` means that they are a whole table.
-
-    Returns:
-      The rows' updates, the new rows of each slot variable, and the new shared values.
+    Slots in `state` are plain rows. `known=None` means a whole table.
     """
     probed = probe_rule(optimizer, rows.shape[1])
     # A rule with totals must not get answers about other rows from a cache of jit.
@@ -348,9 +303,11 @@ def replaced_slots(
     new: Sequence[Array],
     table_dim: int,
 ) -> list[PackedRows]:
-    """Returns slot variables with new values in some rows, in place. Per shard."""
+    """Writes new slot values to rows, in place. Per shard."""
     probed = probe_rule(optimizer, table_dim)
     result = []
+    # A slot that keeps its old value takes one scatter-add. Other slots are set, which
+    # may take two: in a large difference, rounding would lose a small new value.
     for slot, facts, before, after in zip(slots, probed.slots, old, new, strict=True):
         if facts.is_moved_by_adding:
             difference = row_differences(before, after)
@@ -363,16 +320,16 @@ def replaced_slots(
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
 ) -> optax.GradientTransformation:
-    """Turns a transformation of dense rows into a transformation of `RowUpdates`.
+    """Lifts an optax transformation of dense rows to `RowUpdates`.
 
-    Slot variables of rows that are not in the updates do not change (lazy semantics): a
-    moment decays only when its row is touched. Values shared by all rows, such as the
-    step count, advance with every update.
+    Only rows in the updates change their slot variables (lazy semantics): a moment
+    decays only when its row is touched. Values shared by all rows, such as the step
+    count, advance with every update.
 
     Args:
       optimizer: any row-local optax transformation, including chains, schedules and
-        `optax.inject_hyperparams`. A rule that needs totals over a table's rows treats
-        the given rows as one whole table.
+        `optax.inject_hyperparams`. Note that a rule with totals, such as Adafactor,
+        treats the rows you pass as one whole table.
 
     Returns:
       A transformation whose `init` accepts a table's `PackedRows`, and whose `update`
@@ -418,16 +375,18 @@ def bits_of_rows(
     occurrence: Int[Array, ""] | int,
     stack: StackPlan,
 ) -> UInt32[Array, "ids dim"]:
-    """Returns random bits for each element of some rows in a step.
-
-    They depend on the step, the table's name, the row within the table, and the
-    occurrence.
-    """
+    """Hashes step, table name, row and element into bits for stochastic rounding."""
+    # Rounding to nearest would lose every update below half a unit of the dtype, so
+    # small gradients would never move a row; at random, the mean is exact. Nothing in
+    # the hash depends on devices, stacking or packing. It has the step because an
+    # element that was rounded back to its old value would otherwise get the same bits
+    # again, and never change.
     _, stack_rows = rows_of_stack(row_ids, stack)
     stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)
     stack_rows = stack_rows.astype(jnp.uint32)
     offsets, table_keys = [], []
     for table in stack.tables:
+        # Python's own hash of a string differs between processes.
         digest = hashlib.sha256(table.name.encode()).digest()
         offsets.append(table.row_offset)
         table_keys.append(int.from_bytes(digest[:4], "little"))

@@ -1,11 +1,9 @@
-"""The optimizer state of a stacked table.
+"""Initial optimizer states of stacked tables, and access to their parts.
 
-It is the state of the stack's rule, as optax returns it, in which `PackedRows` stand
-for slot variables, arrays with a row per row of the table. All other leaves, such as
-step counts, are shared by all rows.
-
-Two wrappers may enclose it: `KeptGradientState` for a rule that needs the dense
-gradient, and around it `RoundedState` for a table of a narrow dtype.
+A state is what optax returns for the rule, but slot variables, which have one entry per
+table row, are `PackedRows`. All rows share the other leaves, such as counts. Two
+wrappers may enclose it: `KeptGradientState` if the rule needs the dense gradient, and
+`RoundedState`, always outermost, if the table is narrow.
 """
 
 import functools
@@ -46,25 +44,17 @@ PADDING_ROWS: Final = 8
 
 
 class RoundedState(NamedTuple):
-    """The state of a rule whose table is narrow.
-
-    Attributes:
-      step: int32 scalar, updates so far.
-      inner: the rule's state.
-    """
+    """The state for a narrow table. `step` is an int32 update count."""
 
     step: Array
     inner: Any
 
 
 class KeptGradientState(NamedTuple):
-    """The state of a rule that needs the dense gradient.
+    """The state for a rule that needs the dense gradient.
 
-    Attributes:
-      gradient: `[rows, dim]`, sum over the steps since the rule last ran.
-      touches: int32 `[rows]`, number of these steps that looked the row up.
-      step: int32 scalar, number of these steps.
-      inner: the rule's state.
+    `gradient`, `[rows, dim]`, is summed since the rule last ran. Meanwhile, `touches`,
+    `[rows]`, counts the steps that looked up each row, and `step` counts all steps.
     """
 
     gradient: PackedRows
@@ -74,13 +64,11 @@ class KeptGradientState(NamedTuple):
 
 
 def init_state(table: PackedRows, stack: StackPlan) -> Any:
-    """Returns the optimizer's state for a stacked table. Per shard.
-
-    Totals are summed block by block. Rows that are stored on the host are summed in the
-    same order, so totals have the same bits wherever the rows are stored.
-    """
+    """Initializes a stack's optimizer state. Per shard."""
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
+        # Summing block by block, each apart from its slice, repeats the order in which
+        # rows in host memory are summed, so totals have the same bits in either place.
         totals = find_totals(
             lambda block, all_reduce: init_block(
                 computed_apart(lines_of_block(table, *block)),
@@ -97,14 +85,7 @@ def init_state(table: PackedRows, stack: StackPlan) -> Any:
 def init_block(
     rows: PackedRows, start: Any, all_reduce: AllReduce, stack: StackPlan
 ) -> Any:
-    """Returns the rule's state for a block of this shard's rows. Per shard.
-
-    Args:
-      rows: the block's rows.
-      start: the block's first local row.
-      all_reduce: answers the rule's requests for totals.
-      stack: the rows' stack.
-    """
+    """Initializes the rule state for a block that begins at local row `start`."""
     known = None
     if stack.optimizer.takes_totals:
         row_ids = start + jnp.arange(rows.layout.num_rows, dtype=jnp.int32)
@@ -118,13 +99,7 @@ def init_rule(
     table: PackedRows,
     known: TableRows | None = None,
 ) -> Any:
-    """Returns a rule's state for a table. Per shard.
-
-    Args:
-      optimizer: the rule.
-      table: this shard's rows.
-      known: facts about these rows, for a rule that needs totals.
-    """
+    """Initializes a rule's state for a table, with packed slots. Per shard."""
     with table_rows_context(known):
         leaves, tree = jax.tree.flatten(optimizer.init(unpack_rows(table)))
     slots = probe_rule(optimizer, table.layout.dim).leaves
@@ -132,6 +107,7 @@ def init_rule(
     for leaf, slot in zip(leaves, slots, strict=True):
         if slot is not None:
             layout = table.layout.slot_layout(slot.row)
+            # A constant is written in packed form, and XLA drops its dense leaf.
             if slot.initial_value is None:
                 leaf = pack_rows(leaf, layout)
             else:
@@ -142,7 +118,7 @@ def init_rule(
 
 @functools.lru_cache(maxsize=4096)
 def abstract_state(stack: StackPlan) -> Any:
-    """Returns a state structured like `init_state`'s, without running the rule."""
+    """Describes an initial state as shapes and dtypes, without running the rule."""
     probed = probe_rule(stack.optimizer, stack.dim)
     leaves, tree = jax.tree.flatten(probed.state)
     leaves = [
@@ -156,7 +132,6 @@ def abstract_state(stack: StackPlan) -> Any:
 
 
 def state_around(rule_state: Any, stack: StackPlan) -> Any:
-    """Returns a stack's initial state, given its rule's state. Per shard."""
     state, layout = rule_state, stack.layout
     if isinstance(stack.optimizer.driver, KeptGradient):
         gradient = jax.ShapeDtypeStruct(layout.row_shape, jnp.float32)
@@ -173,35 +148,35 @@ def state_around(rule_state: Any, stack: StackPlan) -> Any:
 
 
 def rule_state_of(state: Any) -> Any:
-    """Returns the state of a stack's rule, without the wrappers."""
+    """Strips the wrappers from a state."""
     while isinstance(state, RoundedState | KeptGradientState):
         state = state.inner
     return state
 
 
 def is_slot(leaf: Any) -> bool:
-    """Returns True if a node of a state is a slot variable."""
+    # Also the `is_leaf` of `jax.tree` calls: `PackedRows` is a pytree itself.
     return isinstance(leaf, PackedRows)
 
 
 def slots_of(state: Any) -> list[PackedRows]:
-    """Returns the slot variables of a state."""
+    """Lists slot variables in leaf order."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_slot) if is_slot(x)]
 
 
 def values_of(state: Any) -> list[Any]:
-    """Returns the values shared by all rows, such as counts."""
+    """Lists values that all rows share, such as counts, in leaf order."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_slot) if not is_slot(x)]
 
 
 def with_slots(state: Any, slots: Sequence[Any]) -> Any:
-    """Returns the state with its slot variables replaced."""
+    """Replaces slot variables, in `slots_of` order."""
     remaining = iter(slots)
     return map_slots(lambda _: next(remaining), state)
 
 
 def with_values(state: Any, values: Sequence[Any]) -> Any:
-    """Returns the state with its shared values replaced."""
+    """Replaces shared values, in `values_of` order."""
     remaining = iter(values)
     return jax.tree.map(
         lambda leaf: leaf if is_slot(leaf) else next(remaining), state, is_leaf=is_slot
@@ -209,21 +184,18 @@ def with_values(state: Any, values: Sequence[Any]) -> Any:
 
 
 def with_values_if(condition: Any, new: Any, old: Any) -> Any:
-    """Returns a new state, with the old shared values if a condition is False."""
+    """Keeps the old shared values if a condition is False. None means True."""
     if condition is None:
         return new
+    # Callers keep the slot rows themselves: a select here would copy whole tables.
     pairs = zip(values_of(new), values_of(old), strict=True)
     return with_values(new, [jnp.where(condition, *pair) for pair in pairs])
 
 
 def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Returns the state with `function(slot, *others)` as its slot variables.
+    """Maps slots with `function(slot, *others)`, and keeps other leaves.
 
-    Args:
-      function: called with a slot variable and the matching subtree of each other
-        state.
-      state: an optimizer's state.
-      *others: states with the same structure, except that slots may have any type.
+    In `others`, a slot may be any subtree.
     """
     return jax.tree.map(
         lambda leaf, *subtrees: function(leaf, *subtrees) if is_slot(leaf) else leaf,
@@ -234,17 +206,15 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def structure_of_state(state: Any) -> jax.tree_util.PyTreeDef:
-    """Returns a state's structure, independent of where slot rows are stored."""
+    """Finds the structure, independent of where slot rows are stored."""
+    # Rows on the host are another node type, but must match the plan's abstract state.
     return jax.tree.structure(
         map_slots(lambda slot: PackedRows(lines=0, layout=slot.layout), state)
     )
 
 
 def state_specs(state: Any, stack: StackPlan) -> Any:
-    """Returns the partition spec of each node of a stack's state.
-
-    Slot variables are sharded like their table's rows; other values are replicated.
-    """
+    """Shards slot variables like the table, and replicates shared values."""
     return jax.tree.map(
         lambda leaf: stack.rows_spec if is_slot(leaf) else PartitionSpec(),
         state,

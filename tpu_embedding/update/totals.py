@@ -1,13 +1,8 @@
-"""Finds totals over rows that arrive in parts: gradient rounds or table blocks.
+"""Finds totals over tables whose rows arrive in parts: gradient rounds or blocks.
 
-While a rule runs, it requests totals, as in `total = rows.total(values)`. A total may
-depend on earlier totals. If there is only one part, each request is answered by an
-all-reduce. If there are several parts, the totals are found one after another. For each
-total, the rule runs on every part with the totals known so far, and the values that it
-passes for the next total are summed over the parts. XLA removes everything else that
-such a run computes. In the last run, all totals are known.
-
-Totals are computed per table, so each row of a shard is matched with its table.
+A rule requests totals, as in `total = rows.total(values)`, and may need one to compute
+the next. With a single part, an all-reduce answers each request. With several, the rule
+runs on all parts once per total, and each run finds the next one.
 """
 
 from collections.abc import Callable
@@ -31,20 +26,16 @@ RunPart = Callable[[Any, AllReduce], Any]
 
 
 class _Request(NamedTuple):
-    """A rule's request for a total. The values are already reduced within one part."""
+    """A request for a total, with values already reduced within one part."""
 
     values: Array
     reduction: Reduction
 
 
 def across_shards(stack: StackPlan) -> AllReduce:
-    """Returns the all-reduce over a stack's shards.
-
-    Each row counts once, on its shard's first replica. All devices participate, so that
-    all replicas get the same bits.
-    """
-
     def all_reduce(totals: Array, reduction: Reduction) -> Array:
+        # Each row counts once, on its shard's first replica. All replicas still take
+        # part, because they must get the same bits. A minimum ignores repetition.
         if reduction == "sum" and stack.num_replicas > 1:
             is_first = jax.lax.axis_index(stack.replica_axes) == 0
             totals = jnp.where(is_first, totals, jnp.zeros_like(totals))
@@ -54,14 +45,9 @@ def across_shards(stack: StackPlan) -> AllReduce:
 
 
 def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array]:
-    """Returns all totals that a rule requests, in order. Per shard.
-
-    Args:
-      run: runs the rule on one part.
-      parts: rounds of a gradient or blocks of rows.
-      all_reduce: reduces a total over the shards.
-    """
+    """Finds all totals that a rule requests, in order. Per shard."""
     known: list[Array] = []
+    # Each run only needs the next total's values; XLA removes its other results.
     while len(requests := requests_of(run, parts.first, known)) > len(known):
         number = len(known)
         total, reduction = requests[number]
@@ -77,18 +63,19 @@ def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array
 
 
 def known_totals(known: list[Array]) -> AllReduce:
-    """Returns a function that answers requests with known totals, in order."""
+    """Answers requests with known totals, in order. Good for a single run."""
     remaining = iter(known)
     return lambda totals, reduction: next(remaining)
 
 
 def requests_of(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
-    """Runs the rule with the known totals, and returns its requests."""
+    """Runs the rule with the known totals, and lists its requests."""
     requests: list[_Request] = []
 
     def all_reduce(values: Array, reduction: Reduction) -> Array:
         number = len(requests)
         requests.append(_Request(values, reduction))
+        # Requests after the first unknown total get wrong answers, and are not used.
         return known[number] if number < len(known) else values
 
     run(part, all_reduce)
@@ -101,16 +88,11 @@ def tables_of_rows(
     all_reduce: AllReduce,
     stack: StackPlan,
 ) -> TableRows:
-    """Returns the facts that rules may ask about a shard's rows. Per shard.
-
-    Args:
-      row_ids: rows of this shard; ids past the end are padding.
-      is_touched: True for rows that this step looked up.
-      all_reduce: reduces these rows' totals over all parts.
-      stack: the stack's plan.
-    """
+    """Matches rows with their tables. Per shard."""
     is_used, stack_rows = rows_of_stack(row_ids, stack)
 
+    # Comparing with all bounds vectorizes; a binary search would gather single
+    # integers, which is slow on a TPU.
     def count_reached(bounds: list[int]) -> Int[Array, " rows"]:
         reached = jnp.searchsorted(
             np.asarray(bounds, np.int32), stack_rows, side="right", method="compare_all"
@@ -119,7 +101,7 @@ def tables_of_rows(
 
     num_begun = count_reached([table.row_offset for table in stack.tables])
     sizes = [table.num_rows for table in stack.tables]
-    # Rows between two tables belong to neither table.
+    # Tables begin at different owners, so rows between two tables belong to neither.
     num_ended = count_reached([x.row_offset + x.num_rows for x in stack.tables])
     tables = num_begun - 1 if len(sizes) > 1 else None
     return TableRows(
@@ -134,12 +116,7 @@ def tables_of_rows(
 def rows_of_stack(
     row_ids: Int[Array, " rows"], stack: StackPlan
 ) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Converts a shard's local rows to rows of the stack. Per shard.
-
-    Returns:
-      A mask that is False for padding, and the rows within the stack, arbitrary for
-      padding.
-    """
+    """Converts local rows to stack rows, and masks padding (False). Per shard."""
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(stack.shard_axes)
     # A padding id would overflow in the product.
