@@ -1,14 +1,9 @@
 """The interface of backends, which look up and update rows on a device.
 
-A backend changes speed, never results. The argument of `make_plan(backend=...)` chooses
-a backend for each stack of the plan. `Backend` itself uses XLA's gathers and scatters:
-the exchange of `lookup/` and the drivers of `update/`. Subclasses override its methods.
-The methods `look_up` and `update` receive the exchange or the driver as a function,
-`otherwise`. They call this function in steps that the backend can't run, as in
-`jax.lax.cond(fits, look_up, otherwise, table)`.
-
-The core calls only the methods of `Backend`, and imports no other backend. To add a
-backend, add its name and options class to `_OPTIONS`.
+A backend changes speed, never results. `Backend` itself runs the exchange in `lookup/`
+and the drivers in `update/`. Subclasses override its methods. They receive the exchange
+or driver as `otherwise`, and call it in steps that they cannot run. The core imports
+none of them. To add one, extend `_OPTIONS`.
 """
 
 import dataclasses
@@ -28,45 +23,44 @@ if TYPE_CHECKING:
     from tpu_embedding.rows.row_gradients import Sealed
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
-"""The activations of each feature of a stack, the number of exchange rounds, and the
-number of reads of rows that the device owns but lacks (`PackedRows.num_missing`)."""
+"""One array per feature in a stack, the number of exchange rounds, and how many reads
+asked for rows that the device owns but lacks (`PackedRows.num_missing`)."""
 
 ReadRows = Callable[[PackedRows], Activations]
-"""Looks up the rows of a batch in a table."""
+"""Looks up a batch's rows in a table."""
 
 UpdateRows = Callable[[PackedRows, Any], tuple[PackedRows, Any]]
-"""Maps a table and the rule's state to the updated table and state."""
+"""Maps a table and its rule's state to the updated table and state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A stack's lookup and update. This class uses gathers and scatters.
+    """A hashable part of the plan that looks up and updates rows, by default with XLA.
 
-    Backends are part of the plan, so they are hashable and printable. All methods are
-    traced, and see one shard.
+    All methods are traced, and see one shard.
 
     Attributes:
-      lookups: name of the lookup's implementation, `"xla"` for the exchange.
-      updates: name of the update's implementation, `"xla"` for the drivers.
-      must_run_all: whether programs have no fallback for steps that the backend can't
-        run. The result of `prepare_ids` then has `fits`, bool `[1]`, False if a step's
-        ids don't fit on any device.
-      reason: why the plan chose these implementations.
+      must_run_all: True if programs have no fallback for steps that the backend cannot
+        run. The result of `prepare_ids` then has `fits`, bool `[1]`, False if the ids
+        do not fit on any device.
+      reason: why the plan chose this backend.
     """
 
+    # Names for reports. "xla" means that the exchange or the driver always runs.
     lookups: str = "xla"
     updates: str = "xla"
     must_run_all: bool = False
+    # Not compared, so plans that differ only in reasons share compiled programs.
     reason: str = dataclasses.field(default="", compare=False)
 
     @property
     def replaces_lookup(self) -> bool:
-        """True if the exchange only runs in steps that the backend cannot run."""
+        """True if the exchange runs only in steps that the backend cannot run."""
         return self.lookups != "xla"
 
     @property
     def replaces_update(self) -> bool:
-        """True if the drivers only run in steps that the backend cannot run."""
+        """True if the drivers run only in those steps."""
         return self.updates != "xla"
 
     def prepare_ids(
@@ -77,10 +71,9 @@ class Backend:
         *,
         are_joined: bool = False,
     ) -> Any:
-        """Returns what lookup and update need from the ids, as a pytree.
+        """Derives what lookup and update need from the keys (`lookup/_forward.py`).
 
-        `keys` are the keys of all features; see `lookup/_forward.py`. With
-        `are_joined`, they come from several lookups, whose gradients are summed.
+        If `are_joined`, they come from several lookups, whose gradients are summed.
         """
         return None
 
@@ -92,10 +85,7 @@ class Backend:
         otherwise: ReadRows,
         stack: "StackPlan",
     ) -> Activations:
-        """Returns activations, rounds (0 without an exchange) and missing rows.
-
-        `ids` are from `prepare_ids`, and `otherwise` runs the exchange.
-        """
+        """Pools rows into samples. Without an exchange, it counts 0 rounds."""
         return otherwise(table)
 
     def update(
@@ -107,29 +97,23 @@ class Backend:
         stack: "StackPlan",
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
-        """Returns the updated table and rule state, in place if they are donated.
+        """Applies a `StackGradient`, in place if table and state are donated.
 
-        They don't change if `only_if` is False.
-
-        `gradient` is a `StackGradient` of `lookup/_backward.py`. If this backend
-        replaces the update, the `backend_ids` of the gradient's routing are from
-        `prepare_ids`. `otherwise` runs the rule's driver.
+        If `only_if` is False, nothing changes. If this backend replaces the update,
+        `backend_ids` in the gradient routing come from `prepare_ids`.
         """
         return otherwise(table, state)
 
 
 class BackendOptions:
-    """The value of `backend=`, which chooses the backend of each stack.
-
-    This class chooses XLA's gathers and scatters for all stacks.
-    """
+    """The value of `backend=`, which chooses a backend per stack. This one uses XLA."""
 
     def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
-        """Returns the plan of a stack with its backend, and with the backend's layout.
+        """Chooses a stack's backend, and the row layout that this backend needs.
 
         Args:
           stack: a plan that is complete except for its backend.
-          mesh: devices of the tables.
+          mesh: devices that hold the tables.
         """
         return dataclasses.replace(stack, backend=Backend(reason="backend='xla'"))
 
@@ -141,20 +125,16 @@ _OPTIONS: Final[Mapping[BackendName, tuple[str, str]]] = {
     "xla": ("tpu_embedding.plan.backend", "BackendOptions"),
     "sparse_core": ("tpu_embedding.sparse_core.backend", "SparseCore"),
 }
-"""Module and class of each backend's options, imported on demand."""
+"""Module and class of each backend's options."""
 
 
 def backend_options(value: Any) -> BackendOptions:
-    """Returns the options for the user's `backend=`.
-
-    Raises:
-      ValueError: if the value is not a known name.
-    """
     if isinstance(value, BackendOptions):
         return value
     names = get_args(BackendName)
     if value not in names:
         rule = f"be one of {names} or a te.SparseCore"
         raise invalid("backend", rule, value, "Leave it out for 'xla'.")
+    # Imported on demand, because backends import this module.
     module, name = _OPTIONS[value]
     return getattr(importlib.import_module(module), name)()

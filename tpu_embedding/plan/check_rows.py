@@ -1,8 +1,7 @@
 """Rejects arrays that were made for another plan.
 
-Arrays of two plans can have equal shapes, and a lookup would then silently read another
-table's rows. So every public function checks its arrays first. The check reads only
-static facts, and costs nothing under `jit`.
+Arrays for different plans can have equal shapes, and a lookup would silently read the
+wrong rows. So public functions check layouts first, which costs nothing under `jit`.
 """
 
 import dataclasses
@@ -18,13 +17,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
 def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
-    """Raises unless `tables` holds the rows of every stack. It may hold more stacks.
-
-    Raises:
-      TypeError: if `tables` is not a mapping of packed rows.
-      ValueError: if a stack is missing or its layout differs from the plan, or if
-        arithmetic on packed narrow rows changed their dtype.
-    """
+    """Checks that `tables` holds the rows of every stack. It may hold more."""
     for stack in stacks:
         owner, rows = _entry("tables", tables, stack, "init_tables")
         if not isinstance(rows, PackedRows):
@@ -36,14 +29,10 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
 
 
 def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
-    """Raises unless `slots` holds the state of every stack. It may hold more stacks.
-
-    Raises:
-      TypeError: if `slots` is not a mapping.
-      ValueError: if a stack is missing or its slot variables belong to other tables.
-    """
+    """Checks that `slots` holds the state of every stack. It may hold more."""
     for stack in stacks:
         owner, state = _entry("slots", slots, stack, "init_slots")
+        # A full flatten would reach the lines, and lose the layouts.
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
         layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
         if len(layouts) != len(stack.slots):
@@ -55,12 +44,8 @@ def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises if rows of a table or slot variable are traced, or are not the stack's.
-
-    Raises:
-      TypeError: if `jax.jit` traces the rows, so the host can't read or set them.
-      ValueError: if their layout differs from the plan.
-    """
+    """Checks rows, or a slot variable, that the host will read or set."""
+    # JAX's own error, at the conversion to NumPy, would not name the fix.
     if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
         raise TypeError(
@@ -73,8 +58,9 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
 
 
 def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
-    """Raises if arithmetic changed the dtype of the words that narrow rows share."""
     layout = rows.layout
+    # Arithmetic on packed words, such as a moving average, leaves float lines. The
+    # lookup would fail on them with an unrelated error.
     if layout.narrow_dtype is None or rows.lines.dtype == layout.stored_dtype:
         return
     names = [table.name for table in stack.tables]
@@ -90,10 +76,8 @@ def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
 
 
 def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
-    """Raises unless rows belong to the stack's tables and match them in number.
-
-    Slot variables may have shorter rows than the table, packed in their own lines.
-    """
+    # Slot variables may have shorter rows than the table, packed in their own lines, so
+    # only the tables and row counts must match.
     comparable = dataclasses.replace(
         stack.layout, contents=layout.contents, num_rows=layout.num_rows
     )
@@ -101,7 +85,7 @@ def _check_rows_of(owner: str, layout: RowLayout, stack: StackPlan) -> None:
 
 
 def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> tuple[str, Any]:
-    """Returns a stack's entry, and its name in errors."""
+    """Finds the entry for a stack, and names it for errors."""
     if not isinstance(arrays, Mapping):
         rule = f"map stack names to the arrays of {maker}"
         raise invalid(what, rule, arrays, kind=TypeError)
@@ -114,7 +98,7 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> tuple[str, A
 
 
 def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
-    """Raises if an array's layout differs from the plan."""
+    # Layouts that differ in other fields may still have equal rows in equal lanes.
     if layout == planned or layout.facts == planned.facts:
         return
     only_array = [fact for fact in layout.facts if fact not in planned.facts]

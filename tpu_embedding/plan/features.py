@@ -1,12 +1,7 @@
-"""The features of a plan: the rows that they read, and which of them a batch holds.
+"""Plans the features: which rows they read, and which features a batch holds.
 
-A plan has one `FeaturePlan` per feature. `make_plan` finds their tables in new stacks,
-and `EmbeddingPlan.with_features` in the stacks of an existing plan. In a multi-process
-job, each process loads only the samples of its own devices.
-
-A plan holds devices and user functions, so it can't be pickled. Loader processes
-receive only what they need to prepare a batch: the features, the sizes of their tables,
-and the number of devices.
+An `EmbeddingPlan` holds devices and user functions, so it cannot be pickled. Loader
+processes receive an `InputPlan`, with only what they need to prepare a batch.
 """
 
 import contextlib
@@ -27,14 +22,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlan:
-    """A feature, and the rows of its table.
+    """A feature, and where its stack holds the table.
 
     Attributes:
-      name: name of the feature in errors and statistics.
-      config: the user's declaration of the feature.
-      stack_index: stack of the table.
-      row_offset: first row of the table in its stack.
-      num_rows: rows of the table in its stack.
+      row_offset: first table row in the stack.
+      num_rows: table rows in the stack, including spare rows.
     """
 
     name: str
@@ -45,56 +37,49 @@ class FeaturePlan:
 
     @property
     def table(self) -> TableConfig:
-        """The table that the feature reads."""
         return self.config.table
 
     @property
     def inputs(self) -> VocabularyInputs:
-        """The part of the vocabulary that reads ids and finds their rows."""
         return self.config.table.vocabulary.inputs
 
     @property
     def combiner(self) -> Combiner:
-        """The feature's own combiner, or else its table's combiner."""
         return self.config.combiner or self.table.combiner
 
     @property
     def says_combiner(self) -> bool:
-        """True if the feature or its table was given a combiner."""
+        """True if the user set a combiner for the feature or the table."""
         return self.config.combiner is not None or self.table.says_combiner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureNest:
-    """The user's nest of features.
-
-    Attributes:
-      features: plans of the features, in the order of the nest's leaves.
-      feature_tree: structure of the nest.
-    """
+    """The user's nest of features, as leaves in order and a tree structure."""
 
     features: tuple[FeaturePlan, ...]
     feature_tree: Any
 
     def is_for(self, feature_config: Any) -> bool:
-        """Returns True if the plan was made from this nest of features."""
+        """Tells if the plan was made from this nest of features."""
         configs = [feature.config for feature in self.features]
         return jax.tree.flatten(feature_config) == (configs, self.feature_tree)
 
     def match(self, batch: Any, what: str = "features") -> tuple[Self, list[Any]]:
-        """Returns the plan of the features that a batch holds, and one leaf for each.
+        """Selects the features that a batch holds, and flattens the batch.
 
         Args:
           batch: nest like `feature_config`, whose dicts may lack keys.
-          what: name of the batch in errors.
+          what: name for the batch in errors.
 
         Returns:
-          A plan of the batch's features, which is this plan itself if the batch holds
-          all features, and the leaves in the order of that plan's features.
+          A plan with only these features, or this plan itself if the batch holds all
+          features; and one leaf per feature in that plan.
 
         Raises:
           ValueError: if the nest has a different structure or no features.
         """
+        # A batch with all features keeps this plan itself, with its cached properties.
         with contextlib.suppress(ValueError, TypeError):
             return self, self.feature_tree.flatten_up_to(batch)
         nest = self.unflatten(self.features)
@@ -111,7 +96,7 @@ class FeatureNest:
         return plan, plan.flatten(batch, what)
 
     def flatten(self, nest: Any, what: str = "features") -> list[Any]:
-        """Returns the leaves of a nest like `feature_config`, one per feature.
+        """Flattens a nest like `feature_config` into one leaf per feature.
 
         Raises:
           ValueError: if the nest has a different structure.
@@ -122,7 +107,7 @@ class FeatureNest:
             raise self._structure_error(nest, what, "") from None
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Returns the nest with these leaves, the inverse of `flatten`."""
+        """Builds the nest from one leaf per feature, the inverse of `flatten`."""
         return jax.tree.unflatten(self.feature_tree, leaves)
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
@@ -132,14 +117,12 @@ class FeatureNest:
 
 
 def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
-    """Returns the leaves of a nest of `FeatureConfig` by name, and its structure.
+    """Names each `FeatureConfig` in a nest, by its path if it has no name.
 
-    A feature without a name is named by its path in the nest.
-
-    Raises:
-      ValueError: if the nest is empty, if it holds any other value, or if two features
-        have the same name.
+    Names must be unique, and the nest not empty.
     """
+    # A plan passed by mistake is a pytree without leaves. As a leaf, it gets an error
+    # that shows the fix.
     with_paths, tree = jax.tree_util.tree_flatten_with_path(
         feature_config, is_leaf=lambda x: isinstance(x, FeatureNest)
     )
@@ -175,10 +158,6 @@ def plan_features(
     table_names: Sequence[str],
     stacks: Sequence["StackPlan"],
 ) -> tuple[FeaturePlan, ...]:
-    """Returns one plan per feature.
-
-    `table_names` has the name of each feature's table in `stacks`.
-    """
     tables = {t.name: (i, t) for i, stack in enumerate(stacks) for t in stack.tables}
     plans = []
     for (name, config), table_name in zip(features.items(), table_names, strict=True):
@@ -198,18 +177,13 @@ def plan_features(
 def find_tables(
     features: Mapping[str, FeatureConfig], stacks: Sequence["StackPlan"]
 ) -> list[str]:
-    """Returns the name of each feature's table in the stacks.
-
-    A feature's table is found by identity. If the same object isn't in the stacks, it
-    is found by equality, provided that exactly one table is equal.
-
-    Raises:
-      ValueError: if a table matches none of the stacks' tables, or several.
-    """
+    """Finds the table name for each feature. Each must match exactly one table."""
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     names, problems = [], []
     for owner, feature in features.items():
         table = feature.table
+        # Unnamed tables may be equal, so the same object wins. Equality serves configs
+        # that were built again.
         same = [name for name, config in tables if config is table] or [
             name for name, config in tables if config == table
         ]
@@ -226,16 +200,7 @@ def find_tables(
 
 
 def _subset_of(nest: Any, batch: Any) -> Any:
-    """Returns the part of a nest whose keys a batch holds.
-
-    Args:
-      nest: dicts, lists, tuples and other nodes, with a `FeaturePlan` as each leaf.
-      batch: nest of the same structure, whose dicts may lack keys.
-
-    Raises:
-      KeyError: if a dict of the batch has a key that the nest doesn't have.
-      ValueError: if the batch has a different structure.
-    """
+    """Drops features whose dict keys a batch lacks. Unknown keys raise KeyError."""
     if isinstance(nest, FeaturePlan):
         return nest
     make: Any = type(nest)
@@ -250,26 +215,23 @@ def _subset_of(nest: Any, batch: Any) -> Any:
         if len(nest) == len(batch):
             children = [_subset_of(a, b) for a, b in zip(nest, batch, strict=True)]
             return make(*children) if hasattr(nest, "_fields") else make(children)
+    # Other nodes must match exactly. If they don't, JAX's error says where.
     jax.tree.structure(nest).flatten_up_to(batch)
     return nest
 
 
 def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
-    """Returns the range of shards of samples that each process holds.
+    """Finds the range of sample shards that each process holds, one shard per device.
 
-    Args:
-      processes: process of each device, in the order of the mesh. Each device looks up
-        one shard.
-
-    Returns:
-      Ranges of equal length by process. None if the devices of some process are not
-      consecutive, or if processes have different numbers of devices.
+    `processes` lists the process per device, in mesh order. The result is None if some
+    process has scattered devices, or if processes have unequal device counts.
 
     Example:
       >>> process_shards([0, 0, 1, 1])
       {0: range(0, 2), 1: range(2, 4)}
     """
     size = len(processes) // len(set(processes))
+    # Assume runs of equal length. The comparison below finds out if the devices differ.
     shards = {
         processes[start]: range(start, start + size)
         for start in range(0, len(processes), size)
@@ -282,14 +244,14 @@ def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
 class InputPlan(FeatureNest):
     """The part of an `EmbeddingPlan` that `prepare_features` reads.
 
-    `EmbeddingPlan.for_loaders` makes it. It can be pickled if the nest of features can.
-    The process that receives it starts no devices.
+    `EmbeddingPlan.for_loaders` makes it. You can pickle it if your nest of features can
+    be pickled. The process that receives it starts no devices.
 
     Attributes:
-      features: plans of the features, in the order of the nest's leaves. Their tables
-        lack initializers and optimizers.
-      feature_tree: structure of the user's nest of features.
-      num_shards: devices of the layer.
+      features: one plan per feature, in leaf order. Tables lack initializers and
+        optimizers.
+      feature_tree: structure of your nest.
+      num_shards: device count.
       num_process_parts: see `EmbeddingPlan`.
 
     Example:
@@ -314,6 +276,7 @@ class InputPlan(FeatureNest):
         return _restore, ({**fields, "feature_tree": numbers},)
 
 
+# Pickle finds this function by name, so it must stay at module level.
 def _restore(fields: dict[str, Any]) -> InputPlan:
     tree = jax.tree.structure(fields["feature_tree"])
     return InputPlan(**{**fields, "feature_tree": tree})

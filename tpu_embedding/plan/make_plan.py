@@ -1,11 +1,8 @@
 """Makes the plan from configuration, mesh and hardware, and rejects contradictions.
 
-Tables are placed on the mesh and grouped into stacks, one array each. Tables with equal
-dim, dtype, quantization, optimizer, placement and kind of vocabulary share one dedup,
-one exchange and one gather. Within a stack, tables are sorted by name and begin at
-different shards.
-
-`TableConfig.placement` takes precedence over `make_plan(placement=...)`.
+Tables are named, placed on the mesh, and grouped into stacks, one array each. The
+tables in a stack share one dedup, one exchange and one gather; see
+docs/concepts/stacking.md.
 """
 
 import dataclasses
@@ -41,11 +38,9 @@ from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
 from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import PADDING_ROW_ID
 
+# An int32 identifies each row of all shards. Dividing rows among shards rounds up, so
+# the margin leaves room for one more row on each of 2**20 shards.
 _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
-"""Maximum rows of a stack.
-
-An int32 identifies each row of all shards. Dividing rows among shards rounds up, so the
-margin leaves room for one more row on each of 2**20 shards."""
 
 
 def make_plan(
@@ -58,25 +53,23 @@ def make_plan(
     hardware: HardwareInfo | None = None,
     backend: BackendName | BackendOptions = "xla",
 ) -> EmbeddingPlan:
-    """Makes the plan of an embedding layer.
+    """Plans an embedding layer: which device stores which rows, and how they travel.
 
     Args:
       feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
       mesh: devices, with any axes of type `Auto` or `Explicit`. Defaults to the mesh
-        of `jax.set_mesh`, or else to `te.device_mesh()`.
+        from `jax.set_mesh`, or else to `te.device_mesh()`.
       optimizer: optimizer for tables that don't set `TableConfig.optimizer`: an optax
         transformation, a name or a Keras optimizer. Without it, these tables are not
         trained.
-      capacity: maximum number of ids per destination and round of the exchange. It
-        changes speed, never results. Defaults to the mean plus four standard
-        deviations.
-      placement: where to store the rows of tables that don't set
-        `TableConfig.placement`. It changes memory and traffic, never results.
-        `te.Sharded()`, the default, splits rows over all devices.
-        `te.Sharded(axes=...)` splits them over some mesh axes and copies them along the
-        rest. `te.Replicated()` copies them to every device. A function of a table's
-        name and number of rows chooses per table.
-      hardware: hardware to plan for. Defaults to the kind of the mesh's devices.
+      capacity: maximum ids per destination and exchange round. It changes speed, never
+        results. Defaults to the mean plus four standard deviations.
+      placement: where to store rows if you don't set `TableConfig.placement`. It
+        changes memory and traffic, never results. `te.Sharded()`, the default, splits
+        rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes
+        and copies them along the rest. `te.Replicated()` copies them to every device.
+        Pass a function `(table name, number of rows)` to choose per table.
+      hardware: hardware to plan for. Defaults to the kind of devices in the mesh.
       backend: how rows are looked up and updated. It changes speed, never results.
         `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
         XLA's embedding operations for SparseCores, for each stack that they support;
@@ -106,9 +99,12 @@ def make_plan(
     configs = [feature.table for feature in features.values()]
     names = _name_tables(configs)
     if isinstance(placement, Placement):
+        # Find unknown axes even if every table has its own placement.
         placement.shard_axes(mesh.axis_names, "placement")
+    # A class is callable, so `te.Sharded` without parentheses would pass as a function.
     elif isinstance(placement, type) or not (placement is None or callable(placement)):
         raise _wrong_type("placement must be", placement)
+    # The dict keeps one entry for features that share a table.
     tables = [
         _place_table(name, config, optimizer, placement, mesh)
         for name, config in dict(zip(names, configs, strict=True)).items()
@@ -127,20 +123,18 @@ def make_plan(
 
 
 def _name_tables(configs: Sequence[TableConfig]) -> list[str]:
-    """Returns the name of each lookup's table.
-
-    Raises:
-      ValueError: if two different tables have the same name.
-    """
+    """Names the table behind each feature. Two tables can't share a name."""
     by_name: dict[str, TableConfig] = {}
     names_of_unnamed: dict[int, str] = {}
     names = []
     for config in configs:
         name = config.name
         if name is None:
+            # Equal unnamed configs are different tables, unless they are one object.
             next_name = f"table_{len(names_of_unnamed)}"
             name = names_of_unnamed.setdefault(id(config), next_name)
         other = by_name.setdefault(name, config)
+        # A user may have given a table the name that an unnamed table gets here.
         if other != config or (other.name is None) != (config.name is None):
             fields = [field.name for field in dataclasses.fields(config)]
             pairs = [(x, getattr(other, x), getattr(config, x)) for x in fields]
@@ -156,12 +150,9 @@ class _PlacedTable(NamedTuple):
     """A table, and what decides which stack it joins.
 
     Attributes:
-      plan: the table's plan, whose offset is not known yet.
-      optimizer: the table's own optimizer, or else the shared one. None if the table is
-        not trained.
-      shard_axes: mesh axes that split its rows, in the order of the mesh. Empty if
-        every device has all rows.
-      placement: the table's own placement, or else the shared one.
+      plan: a table plan without its offset.
+      optimizer: None means that the table is not trained.
+      shard_axes: in mesh order. Empty if every device has all rows.
     """
 
     plan: TablePlan
@@ -177,15 +168,7 @@ def _place_table(
     shared_placement: Placement | ChoosePlacement | None,
     mesh: Mesh,
 ) -> _PlacedTable:
-    """Returns a table with its own optimizer and placement, or else the shared ones.
-
-    By default, rows are split over the whole mesh.
-
-    Raises:
-      TypeError: if the function `shared_placement` returns no placement.
-      ValueError: if the table can't have this optimizer, or if a placement names an
-        axis that the mesh doesn't have.
-    """
+    """Resolves a table's optimizer and placement. Its own settings take precedence."""
     own_or_shared = config.optimizer or shared_optimizer
     optimizer = resolve_optimizer(own_or_shared, name, config.dim)
     if optimizer is not None:
@@ -240,12 +223,10 @@ def _wrong_type(rule: str, value: Any) -> TypeError:
 
 
 def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
-    """Groups tables into stacks.
-
-    An int32 must identify each row of a stack, so a group with too many rows is split
-    into several stacks. Each table goes into the first stack that has room.
-    """
+    # If tables with equal keys have too many rows for one stack, each goes into the
+    # first stack that has room.
     groups: dict[Any, list[list[_PlacedTable]]] = {}
+    # With named tables, the layout then doesn't depend on the feature order.
     for table in sorted(tables, key=lambda table: table.plan.name):
         config = table.plan.config
         key = (
@@ -254,6 +235,7 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
             config.quantization_config,
             table.optimizer,
             table.shard_axes,
+            # The first table's vocabulary acts for the stack, so classes must be equal.
             type(config.vocabulary),
             config.vocabulary.stacking_key,
             table.placement.stacking_key,
@@ -271,20 +253,16 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
 
 
 _MAX_OWNERS: Final = 8192
-"""Maximum owners that a stack's tables are spread over. It bounds the unused rows."""
+"""Maximum owners to spread the tables of a stack over. It bounds the unused rows."""
 
 _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 
 
 def _row_offsets(tables: Sequence[TablePlan], num_owners: int) -> list[int]:
-    """Returns the first row of each table in its stack.
+    """Lets tables begin at different owners, since low ids are often the most frequent.
 
-    Row `q` of a stack belongs to owner `q % num_owners`, and low ids are often the most
-    frequent, so tables begin at different owners. Multiples of the golden ratio, modulo
-    1, are far apart for any number of tables. The stride is the next integer that
-    reaches all owners. Up to `num_owners - 1` rows before a table stay unused.
-
-    Owners are shards, or the SparseCores of all shards.
+    Row `q` belongs to owner `q % num_owners`: a shard, or a SparseCore in a shard. Up
+    to `num_owners - 1` rows before a table stay unused.
 
     Example:
       >>> import tpu_embedding as te
@@ -293,6 +271,8 @@ def _row_offsets(tables: Sequence[TablePlan], num_owners: int) -> list[int]:
       >>> _row_offsets(stack.tables * 4, num_owners=8)
       [0, 101, 202, 303]
     """
+    # Multiples of the golden ratio, modulo 1, are far apart for any number of tables.
+    # The stride is the next integer that reaches all owners.
     stride = round(_GOLDEN_RATIO * num_owners)
     while math.gcd(stride, num_owners) > 1:
         stride += 1
@@ -314,7 +294,6 @@ def _plan_stack(
     hardware: HardwareInfo,
     options: BackendOptions,
 ) -> StackPlan:
-    """Returns the plan of tables that share one array."""
     first, plans = tables[0], [table.plan for table in tables]
     config = first.plan.config
     num_shards = _num_shards(first.shard_axes, mesh)
@@ -350,6 +329,7 @@ def _plan_stack(
         slots=_slot_rows(first.optimizer, config.dim),
     )
     stack = options.choose(stack, mesh)
+    # Checked only now, because the backend may pad the shards.
     if stack.rows_per_shard * num_shards >= PADDING_ROW_ID:
         raise ValueError(
             f"TableConfig.vocabulary_size of table {plans[0].name!r} is {num_rows}, "
@@ -363,11 +343,11 @@ def _plan_stack(
 def _slot_rows(
     optimizer: RowOptimizer | None, dim: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the row shape and dtype of each slot variable of a table."""
     if optimizer is None:
         return ()
     slots = [slot.row for slot in probe_rule(optimizer, dim).slots]
     if isinstance(optimizer.driver, KeptGradient):
+        # The dense gradient, and how often each row was touched.
         slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
         slots.append(jax.ShapeDtypeStruct((), jnp.int32))
     return tuple(slots)

@@ -1,8 +1,7 @@
-"""Chooses a plan's mesh and hardware, and orders devices in a mesh.
+"""Chooses mesh and hardware for a plan, and orders devices in a mesh.
 
-Devices are ordered by slice, then by process. Neighbours on the last axis are then near
-each other, and the samples of each process are consecutive, so that a process can load
-only its own samples.
+Devices are ordered by slice, then by process. Neighbors on the last axis are then near
+each other, and each process has consecutive samples, so it can load only these.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from tpu_embedding.argument_checks import about, invalid
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 
 SLICE_AXIS: Final = "slice"
-"""Mesh axis along which devices are in different slices."""
+"""Mesh axis over slices."""
 
 SHARD_AXIS: Final = "shard"
 
@@ -24,13 +23,12 @@ SHARD_AXIS: Final = "shard"
 def device_mesh(
     devices: Sequence[Any] | None = None, *, num_slices: int | None = None
 ) -> Mesh:
-    """Returns a mesh of devices with axis `shard`, or axes `slice` and `shard`.
+    """Arranges devices in a mesh with axis `shard`, or axes `slice` and `shard`.
 
     Args:
-      devices: JAX devices. Defaults to all devices, including the devices of other
-        processes.
-      num_slices: number of equal slices to emulate on devices of one slice. Defaults to
-        the number of slices that the devices are in.
+      devices: JAX devices. Defaults to all devices in all processes.
+      num_slices: how many equal slices to emulate if your devices are in one slice.
+        Defaults to the number of real slices.
 
     Raises:
       ValueError: if the devices can't be split into this many equal slices.
@@ -45,6 +43,7 @@ def device_mesh(
         raise invalid("te.device_mesh: devices", rule, devices, line, TypeError)
     chosen = sorted(jax.devices() if devices is None else devices, key=_order_of)
     found = len({_slice_of(device) for device in chosen})
+    # One slice can be divided to emulate several, but real slices can't be regrouped.
     if num_slices is not None and found not in (1, num_slices):
         rule = f"be {found}, the number of slices of the devices"
         raise invalid("te.device_mesh: num_slices", rule, num_slices)
@@ -54,6 +53,7 @@ def device_mesh(
     if len(chosen) % num_slices:
         rule = f"divide the number of devices, {len(chosen)}"
         raise invalid("te.device_mesh: num_slices", rule, num_slices)
+    # The devices are sorted by slice, so each row of this array is a slice.
     return Mesh(np.asarray(chosen).reshape(num_slices, -1), (SLICE_AXIS, SHARD_AXIS))
 
 
@@ -63,7 +63,6 @@ def _slice_of(device: Any) -> int:
 
 
 def num_slices_of(mesh: Mesh) -> int:
-    """Returns the number of slices that the devices of a mesh span."""
     return len({_slice_of(device) for device in mesh.devices.flat})
 
 
@@ -72,13 +71,9 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 
 
 def choose_mesh(mesh: Any) -> Mesh:
-    """Returns the user's mesh, or the mesh of `jax.set_mesh`, or a mesh of all devices.
-
-    Raises:
-      TypeError: if `mesh` is not a mesh of devices.
-      ValueError: if `mesh` has no devices, or if its axes differ in type.
-    """
+    """Checks the mesh. Defaults to the `jax.set_mesh` context, then to all devices."""
     if mesh is None:
+        # Outside of jax.set_mesh, the abstract mesh is empty.
         if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
             return device_mesh()
         try:
@@ -104,11 +99,7 @@ def choose_mesh(mesh: Any) -> Mesh:
 
 
 def choose_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
-    """Returns the user's hardware, or else the kind of the mesh's devices.
-
-    Raises:
-      TypeError: if `hardware` is not a `HardwareInfo`.
-    """
+    """Checks the hardware, or detects it."""
     if hardware is None:
         return hardware_of_device(mesh.devices.flat[0])
     if not isinstance(hardware, HardwareInfo):

@@ -1,10 +1,7 @@
 """The plan: every fact that is fixed before a step.
 
-Stages of the lookup and the update receive only arrays and the plan, which is frozen
-and hashable, so it can be static under `jit`. `make_plan.py` makes it.
-
-A stack's plan says which array holds a table, and which shard holds a row.
-`print(plan)` shows memory and placement of all tables.
+It is frozen and hashable, so it can be static under `jit`. `StackPlan` answers the main
+questions: which array holds a table, and which shard holds a row.
 """
 
 import dataclasses
@@ -41,25 +38,23 @@ from tpu_embedding.vocabularies import Vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """A table and the range of rows it has in its stack.
+    """A table and its range of rows in the stack.
 
     Attributes:
-      name: name of the table.
-      config: the table as the user declared it.
-      row_offset: first row in the stack.
       num_rows: rows in the stack, including spare rows.
-      placement_reason: the setting that chose the placement of its stack.
+      placement_reason: setting that chose the placement.
     """
 
     name: str
     config: TableConfig
     row_offset: int
     num_rows: int
+    # Not compared, so plans that differ only in reasons share compiled programs.
     placement_reason: str = dataclasses.field(compare=False)
 
     @property
     def row_initializer(self) -> RowInitializer | None:
-        """Computes initial values row by row. None if that needs the whole shape."""
+        """Initializer that works row by row, or None if it needs the whole shape."""
         return row_initializer(self.config.initializer, self.config.dim)
 
 
@@ -67,33 +62,23 @@ class TablePlan:
 class StackPlan:
     """Tables that share one array, and the shards that own its rows.
 
-    Row `q` of the stack (a table's row plus the table's `row_offset`) belongs to shard
-    `q % num_shards` ("mod" placement) and is row `q // num_shards` there. So hot
-    neighbouring rows spread out, and small tables start at different shards. The number
-    of shards need not divide the number of rows.
+    Stack row `q` (a table row plus `row_offset`) belongs to shard `q % num_shards` and
+    is row `q // num_shards` there. So hot neighboring rows spread out, and `num_shards`
+    need not divide the row count.
 
     Devices that differ only along the `replica_axes` hold the same shard. Their copies
     are bitwise equal before and after every update.
 
     Attributes:
-      name: key of its array in the dict of tables.
-      tables: tables in the order of their rows.
+      name: key in the dict of tables.
+      tables: in row order.
       sample_axes: all mesh axes. Samples are split over the devices in this order.
       shard_axes: mesh axes that split rows. Empty if every device has all rows.
-      num_shards: devices along the `shard_axes`.
-      num_replicas: devices along the `replica_axes`, each with a copy of the shard.
       rows_per_shard: rows that each shard owns. The last ones may be unused.
-      layout: packing of the rows of a shard that its device holds.
-      quantization: quantization of looked-up rows, if any.
-      capacity: the user's maximum of ids per destination and round, or None.
-      backend: implementation of lookup and update.
-      hardware: hardware of the devices.
-      storage: where the rows are stored.
-      trained_by: the rule that updates all its tables, if any.
-      slots: row shape and dtype of each slot variable.
-      array_names: names of the vocabulary's arrays in the dict of tables.
-      vocabulary_bytes: memory of these arrays on each device.
-      notes: lines of `print(plan)` about the stack.
+      layout: packing of the rows that a device holds, which may be fewer.
+      slots: row shape and dtype per slot variable.
+      array_names: keys of vocabulary arrays in the dict of tables.
+      vocabulary_bytes: their memory on each device.
     """
 
     name: str
@@ -113,20 +98,19 @@ class StackPlan:
     slots: tuple[jax.ShapeDtypeStruct, ...]
     array_names: tuple[str, ...] = ()
     vocabulary_bytes: int = 0
+    # Not compared; see `TablePlan.placement_reason`.
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    # Every trace reads these facts many times, so they are cached. A frozen dataclass
+    # allows it, because `cached_property` writes to `__dict__` directly.
 
     @functools.cached_property
     def is_trained(self) -> bool:
-        """True if an optimizer updates its tables."""
         return self.trained_by is not None
 
     @functools.cached_property
     def optimizer(self) -> RowOptimizer:
-        """The rule that updates all its tables, and how it is applied.
-
-        Raises:
-          ValueError: if no optimizer updates them; see `is_trained`.
-        """
+        """Rule that updates its tables. Only for trained stacks."""
         if self.trained_by is None:
             names = [table.name for table in self.tables]
             raise ValueError(
@@ -137,33 +121,30 @@ class StackPlan:
 
     @functools.cached_property
     def replica_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which shards are copied: all except the `shard_axes`."""
+        """Mesh axes along which shards are copied."""
         return tuple(axis for axis in self.sample_axes if axis not in self.shard_axes)
 
     @functools.cached_property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
         return self.num_shards * self.num_replicas
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the first table. All tables have the same kind."""
+        """First table's vocabulary. All tables have equal kinds."""
         return self.tables[0].config.vocabulary
 
     @functools.cached_property
     def dim(self) -> int:
-        """Columns of its tables."""
         return self.layout.dim
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows of all its tables."""
+        """Rows in all its tables, with the unused rows between them."""
         last = self.tables[-1]
         return last.row_offset + last.num_rows
 
     @functools.cached_property
     def rows_spec(self) -> PartitionSpec:
-        """Partition of the rows of the table and of its slot variables."""
         # XLA names the sharding of its results in this way. With another name, programs
         # would be compiled again.
         return (
@@ -171,12 +152,9 @@ class StackPlan:
         )
 
     def first_local_row(self, row: Any, shard: Any, bank: Any) -> Any:
-        """Returns the first local row of a shard's bank at or after a row of the stack.
+        """Finds the first local row in a shard's bank at or after a stack row.
 
-        Args:
-          row: row of the stack, an int or an array.
-          shard: number of the shard.
-          bank: number of the bank, 0 if the shard has only one.
+        Works on ints and arrays.
         """
         # The rows of a bank are contiguous, and have the same remainder in the stack.
         num_ranges = self.num_shards * self.layout.banks
@@ -186,10 +164,7 @@ class StackPlan:
 
     @functools.cached_property
     def array_bytes(self) -> tuple[int, ...]:
-        """Memory of the rows and of each slot variable on a device, with padding.
-
-        The arrays of a vocabulary are not included.
-        """
+        """Bytes per device for rows, then each slot variable, padding included."""
         layout = self.layout
         arrays = [(layout, LANE_BYTES)]
         arrays += [(layout.slot_layout(x), x.dtype.itemsize) for x in self.slots]
@@ -197,30 +172,26 @@ class StackPlan:
 
     @functools.cached_property
     def sends_ids(self) -> bool:
-        """True if a lookup sends each unique id to the owner of its row.
-
-        False if each device reads its rows straight from its own table, or if the
-        backend brings rows to samples.
-        """
+        """True if a lookup sends unique ids to the devices that own their rows."""
+        # A single shard reads its own table, unless the user asked for rounds.
         reads_own_rows = self.num_shards == 1 and self.capacity is None
         return not (reads_own_rows or self.backend.replaces_lookup)
 
     @functools.cached_property
     def gathers(self) -> Gathers:
-        """Form of the gathers that bring rows to samples."""
+        # XLA:TPU compiles and starts one large gather faster than many small ones, and
+        # doesn't fuse any of them with the sum.
         if self.hardware.is_tpu:
             return "whole"
+        # XLA:CPU would write the rows of a shared gather to memory, and copy them to
+        # the features. Rows in an exchange buffer are in the cache, so sharing is fine.
         reads_table = self.num_shards == 1
         return "by_feature" if self.hardware.name == "cpu" and reads_table else "fused"
 
     @functools.cached_property
     def updates(self) -> Updates:
-        """Form in which gradients are summed and applied.
-
-        Each block is a round, so blocks are used only for rules with little cost per
-        round. Blocks also need a single CPU device, a backend that uses gathers and
-        scatters, and a `capacity` that the user didn't set.
-        """
+        # Each block is a round, so blocks suit only rules with little cost per round,
+        # and must not override a capacity that the user set.
         is_one_cpu = self.hardware.name == "cpu" and self.num_devices == 1
         may_choose_rounds = self.capacity is None and not self.backend.replaces_lookup
         is_cheap_per_round = (
@@ -233,11 +204,10 @@ class StackPlan:
 
     @functools.cached_property
     def keeps_duplicates(self) -> bool:
-        """True if each occurrence of an id travels separately."""
+        """True if repeated ids travel separately."""
         return self.is_trained and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
-        """Returns the buffer sizes of a round for at most this many ids per shard."""
         if self.keeps_duplicates:
             # Rounds end between rows, so all occurrences of a row must fit in one
             # round.
@@ -258,14 +228,14 @@ class StackPlan:
 class EmbeddingPlan(FeatureNest):
     """Everything about an embedding layer that is fixed before the step.
 
-    It is a static pytree, and can be passed to functions under `jax.jit`.
+    It is a static pytree, so you can pass it to functions under `jax.jit`.
 
     Attributes:
       stacks: the stacked tables.
-      features: plans of the features, in the order of the nest's leaves.
-      feature_tree: structure of the user's nest of features.
-      mesh: devices of the tables, the batches and the dense model.
-      hardware: hardware of the mesh's devices.
+      features: one plan per feature, in leaf order.
+      feature_tree: structure of your nest of features.
+      mesh: devices for tables, batches and the dense model.
+      hardware: what the mesh devices are.
 
     Example:
       >>> import tpu_embedding as te
@@ -281,7 +251,7 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def num_shards(self) -> int:
-        """Devices of the mesh. Each looks up an equal share of the samples."""
+        """Devices in the mesh. Each looks up an equal share of the samples."""
         return self.mesh.size
 
     @functools.cached_property
@@ -291,37 +261,36 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def sample_spec(self) -> PartitionSpec:
-        """Partition of the first axis over all devices, in the order of samples."""
+        """Partition of a first axis over all devices, in sample order."""
         return PartitionSpec(self.sample_axes)
 
     def rows_sharding(self, stack: StackPlan) -> NamedSharding:
-        """Returns the sharding of a stacked table and of its slot variables."""
+        """Builds the sharding for a stacked table and its slot variables."""
         return NamedSharding(self.mesh, stack.rows_spec)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of batches, activations and cotangents, along their first axis."""
+        """Sharding for batches, activations and cotangents, along their first axis."""
         return NamedSharding(self.mesh, self.sample_spec)
 
     def sharding_of_samples(self, shape: Sequence[AxisSize]) -> NamedSharding:
-        """Returns the sharding of an array of samples, such as an activation.
+        """Chooses the sharding for an array of samples, such as an activation.
 
-        The array is replicated if the number of devices doesn't divide its first axis.
-        `shape` is the global shape.
+        The array is replicated if the device count doesn't divide its first axis.
+        Pass the global `shape`.
         """
         divides = len(shape) > 0 and shape[0] % self.num_shards == 0
         return self.batch_sharding if divides else self.replicated
 
     def process_samples(self, batch_size: int) -> range:
-        """Returns the samples of a global batch that this process has to load.
+        """Finds the samples in a global batch that this process has to load.
 
-        These are the samples on the devices of the process. Every process loads all
-        samples if the number of devices doesn't divide the batch, if the samples of
-        some process are not consecutive, or if processes have different numbers of
-        devices.
+        These are the samples on its own devices. However, every process loads all
+        samples if the device count doesn't divide the batch, if some process has
+        samples that are not consecutive, or if processes have unequal device counts.
 
         Args:
-          batch_size: samples of the global batch.
+          batch_size: samples in the global batch.
 
         Example:
           >>> import tpu_embedding as te
@@ -339,11 +308,11 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def num_process_parts(self) -> int | None:
-        """Number of parts of a batch that different processes load.
+        """Number of batch parts that different processes load.
 
-        None if each process loads the global batch, because the devices of some process
-        are not consecutive in the mesh, or because processes have different numbers of
-        devices. See `process_samples`.
+        None means that each process loads the global batch, because some process has
+        scattered devices in the mesh, or because device counts are unequal. See
+        `process_samples`.
         """
         return None if self._process_shards is None else len(self._process_shards)
 
@@ -354,17 +323,17 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
-        """Sharding of arrays that every device holds in full."""
+        """Sharding for arrays that every device holds in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """XLA options for `jax.jit(..., compiler_options=)` of a train step."""
+        """XLA options for your train step's `jax.jit(..., compiler_options=)`."""
         return dict(self.hardware.compiler_options)
 
     @functools.cached_property
     def table_bytes_per_device(self) -> int:
-        """Memory of the tables on each device, including padding and vocabularies."""
+        """Table memory on each device, including padding and vocabularies."""
         return sum(
             stack.array_bytes[0]
             + stack.vocabulary_bytes
@@ -374,7 +343,7 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def slot_bytes_per_device(self) -> int:
-        """Memory of the slot variables on each device, including padding."""
+        """Slot variable memory on each device, including padding."""
         return sum(sum(stack.array_bytes[1:]) for stack in self.stacks)
 
     @functools.cached_property
@@ -389,7 +358,7 @@ class EmbeddingPlan(FeatureNest):
         return tuple(s for i, s in enumerate(self.stacks) if i in used)
 
     def features_of(self, stack: StackPlan) -> tuple[int, ...]:
-        """Returns the indices of the features that look up in a stack."""
+        """Lists the features that look up in a stack, by index."""
         return tuple(
             i
             for i, feature in enumerate(self.features)
@@ -397,13 +366,13 @@ class EmbeddingPlan(FeatureNest):
         )
 
     def with_features(self, feature_config: Any) -> "EmbeddingPlan":
-        """Returns a plan with other features on the same tables.
+        """Plans other features on the same tables.
 
-        Both plans read the same arrays. Use the new plan to evaluate with features that
-        the model was not trained with.
+        Both plans read the same arrays. For example, you can evaluate with features
+        that the model was not trained with.
 
         Args:
-          feature_config: any nest of `FeatureConfig` whose tables belong to this plan.
+          feature_config: any nest of `FeatureConfig` whose tables are in this plan.
             Stacks that no feature uses are not read.
 
         Raises:
@@ -426,10 +395,9 @@ class EmbeddingPlan(FeatureNest):
         )
 
     def for_loaders(self) -> InputPlan:
-        """Returns the part of the plan that `prepare_features` needs.
+        """Extracts what `prepare_features` needs, for loader processes.
 
-        It is for loader processes. It can be pickled, unlike the plan, which holds
-        devices.
+        You can pickle the result, unlike the plan, which holds devices.
 
         Example:
           >>> import pickle
@@ -442,6 +410,7 @@ class EmbeddingPlan(FeatureNest):
           [3, 5]
         """
 
+        # Pickle rejects lambdas, and loaders need neither initializers nor optimizers.
         def without_functions(feature: FeaturePlan) -> FeaturePlan:
             table = dataclasses.replace(feature.table, initializer=None, optimizer=None)
             config = dataclasses.replace(feature.config, table=table)
@@ -460,6 +429,7 @@ class EmbeddingPlan(FeatureNest):
             "plan.for_loaders() to loader processes and pass it to prepare_features."
         )
 
+    # A plan can't change, and devices can't be copied, so copied models share it.
     def __copy__(self) -> "EmbeddingPlan":
         return self
 

@@ -1,4 +1,4 @@
-"""Describes a plan as text: what `print(plan)` shows, and summaries in one line."""
+"""Describes a plan as text, for `print(plan)` and for logs."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def describe(plan: "EmbeddingPlan") -> str:
-    """Returns the memory, placement and backend of all tables, with notes."""
     columns = "stack,table,rows,dim,dtype,first row,rows/shard,packing,bytes/device"
     memory: list[tuple[str, ...]] = [tuple(columns.split(","))]
     placements: list[tuple[str, ...]] = [("stack", "rows over", "copies", "why")]
@@ -56,7 +55,6 @@ def describe(plan: "EmbeddingPlan") -> str:
 
 
 def _notes(stack: "StackPlan") -> Iterator[str]:
-    """Yields notes on the memory of a stack."""
     for table in stack.tables:
         if table.row_initializer is None:
             # A device holds its share of the rows twice, in whole lines: before they
@@ -81,7 +79,6 @@ def _notes(stack: "StackPlan") -> Iterator[str]:
 
 
 def summarize(plan: "EmbeddingPlan") -> str:
-    """Returns a one-line summary of a plan's tables, features and devices."""
     tables = [table for stack in plan.stacks for table in stack.tables]
     rows = count_of(sum(table.config.max_rows for table in tables), "row")
     parts = [
@@ -94,7 +91,6 @@ def summarize(plan: "EmbeddingPlan") -> str:
 
 
 def summarize_memory(plan: "EmbeddingPlan") -> str:
-    """Returns a one-line summary of the devices and the memory per device."""
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     summary = (
         f"{count_of(plan.num_shards, 'device')}, {plan.hardware.name}; per device: "
@@ -108,5 +104,5 @@ def summarize_memory(plan: "EmbeddingPlan") -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Returns a number with its noun, such as `"2 rows"`."""
+    """Formats a number with its noun, such as `"2 rows"`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,11 +1,9 @@
-"""Runs functions on the devices of a plan, on meshes of any axis type.
+"""Runs functions on a plan's devices, whether mesh axes are `Auto` or `Explicit`.
 
-The layer's programs are written for `Auto` axes, whose shardings XLA propagates. On a
-mesh with `Explicit` axes, the default of `jax.make_mesh`, an array's type includes its
-sharding. Each public function then enters a context of `Auto` axes, and returns arrays
-with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
-
-No other module distinguishes the two types.
+All programs are written for `Auto` axes. On `Explicit` axes, the default in
+`jax.make_mesh`, an array type includes the sharding. Public functions then enter a
+context with `Auto` axes, and return types from the user's mesh. Only this module
+distinguishes the two.
 """
 
 import contextlib
@@ -22,11 +20,10 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 EMBEDDING_SCOPE: Final = "embedding_layer"
 """Scope of the layer's operations in a compiled program.
 
-On a mesh of one device, the names of these operations lack the scope of `shard_map`."""
+On a mesh with a single device, their names lack `shard_map`'s own scope."""
 
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
-    """Returns the plan's mesh, with axes of type `Auto`."""
     if not _is_explicit(plan):
         return plan.mesh
     return Mesh(plan.mesh.devices, plan.mesh.axis_names)
@@ -39,14 +36,10 @@ def on_shards(
     in_specs: Any,
     out_specs: Any,
 ) -> Callable[..., Any]:
-    """Returns a function of global arrays that runs `function` on each device.
+    """Runs a function per shard, on global arrays.
 
-    Args:
-      function: maps each device's shards of the arguments to its shards of the results.
-      plan: provides the mesh.
-      in_specs: partitions of the arguments, as pytree prefixes.
-      out_specs: partitions of the results, as pytree prefixes. Devices along an axis
-        that a partition omits must return equal values.
+    Specs are pytree prefixes. Devices along an axis that an output spec omits must
+    return equal values.
     """
     mapped = jax.shard_map(
         jax.named_scope(EMBEDDING_SCOPE)(function),
@@ -64,13 +57,7 @@ def on_shards(
 
 
 def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
-    """Moves a batch's arrays from another `Explicit` mesh to the plan's mesh.
-
-    Leaves other than JAX arrays are returned unchanged.
-
-    Raises:
-      ValueError: if an array has to move under `jit`, which can't change its mesh.
-    """
+    """Moves JAX arrays in a batch from a different `Explicit` mesh."""
 
     def place(array: Any) -> Any:
         if not isinstance(array, jax.Array):
@@ -79,6 +66,7 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
         if AxisType.Explicit not in mesh.axis_types or mesh == plan.mesh.abstract_mesh:
             return array
         if isinstance(array, Tracer):
+            # A program can't change the mesh of its arrays.
             raise ValueError(
                 f"A batch must be on the mesh of the tables, {plan.mesh}, got an array "
                 f"on {mesh}. Make the layer with te.TPUEmbedding(..., mesh=mesh) or "
@@ -92,7 +80,7 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
 
 
 def replicated_type(array: jax.Array) -> jax.Array:
-    """Reshards an array to a replicated type, if its mesh has `Explicit` axes."""
+    """Replicates an array's type, if it has `Explicit` axes."""
     mesh: Any = jax.typeof(array).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return array
@@ -101,12 +89,9 @@ def replicated_type(array: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
-    """Turns `jax_debug_nans` and `jax_debug_infs` off.
-
-    Outside of `jit`, these settings check each operation of a `shard_map`, and JAX
-    recurses endlessly in search of a NaN's origin. Unused parts of a backend's buffers
-    may hold NaN. The results are checked where they are used.
-    """
+    # Outside of `jit`, these settings check each operation in a `shard_map`, and JAX
+    # recurses endlessly in search of a NaN's origin. Unused parts of a backend's
+    # buffers may hold NaN. The results are checked where they are used.
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 
@@ -114,12 +99,12 @@ def unchecked_values() -> Iterator[None]:
 def in_auto_axes(
     function: Callable[..., Any], plan: EmbeddingPlan, out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns a function that runs in a context of `Auto` axes.
+    """Runs a function on global arrays in a context of `Auto` axes.
 
-    The function takes and returns global arrays. `out_specs` are the partitions of its
-    results on a mesh with `Explicit` axes, as pytree prefixes. On other meshes, XLA
-    chooses the partitions.
+    `out_specs` apply to `Explicit` axes. On `Auto` axes, XLA chooses.
     """
+    # Nothing to enter inside of another such function, or under a mesh context that
+    # has only `Auto` axes.
     context = jax.sharding.get_abstract_mesh().axis_types
     is_in_auto_axes = context and AxisType.Explicit not in context
     if is_in_auto_axes or not _is_explicit(plan):
@@ -146,11 +131,11 @@ def in_auto_axes(
 
 @contextlib.contextmanager
 def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
-    """Enters the context of a mesh of `Explicit` axes, unless the caller is in one.
-
-    JAX differentiates on such a mesh only in the mesh's context, even outside of `jit`.
-    """
+    """Enters an `Explicit` mesh, unless the caller is in one."""
+    # JAX differentiates on `Explicit` axes only in the mesh context, even outside of
+    # `jit`.
     meshes = {plan.mesh for plan in plans if _is_explicit(plan)}
+    # Under `jit`, even a new array is a tracer, and the context can't change.
     is_outside = jax.sharding.get_abstract_mesh().empty and not isinstance(
         jnp.zeros(()), Tracer
     )
@@ -162,10 +147,7 @@ def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
 
 
 def zeros_like(shapes: Any) -> Any:
-    """Returns zeros of the given types.
-
-    The shardings of `shapes` apply if the axes of the context are `Explicit`.
-    """
+    """Makes zeros, sharded as `shapes` if the context is `Explicit`."""
     context = jax.sharding.get_abstract_mesh()
 
     def make(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -177,7 +159,7 @@ def zeros_like(shapes: Any) -> Any:
 
 
 def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
-    """Copies an array to all devices, with the sharding that a step would return."""
+    """Copies an array to all devices, sharded as a step returns it."""
     sharding = plan.replicated
     if _is_explicit(plan):
         # On such a mesh, XLA names the partition of each axis. With another name,
@@ -187,17 +169,16 @@ def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
 
 
 def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax.Array:
-    """Constrains an array's partition, in a context of `Auto` axes."""
+    """Constrains a partition. Only for contexts with `Auto` axes."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(auto_mesh(plan), spec))
 
 
 def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
-    """Constrains the sharding of samples, so that several programs agree on it.
+    """Constrains how samples are sharded, so that several programs agree on it.
 
-    The array is global, in a context of the user's mesh. It is replicated if it is a
-    scalar, or if the number of devices doesn't divide its first axis. A mesh with
-    `Explicit` axes needs no constraint, since the array's type includes the sharding.
+    The array is global, in the user's context.
     """
+    # On `Explicit` axes, the type includes the sharding already.
     if _is_explicit(plan):
         return array
     return constrain(array, plan, plan.sharding_of_samples(array.shape).spec)

@@ -1,18 +1,9 @@
-"""Creates the initial values of tables, equal on any number of devices.
+"""Creates initial values that are equal on any number of devices.
 
-A table's values depend on the seed, the table's name and the row, but never on the
-stack, the shards or the packing. A table therefore has the same values on any number of
-devices, and after a restart on other devices.
-
-With a `RowInitializer`, each owner of rows computes their values slab by slab, and
-writes each slab in place. Memory beyond the tables is a few slabs. The tables of a
-stack share one loop, which reads their keys, sizes and parameters from arrays.
-
-Any other initializer is called once for the whole table, with the logical shape, and
-XLA computes one contiguous block per shard. One all-to-all then sends each row to its
-owner.
-
-Initializers always return float32. Values of narrow tables are rounded to nearest.
+They depend on the seed, table name and row, never on stacks, shards or packing. With a
+`RowInitializer`, each owner computes its rows slab by slab, in place. Any other
+initializer is called once for the whole table, and one all-to-all deals the rows.
+Initializers return float32, and narrow tables round to nearest.
 """
 
 import functools
@@ -50,24 +41,23 @@ from tpu_embedding.xla import as_variables, computed_apart, read_before_write
 
 _MIN_SLAB_BYTES: Final = 2**16
 _MAX_SLAB_BYTES: Final = 2**22
+# A pass holds about eight slabs of temporaries, at most 2 % of a table.
 _SLABS_PER_TABLE: Final = 400
-"""A pass holds about eight slabs of temporaries, at most 2 % of a table."""
 
 _KEY: Final = ArgumentType(jax.Array, "a JAX random key")
 
 
 @moves_arrays
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
-    """Returns the stacked tables with their initial values.
+    """Creates the stacked tables with their initial values.
 
     Args:
-      plan: plan of the embedding layer.
+      plan: the embedding layer.
       key: typed JAX random key, the only source of randomness.
 
     Returns:
-      Packed rows by stack name, sharded over the plan's mesh. If a stack's ids are not
-      row numbers, the result also has arrays, under other names, that say which id each
-      row has.
+      Packed rows by stack name, sharded over the mesh. If your ids are not row numbers,
+      the result also has arrays, under other names, that say which id each row has.
 
     Example:
       >>> import tpu_embedding as te
@@ -87,7 +77,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 
 def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns the guard of the tables by name, if some have packed words."""
+    """Makes an arithmetic guard if some tables have packed words."""
     if not any(stack.layout.narrow_dtype for stack in plan.stacks):
         return {}
     words = jnp.zeros((plan.mesh.size, 1, 2), jnp.uint32)
@@ -96,7 +86,6 @@ def init_guard(plan: EmbeddingPlan) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
-    """Returns the stacks whose rows are all on devices."""
     stacks = [stack for stack in plan.stacks if stack.storage.holds_all_rows]
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -116,15 +105,9 @@ def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 
 class _Tables(NamedTuple):
-    """Tables of a stack whose rows one function computes, with one entry per table.
+    """Facts about tables, as arrays so that one loop can fill all of them."""
 
-    Attributes:
-      offsets: first row in the stack.
-      sizes: number of rows.
-      keys: words of the table's Threefry key.
-      parameters: parameters of the function.
-    """
-
+    # First rows in the stack, and row counts.
     offsets: Int[Any, " tables"]
     sizes: Int[Any, " tables"]
     keys: UInt32[Any, "tables 2"]
@@ -132,7 +115,6 @@ class _Tables(NamedTuple):
 
 
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
-    """Returns all rows of a stack. Global."""
     rows = on_shards(
         lambda: zero_rows(stack.layout), plan, in_specs=(), out_specs=stack.rows_spec
     )()
@@ -147,13 +129,11 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
 
 
 def zero_rows(layout: RowLayout) -> PackedRows:
-    """Returns rows of zeros. Per shard."""
     lines = jnp.zeros(layout.lines_shape, layout.stored_dtype)
     return PackedRows(lines=lines, layout=layout)
 
 
 def split_by_initializer(stack: StackPlan) -> tuple[list[TablePlan], list[TablePlan]]:
-    """Returns tables whose rows are initialized one by one, and whole tables."""
     # Other vocabularies initialize a row when they assign it to an id.
     tables = stack.tables if stack.vocabulary.ids_are_rows else ()
     by_row = [table for table in tables if table.row_initializer]
@@ -168,15 +148,10 @@ def init_block(
     plan: EmbeddingPlan,
     key: jax.Array,
 ) -> PackedRows:
-    """Writes initial values to a block of each shard's local rows. Global.
+    """Writes initial values to a block, from local row `first` on. Global.
 
-    Args:
-      rows: the block. Rows outside of `tables` keep their values.
-      tables: tables whose initializers are all row initializers, or a single table.
-      first: local row where the block begins on every shard.
-      stack: the stack of the tables.
-      plan: plan of the layer.
-      key: see `init_tables`.
+    Rows outside of `tables` keep their values. `tables` must have row initializers, or
+    be a single table.
     """
     # With these offsets, the stack begins with the block.
     shift = jnp.asarray(first, jnp.int32) * stack.num_shards
@@ -189,6 +164,7 @@ def init_block(
             in_specs=(spec, spec, everywhere),
             out_specs=spec,
         )(rows, logical_values(table, stack, plan, key), shift)
+    # One loop per function, so the program doesn't grow with the number of tables.
     by_function: dict[RowFunction, list[TablePlan]] = {}
     for table in tables:
         assert table.row_initializer is not None
@@ -212,13 +188,12 @@ def init_block(
 def keys_of_tables(
     tables: Sequence[TablePlan], key: jax.Array
 ) -> UInt32[Array, "tables 2"]:
-    """Returns the words of a Threefry key for each table, derived from its name."""
+    """Derives Threefry keys from table names."""
     words = np.stack([_words_of_name(table.name) for table in tables])
     return jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
 
 
 def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
-    """Returns the facts of tables whose initializers share a function."""
     keys = keys_of_tables(tables, key)
     initializers = [table.row_initializer for table in tables]
     scalars = [initializer.scalars for initializer in initializers if initializer]
@@ -236,10 +211,7 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
 def values_of_rows(
     tables: Sequence[TablePlan], facts: _Tables, i: Any, row_ids: Int[Array, " rows"]
 ) -> Float[Array, "rows dim"]:
-    """Returns the initial values of some rows of table `i`.
-
-    The initializers of all `tables` have the same function.
-    """
+    """Computes some rows of table `i`. All `tables` share an initializer function."""
     initializer, dim = tables[0].row_initializer, tables[0].config.dim
     assert initializer is not None
     key = threefry_key(facts.keys[i])
@@ -256,14 +228,9 @@ def _fill_slabs(
     sizes: Int[Array, " tables"],
     stack: StackPlan,
 ) -> PackedRows:
-    """Writes this shard's rows of some tables, slab by slab. Per shard.
+    """Writes table rows in place, slab by slab. Per shard.
 
     Tables may begin before the rows, and end after them.
-
-    One loop covers all slabs of all tables, because XLA:TPU copies the rows between
-    nested loops.
-
-    `values_of` returns the values of some rows of table `i`.
     """
     layout = rows.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
@@ -276,7 +243,8 @@ def _fill_slabs(
         jnp.clip(stack.first_local_row(jnp.repeat(x, banks), shard, bank), 0, num_local)
         for x in (offsets, offsets + sizes)
     )
-    # Extend the ranges to whole lines.
+    # Extend the ranges to whole lines, which `merge_block` needs. `is_own` below keeps
+    # the neighbors in these lines.
     begins = begins // rows_per_line * rows_per_line
     ends = -(-ends // rows_per_line) * rows_per_line
     num_slabs = -(-(ends - begins) // slab)
@@ -294,20 +262,18 @@ def _fill_slabs(
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
         values = values_of(i, jnp.clip(row_ids, 0, size - 1))
+        # Fused with the write, XLA:CPU would compute on one core, without vectors.
         stored = computed_apart(store_rows(values, layout))
         return merge_block(rows, start, stored, is_own)
 
+    # A single loop over the slabs of all tables: XLA:TPU copies the rows between nested
+    # loops, 6.5 GB per device for the tables of DLRM-DCNv2.
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
 
 
 def _rows_per_slab(layout: RowLayout) -> int:
-    """Returns the rows per block of a pass over all rows of a shard.
-
-    A pass reads or writes a few blocks at a time. In this size, each row counts as
-    whole lines, since XLA:TPU may pad short rows to whole tiles.
-
-    The rows fill whole lines, and don't exceed the lines of the shard.
-    """
+    """Sizes a slab, in rows that fill whole lines and don't exceed the shard."""
+    # A row counts as whole lines, since XLA:TPU may pad short rows to whole tiles.
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
     slab_bytes = min(_MAX_SLAB_BYTES, shard_bytes // _SLABS_PER_TABLE)
@@ -319,13 +285,14 @@ def _rows_per_slab(layout: RowLayout) -> int:
 def logical_values(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
-    """Returns a table's values, split into one contiguous block per shard. Global."""
+    """Initializes a whole table, as one contiguous block per shard. Global."""
     initializer = table.config.initializer
     assert initializer is not None
     shape = (table.num_rows, stack.dim)
     key = _key_of_words(key, _words_of_name(table.name))
     values = initializer(key, shape, jnp.float32)
     check_values(values, shape, [table])
+    # `_deal_rows` needs a block size that is a multiple of the number of shards.
     block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
     values = jnp.pad(values, ((0, block * stack.num_shards - shape[0]), (0, 0)))
     return constrain(values, plan, stack.rows_spec)
@@ -334,7 +301,6 @@ def logical_values(
 def check_values(
     values: Any, shape: tuple[int, int], tables: Sequence[TablePlan]
 ) -> None:
-    """Raises unless an initializer returned float32 values of the given shape."""
     shape_of = getattr(values, "shape", None)
     dtype_of = getattr(values, "dtype", None)
     if shape_of != shape or dtype_of != jnp.float32:
@@ -349,13 +315,13 @@ def check_values(
 
 
 def _words_of_name(name: str) -> UInt32[np.ndarray, " 3"]:
-    """Returns words of a hash of a table's name."""
+    # Python's own hash of a string differs between processes.
     digest = hashlib.sha256(name.encode()).digest()
     return np.frombuffer(digest, "<u4", count=3).astype(np.uint32)
 
 
 def _key_of_words(key: jax.Array, words: UInt32[Any, " 3"]) -> jax.Array:
-    """Returns the random key of the table with these words."""
+    # `fold_in` takes 32 bits at a time, which can't keep all names apart.
     for i in range(3):
         key = jax.random.fold_in(key, words[i])
     return key
@@ -368,16 +334,10 @@ def _deal_rows(
     table: TablePlan,
     stack: StackPlan,
 ) -> PackedRows:
-    """Sends the rows of a contiguous block to their owners. Per shard.
-
-    Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
-    stores them contiguously. The block size is a multiple of the number of shards, so
-    row `i * num_shards + j` of every block has the same owner. See `init_block` for
-    `shift`.
-
-    Returns:
-      `rows` with the table's rows replaced.
-    """
+    """Sends rows from a contiguous block to their owners. Per shard."""
+    # Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`. The
+    # block size is a multiple of `num_shards`, so row `i * num_shards + j` has the same
+    # owner in every block.
     num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)
     first_of_owner = (owners - table.row_offset) % num_shards
@@ -392,6 +352,7 @@ def _deal_rows(
 
     def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
         del i
+        # Clipped ids may belong to another shard, and then their values aren't written.
         positions = jnp.maximum(row_ids - first_row, 0) // num_shards
         return gather_in_bounds(received, positions)
 

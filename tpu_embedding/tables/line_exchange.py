@@ -1,10 +1,8 @@
 """Cuts tables into blocks of rows, and moves their lines between devices.
 
-A block is a range of consecutive rows of one table. A file stores it as one chunk. A
-window is what one device reads or writes in a turn of `row_stream.py`: one block, or
-neighbouring blocks of several small tables. Two programs move the lines of windows
-between their owners and the devices that serve them. Ranges are arguments of the
-programs.
+A block is a range of rows in one table, which a file stores as one chunk. A window is
+what one device serves in a turn of `row_stream.py`: one block, or neighboring blocks
+from small tables. Ranges are arguments of the two programs, so each compiles once.
 """
 
 import dataclasses
@@ -28,14 +26,7 @@ _MIN_BLOCK_BYTES: Final = 10 * 2**20
 
 
 class Block(NamedTuple):
-    """A block, and its place in a window.
-
-    Attributes:
-      table: name of the table.
-      start: first row in the table.
-      num_rows: number of rows.
-      position: first row in the window.
-    """
+    """A block, from table row `start` and window row `position` on."""
 
     table: str
     start: int
@@ -45,12 +36,9 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A range of rows of the stack that one device serves in a turn.
+    """A range of stack rows that one device serves in a turn.
 
-    Attributes:
-      start: first row in the stack.
-      num_rows: number of rows, including unused rows between two tables.
-      blocks: the blocks in the range.
+    `num_rows` includes unused rows between two tables.
     """
 
     start: int = 0
@@ -62,7 +50,7 @@ NO_WINDOW: Final = Window()
 
 
 def rows_per_block(row_bytes: int) -> int:
-    """Returns the rows of a block: a power of two that takes 10 to 20 MB in a file.
+    """Finds the power of two whose rows take 10 to 20 MB in a file.
 
     Example:
       >>> rows_per_block(row_bytes=128)
@@ -73,7 +61,6 @@ def rows_per_block(row_bytes: int) -> int:
 
 
 def rows_per_window(packed: PackedRows) -> int:
-    """Returns the rows of a block of a stacked table or slot variable."""
     row = file_row(packed)
     return rows_per_block(math.prod(row.shape) * row.dtype.itemsize)
 
@@ -81,13 +68,7 @@ def rows_per_window(packed: PackedRows) -> int:
 def windows_of(
     packed: PackedRows, stack: StackPlan, num_rows: Mapping[str, int] | None
 ) -> list[Window]:
-    """Returns windows that cover the rows. Blocks of small tables share a window.
-
-    Args:
-      packed: rows of the stack, whose size in bytes determines the window size.
-      stack: the stack of the rows.
-      num_rows: how many of its first rows to cover, by table. Defaults to all rows.
-    """
+    """Cuts the first `num_rows` per table (by default all) into windows."""
     size = rows_per_window(packed)
     windows: list[Window] = []
     end_of_last_table = 0
@@ -99,6 +80,8 @@ def windows_of(
             start = table.row_offset + begin
             last = windows[-1] if windows else NO_WINDOW
             position = start - last.start
+            # A window is one range of the stack, so a table can join it only if it
+            # reaches the end of the previous table.
             follows = begin == 0 and last.start + last.num_rows == end_of_last_table
             if last.blocks and follows and position + block.num_rows <= size:
                 blocks = *last.blocks, block._replace(position=position)
@@ -115,79 +98,70 @@ _TILE_ELEMENTS: Final = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineExchange:
-    """Facts about the exchange of lines between owners and devices that serve ranges.
-
-    Stacks whose rows are packed equally have equal facts, and share programs.
-
-    Attributes:
-      sharding: devices of the rows.
-      layout: packing of the rows, without their tables.
-      row: shape and dtype of a row in a file.
-      window_rows: maximum rows of a range.
-      plan: provides the mesh.
-      stack: any stack with these facts. It provides the axes of shards and copies.
-    """
+    """What the exchange programs need to know about a stack."""
 
     sharding: NamedSharding
+    # Without contents, since other tables can use the same program.
     layout: RowLayout
+    # One row in a file.
     row: jax.ShapeDtypeStruct
+    # Maximum rows in a window.
     window_rows: int
+    # Not compared, so equally packed stacks share programs; `sharding` has the mesh.
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 
     @property
     def num_shards(self) -> int:
-        """Owners of rows."""
         return self.stack.num_shards
 
     @property
     def num_parts(self) -> int:
-        """Parts of a window: one per bank of each shard.
-
-        Part `p` comes from range `p % banks` of shard `p // banks`.
-        """
+        """Parts per window. Part `p` has bank `p % banks` in shard `p // banks`."""
         return self.num_shards * self.layout.banks
 
     @property
     def received_sharding(self) -> NamedSharding:
-        """Sharding of received lines, with the lines of one window on each device."""
         axes = (*self.stack.replica_axes, *self.stack.shard_axes)
         return NamedSharding(self.plan.mesh, PartitionSpec(axes))
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Shape of the lines to write: all parts of the windows of all shards."""
+        """Global shape for `write_lines`."""
         num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
     @property
     def part_lines(self) -> int:
-        """Lines of one part, in whole tiles."""
         layout = self.layout
+        # A part may begin and end within a line.
         rows = -(-self.window_rows // self.num_parts) + layout.rows_per_line - 1
         num_lines = -(-rows // layout.rows_per_line) * layout.lines_per_row
         tile_lines = max(8, _TILE_ELEMENTS // layout.lanes_per_line)
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
     def first_row(self, part: Any, start: Any) -> Any:
-        """Returns the first local row of a part at or after a row of the stack."""
+        """Finds the first local row in a part at or after a stack row."""
         banks = self.layout.banks
         return self.stack.first_local_row(start, part // banks, part % banks)
 
     def first_line(self, part: Any, start: Any) -> Any:
-        """Returns the first line of a part, for a range that begins at `start`."""
+        """Finds where a part begins, for a window that begins at `start`."""
         line = self.layout.line_of(self.first_row(part, start))
+        # At the end of the shard, a part of static size has to begin earlier.
         last = self.layout.num_lines - self.part_lines
         return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
 
     @property
     def dealt_shape(self) -> tuple[int, ...]:
-        """Shape of a window's rows, in whole lines of each part."""
         part_rows = self.layout.row_of(self.part_lines)
         return (self.num_parts, part_rows, *self.row.shape)
 
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
-        """Returns where a part's rows are, as slices of its lines and of the window."""
+        """Finds the rows that a part shares with a window, as a slice of each.
+
+        The part begins at its `first_line`.
+        """
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
@@ -201,7 +175,6 @@ class LineExchange:
 def line_exchange(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> LineExchange:
-    """Returns the facts of the exchange for a stacked table or slot variable."""
     return LineExchange(
         sharding=plan.rows_sharding(stack),
         layout=dataclasses.replace(packed.layout, contents=None),
@@ -219,18 +192,12 @@ def read_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "parts *lane"]:
-    """Sends the lines of one window to each device. Global.
-
-    `starts` has the first row of each device's window.
-
-    Returns:
-      The parts of each window, `part_lines` lines per part.
-    """
+    """Sends every device the lines for its window, `part_lines` per part. Global."""
     size, banks = exchange.part_lines, exchange.layout.banks
 
     def read(lines: Array, starts: Array) -> Array:
         first_part = _index(exchange.stack.shard_axes) * banks
-        # Each copy of the rows serves its own windows.
+        # Each copy of the rows serves its own windows, so copies share the work.
         group = _index(exchange.stack.replica_axes) * exchange.num_shards
 
         def add_parts(i: Any, parts: Array) -> Array:
@@ -263,11 +230,9 @@ def write_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "lines *lane"]:
-    """Writes the rows of one window per shard, or of a single window, in place. Global.
+    """Writes one window per shard, or a single window, in place. Global.
 
-    `parts` has new lines for the parts of each shard's window. The parts of a single
-    window must already be on their shards. `starts` and `sizes` have the first row and
-    number of rows of each window.
+    A single window must already be dealt to its owners.
     """
     size = exchange.part_lines
 
@@ -285,6 +250,8 @@ def write_lines(
                 exchange.first_row(part, row) - first_row
                 for row in (starts[window], starts[window] + sizes[window])
             )
+            # Lines at the ends also hold rows outside of the window, and `parts` has
+            # arbitrary values there.
             old = jax.lax.dynamic_slice_in_dim(lines, line, size)
             new = jax.lax.dynamic_slice_in_dim(parts, i * size, size)
             new = _merged(old, new, begin, end, exchange.layout)
@@ -306,7 +273,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _exchanged(parts: Array, exchange: LineExchange) -> Array:
-    """Sends part `i` to shard `i`, and returns the received parts. Per shard."""
+    """Sends part `i` to shard `i`. Per shard."""
     if exchange.num_shards == 1:
         return parts
     return jax.lax.all_to_all(
@@ -328,6 +295,7 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
 
     if layout.rows_per_lane == 1:
         return jnp.where(is_new(0), new, old)
+    # Each lane holds two rows of 16 bits, and only one of them may be new.
     lower = jnp.where(is_new(0), new, old) & 0xFFFF
     upper = jnp.where(is_new(1), new, old) & ~0xFFFF
     return lower | upper

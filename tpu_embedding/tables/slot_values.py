@@ -1,8 +1,7 @@
 """Reads and sets slot variables by table and name, as NumPy arrays.
 
-Each optimizer has its own pytree of state per stack. The functions of this file present
-the state per table, under the names that users know, such as `accumulators`, `momenta`
-and `mu`. `table_values.py` does the same for the tables themselves.
+An optimizer has one state pytree per stack. Here, users see it per table, under names
+that they know, such as `accumulators` or `mu`.
 """
 
 import dataclasses
@@ -25,33 +24,32 @@ from tpu_embedding.tables.table_values import (
 from tpu_embedding.transfers import moves_arrays
 
 StateParts = Literal["rows", "all"]
-"""`"rows"` means slot variables. `"all"` adds totals of tables and counts of steps."""
+"""`"rows"` means slot variables. `"all"` adds table totals and step counts."""
 
 _HYPERPARAMETERS = {"hyperparams", "hyperparams_states"}
 """Fields of `optax.inject_hyperparams`, which `with_hyperparameters` sets."""
 
 _PARTS_OF_A_SUM = {"value", "rest"}
-"""Fields of a compensated sum, which mean little without the name of the sum."""
+"""Fields of a compensated sum, which mean little without its name."""
 
 
 @moves_arrays
 def slot_values(
     slots: Mapping[str, Any], plan: EmbeddingPlan, parts: StateParts = "rows"
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Returns the slot variables of each trained table, by table and name.
+    """Reads slot variables as NumPy arrays, by table and name.
 
-    Names are fields of the optimizer's state, such as `accumulators`, `momenta` and
-    `linears` in this package's optimizers, or `mu`, `nu`, `trace` and `sum_of_squares`
-    in optax. If two fields have the same name, the fields and positions around them are
-    prepended: `0/trace` and `1/trace` in a chain of two `optax.trace`.
+    Names are optimizer state fields, such as `accumulators`, `momenta` and `linears` in
+    this package, or `mu`, `nu`, `trace` and `sum_of_squares` in optax. If two fields
+    have the same name, the fields and positions around them are prepended. For example,
+    a chain of two `optax.trace` has `0/trace` and `1/trace`.
 
     Args:
-      slots: optimizer state by stack name, from `init_slots`. Stacks may be missing.
-      plan: plan of the embedding layer.
-      parts: `"rows"` returns the slot variables, which have one entry per row. `"all"`
-        also returns totals of a table, such as the `column_accumulators` of
-        `adafactor`, and counts of steps, which all tables of a stack share.
-        Hyperparameters are never included.
+      slots: optimizer state by stack name, from `init_slots`. You can leave out stacks.
+      plan: the embedding layer.
+      parts: `"rows"` reads slot variables, which have one entry per row. `"all"` also
+        reads table totals, such as the `column_accumulators` in `adafactor`, and step
+        counts, which all tables in a stack share. Hyperparameters are never included.
 
     Returns:
       Arrays by table and slot name. Slot variables are `[vocabulary_size, dim]` or
@@ -93,14 +91,14 @@ def with_slot_values(
     values: Mapping[str, Mapping[str, Any]],
     plan: EmbeddingPlan,
 ) -> dict[str, Any]:
-    """Returns the optimizer's state with some slot variables replaced.
+    """Replaces slot variables, and leaves the rest of the optimizer state unchanged.
 
     Args:
       slots: optimizer state by stack name, from `init_slots`.
-      values: arrays by table and slot name, as `slot_values` returns them. Missing
-        tables and slots keep their values. The tables of a stack share a count of
-        steps, so their values must not contain different counts.
-      plan: plan of the embedding layer.
+      values: arrays by table and slot name, as in `slot_values`. Tables and slots that
+        you leave out keep their values. Note that the tables in a stack share their
+        step counts, so don't pass different counts for them.
+      plan: the embedding layer.
 
     Returns:
       The new state, with unchanged shapes, dtypes and shardings.
@@ -160,30 +158,23 @@ def with_slot_values(
 
 
 def slot_rows(state: Any, stack: StackPlan) -> dict[str, PackedRows]:
-    """Returns the slot variables of one stack by name; see `slot_values`.
-
-    `state` may hold arrays or their shapes.
-    """
+    """Names the slot variables in a state, which may hold arrays or shapes."""
     slots = named_slots(state, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
 
 def with_slot_rows(state: Any, rows: Mapping[str, PackedRows], stack: StackPlan) -> Any:
-    """Returns the state of one stack with some of its `slot_rows` replaced."""
     leaves = [rows.get(slot.name, slot.leaf) for slot in named_slots(state, stack)]
     return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedSlot:
-    """A named leaf of an optimizer's state.
+    """A named leaf in an optimizer state.
 
     Attributes:
-      name: see `slot_values`.
-      kind: `"rows"` if the leaf has one entry per row, and `"tables"` if it has one per
-        table of the stack. The tables share leaves of the other two kinds, such as
-        counts and the hyperparameters of `optax.inject_hyperparams`.
-      leaf: packed rows, or an array.
+      kind: `"rows"` and `"tables"` leaves have one entry per row or table. All tables
+        share the other leaves.
     """
 
     name: str
@@ -191,7 +182,6 @@ class NamedSlot:
     leaf: Any
 
     def read(self, stack: StackPlan, plan: EmbeddingPlan) -> dict[str, np.ndarray]:
-        """Returns the value of each table."""
         if self.kind == "rows":
             return unstack_tables({stack.name: self.leaf}, plan)
         array = np.asarray(self.leaf)
@@ -203,12 +193,7 @@ class NamedSlot:
     def replaced(
         self, values: Mapping[str, Any], stack: StackPlan, plan: EmbeddingPlan
     ) -> Any:
-        """Returns the leaf with the values of some tables replaced.
-
-        Raises:
-          ValueError: if a value has the wrong shape, is not real, or would lose a
-            fraction; or if tables differ in a value that they share.
-        """
+        """Replaces the values for some tables, if they fit."""
         if not values:
             return self.leaf
         array = self.leaf.lines if self.kind == "rows" else self.leaf
@@ -222,6 +207,7 @@ class NamedSlot:
             owner = f"values of slot {self.name!r} of table {table.name!r}"
             array = real_array(values[table.name], shape, owner)
             new[table.name] = array.astype(dtype)
+            # A count such as 2.5 would silently lose its fraction.
             is_integer = jnp.issubdtype(dtype, np.integer)
             if is_integer and not np.array_equal(new[table.name], array):
                 rule = f"be integers that {dtype} holds"
@@ -244,7 +230,7 @@ class NamedSlot:
 
 
 def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:
-    """Yields the named leaves of a stack's state, in order."""
+    """Names the leaves in a stack's state, in tree order."""
     with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows)
     keystr = functools.partial(jax.tree_util.keystr, simple=True)
     # A state may be a single array, without a field.
@@ -256,16 +242,15 @@ def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:
             kind = "hyperparameter"
         elif _is_rows(leaf):
             kind = "rows"
+        # Only rules with totals have a leaf per table. A shared vector could have as
+        # many elements by chance.
         elif stack.optimizer.takes_totals and leaf.shape[:1] == (num_tables,):
             kind = "tables"
         yield NamedSlot(name=name, kind=kind, leaf=leaf)
 
 
 def _names(paths: list[list[str]]) -> list[str]:
-    """Returns the shortest suffix of each path that is unique and meaningful.
-
-    A path lists the fields, keys and positions that lead to a leaf of a state.
-    """
+    """Shortens paths through a state pytree to unique, meaningful suffixes."""
     # The name of a part of a compensated sum begins with the name of the sum. The name
     # of a hyperparameter begins with the field that holds all hyperparameters.
     lengths = []
@@ -279,9 +264,7 @@ def _names(paths: list[list[str]]) -> list[str]:
 def shortest_names(
     paths: Sequence[Sequence[str]], lengths: Sequence[int] = ()
 ) -> list[str]:
-    """Returns the shortest suffix of each path that is unique, joined by slashes.
-
-    `lengths` are the smallest numbers of parts in the suffixes, 1 by default.
+    """Shortens paths to unique suffixes of at least `lengths` parts, 1 by default.
 
     Example:
       >>> shortest_names([("user", "kernel"), ("item", "kernel"), ("user", "bias")])

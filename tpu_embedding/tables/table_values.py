@@ -1,10 +1,8 @@
 """Converts between stacks on devices and one NumPy array per table.
 
-The layout of a stack depends on the devices, the stacking and the packing. The array of
-a table doesn't depend on them: it holds the logical rows, as the user declared them.
-
-Rows travel block by block; see `row_stream.py`. In addition to the user's arrays, the
-host holds a few blocks.
+Stack layouts depend on devices, stacking and packing. A table array holds the logical
+rows, as the user declared them. Rows travel block by block, so the host needs little
+more memory than the arrays take; see `row_stream.py`.
 """
 
 import dataclasses
@@ -27,13 +25,13 @@ from tpu_embedding.transfers import moves_arrays
 
 
 class NotFinite:
-    """Counts NaN and infinite numbers in new rows, and warns about them."""
+    """Collects NaN and infinite numbers in new rows, for a single warning."""
 
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
 
     def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
-        """Counts NaN and infinities in rows `[rows, ...]`, from row `start` on."""
+        """Examines rows `[rows, ...]`, from table row `start` on."""
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             return
         is_bad = ~np.isfinite(rows)
@@ -43,7 +41,6 @@ class NotFinite:
             self._counts[owner] = count + int(is_bad.sum()), row
 
     def warn(self) -> None:
-        """Warns once about all numbers that were counted."""
         if self._counts:
             counts = "; ".join(
                 f"{owner} hold {count}, the first in row {row}"
@@ -61,12 +58,12 @@ class NotFinite:
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:
-    """Returns each table's values, or one slot variable's values, by table name.
+    """Reads tables, or one slot variable, as NumPy arrays by table name.
 
     Args:
-      stacked: packed rows by stack name, global: either the tables or one slot variable
-        of each stack. Stacks may be missing.
-      plan: plan of the embedding layer.
+      stacked: global packed rows by stack name, either tables or one slot variable per
+        stack. You can leave out stacks.
+      plan: the embedding layer.
 
     Returns:
       Arrays `[vocabulary_size, *row_shape]` by table name, in logical row order. Tables
@@ -95,6 +92,7 @@ def unstack_tables(
             shape = (table.num_rows, *layout.row_shape)
             values[table.name] = np.empty(shape, dtype)
         packed = _on_planned_devices(packed, stack, plan)
+        # Every process returns whole tables, so each needs all blocks.
         for blocks in read_blocks(packed, stack, plan, receivers="all"):
             for table_name, start, rows in blocks:
                 new = values_of_file_rows(rows, layout)
@@ -105,20 +103,10 @@ def unstack_tables(
 def replace_values(
     stacked: dict[str, PackedRows], values: dict[str, np.ndarray], plan: EmbeddingPlan
 ) -> dict[str, PackedRows]:
-    """Returns the stacks with the values of the given tables replaced.
+    """Replaces tables in the stacks. The inverse of `unstack_tables`.
 
-    Args:
-      stacked: packed rows by stack name, as in `unstack_tables`.
-      values: real numbers `[vocabulary_size, *row_shape]` by table name. Values of
-        narrow tables are rounded to nearest.
-      plan: plan of the embedding layer.
-
-    NaN and infinite numbers are written, with a warning that counts them.
-
-    Raises:
-      ValueError: if a table is unknown, its stack is missing, or the stacks were made
-        for another plan; or if an array has the wrong shape, is complex or not numeric,
-        or exceeds the range of its type.
+    NaN and infinite numbers are written, with a warning that counts them. Narrow tables
+    round to nearest. Values that a table can't hold raise ValueError.
     """
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
@@ -146,7 +134,6 @@ def replace_values(
 
 
 def check_values(values: Any, plan: EmbeddingPlan) -> None:
-    """Raises TypeError unless `values` is a mapping and `plan` is a plan."""
     line = "te.functional.with_table_values(stacked, values, plan)"
     check_type("te.functional.with_table_values: plan", PLAN, plan, line)
     name = plan.stacks[0].tables[0].name
@@ -160,10 +147,6 @@ def _with_values(
     plan: EmbeddingPlan,
     not_finite: NotFinite,
 ) -> PackedRows:
-    """Returns packed rows with the values of some tables replaced.
-
-    Rejects values that a table can't hold before any are written.
-    """
     layout, dtype = packed.layout, packed.lines.dtype
     arrays: dict[str, np.ndarray] = {}
     rows_at_once = rows_per_window(packed)
@@ -171,9 +154,11 @@ def _with_values(
         owner = f"values of table {table.name!r}"
         shape = (table.num_rows, *layout.row_shape)
         array = real_array(values[table.name], shape, owner)
+        # Check all values before any is written.
         may_overflow = layout.narrow_dtype is not None or (
             jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
         )
+        # In blocks, because the checks make temporaries as large as the rows.
         for start in range(0, table.num_rows, rows_at_once):
             rows = array[start : start + rows_at_once].reshape(-1, layout.dim)
             if may_overflow:
@@ -181,7 +166,8 @@ def _with_values(
             not_finite.look_at(rows, start, owner)
         arrays[table.name] = array
     packed = _on_planned_devices(packed, stack, plan)
-    copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))  # to be donated
+    # `write_blocks` donates its rows, and the caller's must stay.
+    copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         return file_rows_of_values(arrays[table][start : start + num_rows], copy)
@@ -191,11 +177,9 @@ def _with_values(
 
 
 def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
-    """Returns values as an array of real numbers with the given shape.
+    """Converts values to an array, and checks that they are real numbers.
 
-    Raises:
-      ValueError: if the shape differs, or the values are complex or not numbers. The
-        message names the `owner`.
+    Errors name the `owner`.
     """
     try:
         array = np.asarray(values)
@@ -213,13 +197,9 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 
 
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
-    """Rejects rows that a narrower type cannot hold.
+    """Rejects rows that a narrower type cannot hold. Errors count from `start`.
 
-    NaN and infinities are accepted, except in int8 rows. `NotFinite` warns about them.
-
-    Raises:
-      ValueError: if a number is out of the type's range. The message names the `owner`,
-        and counts rows from `start`.
+    NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
     """
     if dtype == "int8":
         # The scale of a row is computed from the float32 difference between its
@@ -249,7 +229,7 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
 def _on_planned_devices(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Moves rows made by other programs to the plan's devices."""
+    # A user's own program may have put the rows elsewhere.
     lines, sharding = packed.lines, plan.rows_sharding(stack)
     if lines.sharding.is_equivalent_to(sharding, lines.ndim):
         return packed
