@@ -90,3 +90,9 @@ def test_slices_are_the_first_axis():
     assert mesh.axis_names == ("slice", "shard")
     assert numbers(mesh) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert te.device_mesh(devices, num_slices=2) == mesh
+
+
+def test_slices_of_different_sizes_are_rejected():
+    devices = [Device(i, i // 4, slice_index=int(i >= 3)) for i in range(8)]
+    with rejects(field="devices", value={0: 3, 1: 5}):
+        te.device_mesh(devices)

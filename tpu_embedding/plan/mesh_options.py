@@ -4,6 +4,7 @@ Devices are ordered by slice, then by process. Neighbors on the last axis are th
 each other, and each process has consecutive samples, so it can load only these.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -42,18 +43,23 @@ def device_mesh(
         rule = "be a list of JAX devices"
         raise invalid("te.device_mesh: devices", rule, devices, line, TypeError)
     chosen = sorted(jax.devices() if devices is None else devices, key=_order_of)
-    found = len({_slice_of(device) for device in chosen})
+    sizes = collections.Counter(map(_slice_of, chosen))
+    found = len(sizes)
     # One slice can be divided to emulate several, but real slices can't be regrouped.
     if num_slices is not None and found not in (1, num_slices):
         rule = f"be {found}, the number of slices of the devices"
         raise invalid("te.device_mesh: num_slices", rule, num_slices)
+    # A row with devices from two slices would send its exchanges between slices.
+    if len({*sizes.values()}) > 1:
+        line = "Pass the same number of devices from each slice."
+        rule = "have slices of equal size"
+        raise invalid("te.device_mesh: devices", rule, dict(sizes), line)
     num_slices = num_slices or found
     if num_slices == 1:
         return Mesh(np.asarray(chosen), (SHARD_AXIS,))
     if len(chosen) % num_slices:
         rule = f"divide the number of devices, {len(chosen)}"
         raise invalid("te.device_mesh: num_slices", rule, num_slices)
-    # The devices are sorted by slice, so each row of this array is a slice.
     return Mesh(np.asarray(chosen).reshape(num_slices, -1), (SLICE_AXIS, SHARD_AXIS))
 
 
