@@ -1,14 +1,7 @@
-"""The directory of a stack of dynamic tables, which maps ids to rows.
+"""Directories, which map 64-bit ids to rows in a stack of dynamic tables.
 
-A bucket is a line of 128 lanes: the first words of 64 ids, then their second words. A
-second line stores each id's last use and how many steps used it. A lookup reads one
-line per id, without a loop over probes.
-
-A bucket and its 64 rows are on the same shard, which can thus find and insert ids
-without communication. Buckets are distributed in blocks: shard `s` holds
-`buckets_per_shard` buckets, starting with bucket `s * buckets_per_shard`. Lane `lane`
-of the shard's bucket `b` is the shard's row `r = 64 * b + lane`, which is row
-`r * num_shards + s` of the table.
+A bucket's 64 ids fill one line of 128 lanes, so a lookup reads one line per id. A
+bucket and its rows share a shard, so ids are found and inserted without communication.
 """
 
 import dataclasses
@@ -30,28 +23,25 @@ DIRECTORY: Final = ":ids"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdDirectory:
-    """Ids, scores and counters of a stack's dynamic tables.
-
-    Shapes are per shard. The global arrays are the concatenated shards.
+    """Ids, scores and counters for a stack of dynamic tables. Shapes are per shard.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, the first mixed words of 64 ids, then their second
-        mixed words; see `ids_64`. Empty lanes have all bits set.
-      scores: uint32 `[buckets, 128]`, the clock at each id's last use, then the number
-        of steps that used it. 0 in empty lanes.
-      sketch: uint32 `[buckets, 128]`, counters of unknown ids. None without
+      keys: uint32 `[buckets, 128]`, first mixed words for 64 ids, then second ones.
+        Empty lanes hold `NO_ID`.
+      scores: uint32 `[buckets, 128]`, clock at the last use, then steps with a use.
+      sketch: uint32 `[buckets, 128]`, counters for unknown ids. None without
         `AdmitAfter`.
-      clock: uint32 `[1]`, the current step, starting at 1, or the latest `now`. Equal
-        on all shards.
-      used_rows: int32 `[tables]`, number of rows with an id.
-      init_keys: uint32 `[tables, 2]`, random keys of initial values. Equal on all
-        shards.
+      clock: uint32 `[1]`, current step, from 1, or the latest `now`.
+      used_rows: int32 `[tables]`, rows with an id.
+      init_keys: uint32 `[tables, 2]`, random keys for initial values.
     """
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     keys: Any
     scores: Any
     sketch: Any
+    # `clock` and `init_keys` are equal on all shards, but still have entries per shard,
+    # so that one `rows_spec` fits all leaves.
     clock: Any
     used_rows: Any
     init_keys: Any
@@ -60,7 +50,6 @@ class IdDirectory:
 def empty_directory(
     num_buckets: int, has_sketch: bool, init_keys: UInt32[Array, "tables two"]
 ) -> IdDirectory:
-    """Returns an empty directory with the buckets of all tables. Per shard."""
     zeros = jnp.zeros((num_buckets, LINE_LANES), jnp.uint32)
     return IdDirectory(
         keys=jnp.full((num_buckets, LINE_LANES), NO_ID, jnp.uint32),
@@ -73,21 +62,16 @@ def empty_directory(
 
 
 def directory_name(stack_name: str) -> str:
-    """Returns the key of a stack's directory in the dict of tables."""
     return stack_name + DIRECTORY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTablePlan:
-    """The buckets of a dynamic table on each shard.
+    """Where each shard keeps the buckets and rows that belong to a dynamic table.
 
-    Attributes:
-      table: the table.
-      dynamic: its vocabulary.
-      buckets_per_shard: buckets on each shard. The last shards may use fewer.
-      first_bucket: first bucket in a shard's directory.
-      first_row: first row of the table on each shard.
-      num_shards: number of shards.
+    Shard `s` has the buckets from `s * buckets_per_shard`; the last shards may use
+    fewer. Lane `lane` in local bucket `b` is local row `r = 64 * b + lane`, which is
+    table row `r * num_shards + s`.
     """
 
     table: TablePlan
@@ -99,18 +83,21 @@ class DynamicTablePlan:
 
     @property
     def default_row(self) -> int | None:
-        """Row of the table to read for ids without a row, or None to read nothing."""
+        """Table row to read for ids without a row. None reads nothing."""
         if self.dynamic.default_row == "none":
             return None
+        # The first row after all places. `Dynamic.rows_over` adds one row to each
+        # shard.
         return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards
 
 
 def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
-    """Returns the tables of a dynamic stack. Empty for a static stack."""
+    """Plans the tables in a stack. Empty if they are static."""
     plans, first_bucket = [], 0
     for table in stack.tables:
         dynamic = table.config.vocabulary
         if not isinstance(dynamic, Dynamic):
+            # Stacked tables have equal `stacking_key`s, so all are dynamic or none.
             return ()
         per_shard = dynamic.buckets_per_shard(stack.num_shards)
         plans.append(
@@ -119,6 +106,7 @@ def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
                 dynamic=dynamic,
                 buckets_per_shard=per_shard,
                 first_bucket=first_bucket,
+                # Exact: each dynamic table takes a multiple of `num_shards` rows.
                 first_row=table.row_offset // stack.num_shards,
                 num_shards=stack.num_shards,
             )

@@ -1,9 +1,7 @@
-"""Finds the rows of 64-bit ids in a directory, and inserts new ids. Per shard.
+"""Finds 64-bit ids in a shard's directory, and inserts new ones. Per shard.
 
-This runs on the shard that owns the buckets. It uses only integer arithmetic on the set
-of a call's ids, so results don't depend on order, repeats or the number of devices.
-Known ids are found by reading one line each, and unknown ids are sorted by bucket.
-docs/guides/dynamic_tables.md explains the rules.
+All arithmetic is on integers and on the set of ids, so results don't depend on order,
+repeats or devices. docs/guides/dynamic_tables.md explains the rules.
 """
 
 import dataclasses
@@ -50,12 +48,8 @@ class MixedIds:
     """Mixed ids in any order. Per shard.
 
     Attributes:
-      buckets: int32 `[ids]`, bucket of each id. Owners number the buckets of their
-        shard's directory. Sources number the buckets of all shards' directories,
-        concatenated. `PADDING_ROW_ID` marks padding.
-      first: uint32 `[ids]`, first mixed word.
-      second: uint32 `[ids]`, second mixed word.
-      may_insert: bool `[ids]`, True if the id's feature inserts ids.
+      buckets: owners number the buckets in their directory, sources those in all
+        directories, concatenated. `PADDING_ROW_ID` marks padding.
     """
 
     buckets: Int[Array, " ids"]
@@ -70,12 +64,11 @@ class MixedIds:
 
 
 class Pass(NamedTuple):
-    """What a call of `insert` does with its ids. Both bools may be traced.
+    """What an `insert` call does with its ids. Both bools may be traced.
 
     Attributes:
-      notes: whether to count unknown ids for admission.
-      fills: whether to assign lanes to unknown ids. All ids of their buckets must be
-        noted by then, in this pass or an earlier one.
+      notes: counts unknown ids for admission.
+      fills: assigns lanes. All ids in their buckets must be noted by then.
     """
 
     notes: Any
@@ -85,14 +78,11 @@ class Pass(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """Rows assigned to new ids. Per shard.
+    """Rows for new ids, in bucket order. Per shard.
 
     Attributes:
-      rows: int32 `[ids]`, rows of this shard in bucket order, then `PADDING_ROW_ID`.
-      first: uint32 `[ids]`, first mixed word of the id.
-      second: uint32 `[ids]`, second mixed word.
-      tables: int32 `[ids]`, position of the table in the stack.
-      count: int32 scalar, number of rows.
+      rows: `count` rows in this shard, then `PADDING_ROW_ID`.
+      tables: positions in the stack.
     """
 
     rows: Int[Array, " ids"]
@@ -103,7 +93,7 @@ class NewRows:
 
 
 class Counts(NamedTuple):
-    """Counts of unique ids in one call, int32 `[tables]`; see `DynamicStats`."""
+    """Unique ids in a call, int32 `[tables]`; see `DynamicStats`."""
 
     inserts: Any
     evictions: Any
@@ -112,15 +102,16 @@ class Counts(NamedTuple):
 
 
 def no_counts(num_tables: int) -> Counts:
-    """Returns zero counts."""
     return Counts(*[jnp.zeros((num_tables,), jnp.int32)] * len(Counts._fields))
 
 
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
-    """Returns the lane of each id in its bucket, or -1."""
+    """Finds lanes in buckets, or -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
+    # In blocks: all lines at once take 512 bytes per id. XLA:CPU asked the system for
+    # this memory in each step, which tripled the time of a step.
     lanes = jax.lax.map(lambda x: find(*x), words, batch_size=_IDS_PER_BLOCK)
     return jnp.where(ids.is_id, lanes, _NO_LANE)
 
@@ -131,7 +122,8 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns the lane of one id in its bucket, or -1. Undefined for padding."""
+    """Finds one id; undefined for padding."""
+    # Padding is clipped to some bucket; `find_lanes` overwrites what it finds there.
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
     # At most one lane is summed. XLA:CPU vectorizes this, unlike argmax.
@@ -147,13 +139,10 @@ def insert(
     now: UInt32[Array, ""],
     current_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
-    """Finds ids and assigns lanes to new ones. Per shard.
-
-    The directory is updated in place if donated.
+    """Finds ids and assigns lanes to new ones, in place if the directory is donated.
 
     Returns:
-      The directory, the lane of each id in its bucket or -1, whether the id had a lane
-      before, the rows of new ids, and counts.
+      The directory, lanes or -1, whether ids had lanes before, new rows, and counts.
     """
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
@@ -183,12 +172,12 @@ def insert(
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
-    # Repeats get the lane of the first occurrence.
+    # Repeats hold -1, so the maximum is the first occurrence's lane.
     lane_by_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32)
     lane_by_rank = lane_by_rank.at[ranks].max(new_lanes)
     lanes = jnp.maximum(lanes, unsort(lane_by_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
-    # New rows move to the front.
+    # New rows move to the front, because `init_new_rows` stops after the last.
     rank = running_sum(is_new)
     positions = jnp.where(is_new, rank - 1, is_new.shape[0])
     new_rows = NewRows(
@@ -204,14 +193,11 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts some ids by bucket and id. All other ids and repeats become padding.
-
-    Returns:
-      The ids, their positions before sorting, and their ranks among the unique ids.
-    """
+    """Sorts selected ids, and ranks them. Repeats and other ids become padding."""
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
     is_first = jnp.diff(ranks, prepend=-1) != 0
+    # A `find_only` feature must not keep other features from inserting the id.
     flags = ids.may_insert[order].astype(jnp.int32)
     may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
     unique = MixedIds(
@@ -230,14 +216,9 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Returns the row of each (bucket, lane) pair. Undefined for lane -1.
+    """Maps (bucket, lane) pairs to rows. Undefined for lane -1.
 
-    Args:
-      buckets: buckets of this shard.
-      lanes: lanes in the buckets.
-      tables: tables of the stack.
-      first_row: whether to number rows within the shard instead of within the table's
-        part of the shard.
+    With `first_row`, rows count from the start of the shard, not of the table.
     """
     offsets = [
         (table.first_row if first_row else 0) - SLOTS_PER_BUCKET * table.first_bucket
@@ -251,7 +232,6 @@ def local_rows(
 def table_of_buckets(
     buckets: Int[Array, " ids"], tables: Sequence[DynamicTablePlan]
 ) -> Int[Array, " ids"]:
-    """Returns the position of each bucket's table in the stack."""
     starts = [table.first_bucket for table in tables]
     return value_of_range(buckets, starts, range(len(tables)))
 
@@ -264,14 +244,15 @@ def _note_use(
     dynamic: Dynamic,
     now: UInt32[Array, ""],
 ) -> IdDirectory:
-    """Sets the last use of ids, and counts each step at most once per id."""
     scores = directory.scores
     last_use = read_elements(scores, ids.buckets, lanes)
     steps = read_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET)
     steps = _decayed(steps, _age(last_use, now), dynamic)
+    # The count saturates: if it wrapped to 0, a frequent id would be evicted first.
     is_counted = (last_use != now) & (steps != np.uint32(2**32 - 1))
     steps = steps + is_counted.astype(jnp.uint32)
     now = jnp.broadcast_to(now, steps.shape)
+    # Both halves are read before either is written, so XLA updates in place.
     scores, now, steps = read_before_write((scores, now, steps))
     scores = set_elements(scores, ids.buckets, lanes, now, is_used)
     scores = set_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
@@ -279,12 +260,11 @@ def _note_use(
 
 
 def _age(last_use: Array, now: Array) -> Array:
-    """Returns the time since the last use, or 0 if the clock was set back."""
+    # Unsigned: without the comparison, a clock set back would make ids look old.
     return jnp.where(now > last_use, now - last_use, jnp.uint32(0))
 
 
 def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
-    """Returns step counts, halved once per half-life without use."""
     match dynamic.evict:
         case LeastFrequentlyUsed(int() as half_life):
             return steps >> jnp.minimum(age // np.uint32(half_life), 31)
@@ -292,13 +272,13 @@ def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
 
 
 class _Groups(NamedTuple):
-    """Admitted ids, grouped by bucket.
+    """Admitted ids, grouped by bucket. All int32.
 
     Attributes:
-      buckets: int32 `[ids]`, buckets with admitted ids, packed at the front.
-      starts: int32 `[ids + 1]`, number of admitted ids before each group.
-      count: int32 scalar, number of groups.
-      sources: int32 `[ids]`, position of each admitted id among all ids.
+      buckets: `[ids]`, packed at the front.
+      starts: `[ids + 1]`, admitted ids before each group.
+      count: how many groups there are.
+      sources: `[ids]`, position of each admitted id among all ids.
     """
 
     buckets: Array
@@ -331,7 +311,6 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
 
 
 def _scatter(values: Array, positions: Array, fill: int = 0) -> Array:
-    """Moves values to new positions. Positions past the end are dropped."""
     result = jnp.full(values.shape, fill, values.dtype)
     return result.at[positions].set(values, mode="drop", wrap_negative_indices=False)
 
@@ -343,18 +322,13 @@ def _fill_buckets(
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
-    """Assigns lanes to admitted ids.
-
-    Each iteration of a loop fills several buckets. In a steady state, only a few
-    buckets receive new ids.
-
-    Returns:
-      The directory, the lane of each new id or -1, and evictions by table.
-    """
+    """Gives admitted ids the least valuable lanes, or -1, and counts evictions."""
     (num_ids,) = is_admitted.shape
     groups = _group(ids, is_admitted)
     per_turn = min(_BUCKETS_PER_TURN, num_ids)
 
+    # A loop over buckets with new ids, which are few in a steady state. One pass over
+    # the directory would read every line.
     def fill(state):
         turn, keys, scores, lanes, evictions = state
         bucket, start, count = _groups_of_turn(groups, turn, per_turn)
@@ -373,7 +347,7 @@ def _fill_buckets(
         is_evicted = gets_id & (kinds == _EVICTABLE)
         num_evicted = jnp.sum(is_evicted, axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
-        # Positions past the end are dropped.
+        # A turn's unused positions point past the end, where writes are dropped.
         target = jnp.where(count > 0, bucket, keys.shape[0])
         id_position = jnp.where(gets_id, source, num_ids)
         return (
@@ -399,13 +373,10 @@ def _fill_buckets(
 def _groups_of_turn(
     groups: _Groups, turn: Int[Array, ""], size: int
 ) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
-    """Returns the bucket, first admitted id and id count of each group in a turn.
-
-    Positions past the last group have count 0 and an arbitrary bucket.
-    """
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
     start = groups.starts[in_bounds]
+    # Past the last group, count 0 stops writes to an arbitrary bucket.
     count = jnp.where(group < groups.count, groups.starts[in_bounds + 1] - start, 0)
     return groups.buckets[in_bounds], start, count
 
@@ -413,10 +384,7 @@ def _groups_of_turn(
 def _ids_of_lanes(
     kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
 ) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
-    """Returns which lanes receive a new id, and that id's position.
-
-    Lanes are in the order of `_lanes_by_value`.
-    """
+    """Finds which lanes get a new id, and which id, in `_lanes_by_value` order."""
     number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
     num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
     is_new = number < jnp.minimum(count, num_free)[:, None]
@@ -427,17 +395,12 @@ def _ids_of_lanes(
 def _lanes_by_value(
     keys: Array, scores: Array, dynamic: Dynamic, now: Array
 ) -> tuple[Array, Array]:
-    """Sorts the lanes of buckets: empty ones, then evictable, then taken ones.
-
-    Within a kind, the least valuable ids come first.
-
-    Returns:
-      The kinds and numbers of the lanes in that order, both `[buckets, 64]`.
-    """
+    """Sorts lanes per bucket: empty, evictable, then taken, least valuable first."""
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
     )
     last_use, steps = scores[:, :SLOTS_PER_BUCKET], scores[:, SLOTS_PER_BUCKET:]
+    # Two ids would read and train one row if an id used in this step were evicted.
     is_evictable = last_use != now
     age = _age(last_use, now)
     values = [last_use]
@@ -450,8 +413,10 @@ def _lanes_by_value(
             values = [_decayed(steps, age, dynamic), last_use]
     kinds = jnp.where(is_evictable, jnp.int32(_EVICTABLE), jnp.int32(_TAKEN))
     kinds = jnp.where(is_empty, jnp.int32(_EMPTY), kinds)
+    # Empty lanes are taken in lane order, whatever their scores.
     values = [jnp.where(is_empty, jnp.uint32(0), value) for value in values]
     lanes = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 1)
+    # The lane is the last key, so ties break equally on every device and backend.
     operands = (kinds, *values, lanes)
     kinds, *_, order = jax.lax.sort(operands, dimension=1, num_keys=len(operands))
     return kinds, order
@@ -460,11 +425,11 @@ def _lanes_by_value(
 def _with_new(
     old: Array, new: tuple[Array, Array], is_new: Array, order: Array
 ) -> Array:
-    """Returns lines with new word pairs in the first lanes of an order."""
     row, halves = jnp.arange(old.shape[0], dtype=jnp.int32)[:, None], []
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
         in_order = jnp.where(is_new, values, in_order)
+        # An order is a permutation, so every zero is overwritten.
         halves.append(jnp.zeros_like(half).at[row, order].set(in_order))
     return jnp.concatenate(halves, axis=1)
 
@@ -472,6 +437,7 @@ def _with_new(
 def _sum_by_table(
     values: Array, table_of: Int[Array, " n"], tables: Sequence[DynamicTablePlan]
 ) -> Int[Array, " tables"]:
+    # Tables are few, and a TPU scatters single numbers slowly, so compare and sum.
     numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
     values = values.astype(jnp.int32)[:, None]
     by_table = jnp.where(table_of[:, None] == numbers, values, 0)
@@ -486,26 +452,26 @@ def _count_and_admit(
     now: UInt32[Array, ""],
     current_pass: Pass,
 ) -> tuple[UInt32[Array, "buckets _"], Bool[Array, " ids"]]:
-    """Counts unknown ids, and decides which of them are admitted.
-
-    Each id has two counters. A counter also stores the epoch of its last change, and is
-    halved once for each epoch since then. A bucket's epoch ends when
-    `AdmitAfter.ids_per_halving` unknown ids have been counted in the bucket. A new
-    window advances the epoch by `_COUNT_BITS`, which clears all counts.
-    """
+    """Counts unknown ids, two counters per id, and admits by the lower count."""
     total = read_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE))
+    # In each bucket, an epoch ends after `ids_per_halving` unknown ids.
     epoch = total // np.uint32(rule.ids_per_halving)
     if rule.window is not None:
+        # A new window skips so many epochs that every count becomes 0.
         epoch += now // np.uint32(rule.window) * np.uint32(_COUNT_BITS)
     epoch = epoch << _COUNT_BITS
     num_lanes = np.uint32(_TOTAL_LANE)
+    # The first word chose the bucket, so the second word spreads ids over counters.
     first = (ids.second % num_lanes).astype(jnp.int32)
     second = (ids.second // num_lanes % num_lanes).astype(jnp.int32)
     is_counted = is_unknown & current_pass.notes
+    # An id with two equal counters adds to it only once.
     counters = ((first, is_counted), (second, is_counted & (first != second)))
     for lanes, is_used in counters:
         old = read_elements(sketch, ids.buckets, lanes)
         count = old & _MAX_COUNT
+        # A counter also stores the epoch when it last changed, and halves once per
+        # epoch since then. So a new epoch need not write to every line.
         halvings = (epoch - (old - count)) >> _COUNT_BITS
         count = count >> jnp.minimum(halvings, _COUNT_BITS)
         sketch = set_elements(sketch, ids.buckets, lanes, epoch | count, is_used)
@@ -522,7 +488,8 @@ def _count_and_admit(
         read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT for lanes, _ in counters
     ]
     is_admitted = is_unknown & (jnp.minimum(*counts) >= rule.count)
-    # Updated last, so that all ids of a call count in the same epoch.
+    # Updated last, by the pass that fills, so that all ids in a call count in the same
+    # epoch.
     is_filled = is_unknown & current_pass.fills
     sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), is_filled)
     return sketch, is_admitted
@@ -544,14 +511,15 @@ def set_elements(
 
 
 def _element(buckets: Array, lanes: Array) -> Array:
-    """Returns the flat index of an element. XLA:CPU is slow with two indices."""
+    # A flat index, because XLA:CPU is slow with two. It may exceed int32: the largest
+    # capacity has almost 2**32 elements.
     return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
 
 
 def add_to_elements(
     lines: Array, buckets: Array, lanes: Array, is_added: Array
 ) -> Array:
-    """Adds 1 to single elements."""
+    """Adds 1 to single elements, for each occurrence."""
     elements = lines.reshape(-1)
     index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
     return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)

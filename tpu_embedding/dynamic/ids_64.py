@@ -1,8 +1,7 @@
-"""64-bit ids as pairs of words: the user's words, and mixed words in a directory.
+"""64-bit ids as pairs of words: as the user has them, and mixed for a directory.
 
-Mixed words look random, but the hash is invertible, so each pair belongs to exactly one
-id. The hash is a four-round Feistel network: each round XORs one word with a function
-of the other. Mixing functions accept NumPy or JAX arrays of uint32.
+Mixed words look random, which spreads ids over buckets. The mixing, a four-round
+Feistel network, is invertible, so a pair stands for exactly one id.
 """
 
 import dataclasses
@@ -20,14 +19,14 @@ from tpu_embedding.types import IdArray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ids64:
-    """64-bit ids for dynamic tables. Can be used wherever an array of ids can.
+    """64-bit ids for dynamic tables. Pass them wherever ids can be an array.
 
     JAX has no 64-bit integers by default, so each id is two words. Signed and unsigned
-    integers with equal bits are the same id. `prepare` makes `Ids64` from int64 and
-    uint64 arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
+    integers with equal bits are the same id. `prepare` makes `Ids64` if you pass int64
+    or uint64 arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
 
     Attributes:
-      high: uint32, upper words of the ids.
+      high: uint32, upper words.
       low: uint32, lower words, same shape as `high`.
 
     Example:
@@ -58,6 +57,7 @@ class Ids64:
         if not xp.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"Ids64.of_array needs integers, got dtype {ids.dtype}.")
         if ids.dtype.itemsize == 8:
+            # On signed ids, the arithmetic shift keeps the sign bits in the upper word.
             low, high = ids & 0xFFFFFFFF, ids >> 32
         else:
             low = ids
@@ -66,12 +66,12 @@ class Ids64:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array of ids."""
+        """Shape of the id array."""
         return self.high.shape
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the array of ids."""
+        """Number of axes of the id array."""
         return self.high.ndim
 
     @property
@@ -80,13 +80,12 @@ class Ids64:
         return np.dtype(np.uint64)
 
     def to_numpy(self) -> np.ndarray:
-        """Returns the ids as NumPy uint64."""
+        """Joins the words into NumPy uint64 ids."""
         high, low = (np.asarray(x, np.uint64) for x in (self.high, self.low))
         return (high << np.uint64(32)) | low
 
 
 def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
-    """Returns the error for integers that may be the lower halves of ids."""
     return TypeError(
         f"Feature {feature.name!r} of a te.Dynamic table must hold Ids64, got {form}: "
         "JAX keeps only the lower half of an int64. Pass NumPy ids through prepare, or "
@@ -103,7 +102,7 @@ NO_ID: Final = np.uint32(0xFFFFFFFF)
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
-    """Returns the mixed uint32 words of ids. "No id" is mapped to itself.
+    """Mixes ids into two uint32 words. "No id" is mapped to itself.
 
     Example:
       >>> words = mix_ids(np.uint32([0]), np.uint32([7]))
@@ -114,7 +113,7 @@ def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def unmix_ids(first: Any, second: Any) -> tuple[Any, Any]:
-    """Returns the words `(high, low)` of mixed ids. Inverts `mix_ids`."""
+    """Inverts `mix_ids`: maps mixed words to `(high, low)`."""
     high, low = _exchange(first, second)
     for key in reversed(_ROUND_KEYS):
         high, low = low ^ mix_bits(high ^ np.uint32(key)), high
@@ -128,7 +127,8 @@ def _forward(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
-    """Swaps "no id" with its image under the network."""
+    # Swaps "no id" with its image under the network. The map stays one-to-one, and is
+    # its own inverse, so `unmix_ids` uses it as well.
     is_none = (first == NO_ID) & (second == NO_ID)
     is_image = (first == _IMAGE[0]) & (second == _IMAGE[1])
     xp = jnp if isinstance(first, jax.Array) else np
@@ -139,12 +139,8 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def multiply_high(words: Any, factor: int) -> Any:
-    """Returns `words * factor >> 32`, which is below `factor` and increases with words.
-
-    Args:
-      words: uint32.
-      factor: below 2**31.
-    """
+    """Scales words to `words * factor >> 32`, below `factor`, in the same order."""
+    # By 16-bit halves, because JAX has no 64-bit product by default.
     word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)
     middle = word_high * low + ((word_low * low) >> np.uint32(16))

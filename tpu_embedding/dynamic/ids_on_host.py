@@ -1,4 +1,4 @@
-"""Reads the ids of dynamic tables on the host, and places imported or restored ids.
+"""Reads dynamic tables' ids on the host, and places imported or restored ids.
 
 An import provides only ids. A checkpoint also provides their last uses and counts.
 """
@@ -25,14 +25,14 @@ from tpu_embedding.transfers import moves_arrays
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRows:
-    """The ids of a dynamic table and their rows, on the host. All arrays are `[ids]`.
+    """The ids of a dynamic table and their rows, as host arrays `[ids]`.
 
     Attributes:
       ids: uint64, ascending.
       rows: int64, row of each id in the arrays from `unstack_tables`.
       natural_rows: int64, row that each id would have on a single device.
       last_used: uint32, clock of the last step that used the id.
-      counts: uint32, number of steps that used the id.
+      counts: uint32, steps that used the id.
 
     Example:
       >>> import tpu_embedding as te
@@ -53,9 +53,10 @@ class DynamicRows:
 
 
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
-    """Returns the ids of all dynamic tables and their rows, on the host.
+    """Copies the ids of all dynamic tables and their rows to the host.
 
-    All processes of a job must call this together, and each receives all ids.
+    If your job has several processes, all must call this together, and each receives
+    all ids.
 
     Args:
       tables: stack name to rows.
@@ -84,7 +85,6 @@ def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Dynam
 def rows_in_directory(
     directory: IdDirectory, stack: StackPlan
 ) -> dict[str, DynamicRows]:
-    """Returns the ids and rows of each table of a dynamic stack."""
     size = SLOTS_PER_BUCKET
     all_keys, all_scores = (
         on_host(array).reshape(stack.num_shards, -1, 2, size)
@@ -101,6 +101,7 @@ def rows_in_directory(
         words = keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane]
         high, low = unmix_ids(*words)
         ids = Ids64(high=high, low=low).to_numpy()
+        # Directory order depends on the device count; ascending ids don't.
         order = np.argsort(ids)
         on_shard = size * bucket + lane
         result[member.table.name] = DynamicRows(
@@ -115,30 +116,26 @@ def rows_in_directory(
 
 @moves_arrays
 def on_host(array: Any) -> np.ndarray:
-    """Returns a whole array on the host, even if several processes hold it."""
+    """Copies a whole array to the host, even if several processes hold it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        # JAX gathers arrays that span processes only with `tiled=True`.
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedIds:
-    """The ids of a table that have a place, and their places.
+    """The ids that have a place in a table. Arrays are `[placed ids]` unless noted.
 
     Attributes:
-      first: first mixed words, `[placed ids]`.
-      second: second mixed words, `[placed ids]`.
-      buckets: buckets, `[placed ids]`.
-      lanes: lanes in the buckets, `[placed ids]`.
-      kept: positions of the placed ids among the given ids, `[placed ids]`.
-      sources: position among the given ids of each row's id, `[rows]`, in the row order
-        of `unstack_tables`. -1 marks a row without an id.
-      num_left_out: number of ids that don't fit, because their buckets are full.
-      last_used: last uses, `[placed ids]`. Defaults to now.
-      counts: numbers of steps that used the ids, `[placed ids]`. Defaults to one.
-      init_key: key of new ids' initial values. Defaults to the directory's.
-      sketch: counters of ids that are not admitted yet, one line per bucket. Defaults
-        to zero.
+      kept: positions among the given ids.
+      sources: `[rows]`, position among the given ids, or -1, for each row in
+        `unstack_tables` order.
+      num_left_out: ids whose buckets are full.
+      last_used: defaults to now.
+      counts: steps that used the ids, by default 1.
+      init_key: seeds the rows for new ids. Defaults to the directory's.
+      sketch: counters for unknown ids, by bucket, by default 0.
     """
 
     first: np.ndarray
@@ -157,13 +154,10 @@ class PlacedIds:
 def place_ids(
     ids: np.ndarray, member: DynamicTablePlan, natural_rows: np.ndarray | None = None
 ) -> PlacedIds:
-    """Returns the places of ids in an empty table. A bucket takes its first 64 ids.
+    """Places distinct uint64 ids in an empty table. A bucket takes its first 64 ids.
 
-    Args:
-      ids: distinct uint64 ids.
-      member: the table.
-      natural_rows: places of the ids in a table with the same number of buckets: 64
-        times the bucket plus the lane. By default, ids are assigned new places.
+    `natural_rows` keeps places from a table with as many buckets: 64 times the bucket
+    plus the lane.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
@@ -172,6 +166,7 @@ def place_ids(
         buckets, lanes = np.divmod(natural_rows, SLOTS_PER_BUCKET)
     else:
         buckets = multiply_high(first, member.dynamic.num_buckets).astype(np.int64)
+        # Stable: callers order ids by value, and a full bucket keeps the first ones.
         order = np.argsort(buckets, kind="stable")
         buckets = buckets[order]
         lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
@@ -200,12 +195,12 @@ def with_placed_ids(
     plan: EmbeddingPlan,
     clock: int | None = None,
 ) -> IdDirectory:
-    """Returns a stack's directory with the ids of some tables replaced.
+    """Replaces the ids of some tables in a directory.
 
-    All processes of a job must call this together. Each host temporarily holds the
-    whole directory. By default, the clock keeps its value, which is raised to 1 if it
-    is 0.
+    All processes must call this together. Each host temporarily holds the whole
+    directory.
     """
+    # `np.array` copies, because arrays from devices are read-only.
     new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)
     keys, scores = (
@@ -213,6 +208,7 @@ def with_placed_ids(
         for array in (new.keys, new.scores)
     )
     used_rows = new.used_rows.reshape(shards, len(members))
+    # A clock starts at 1; see `IdDirectory`.
     new.clock[:] = np.maximum(new.clock, 1) if clock is None else clock
     for i, member in enumerate(members):
         if (ids := placed.get(member.table.name)) is None:
@@ -223,6 +219,7 @@ def with_placed_ids(
         shard, on_shard = np.divmod(ids.buckets, size)
         line = shard, on_shard + member.first_bucket
         keys[*line, 0, ids.lanes], keys[*line, 1, ids.lanes] = ids.first, ids.second
+        # Imported ids count as used now, or the first new ids would evict them.
         last_used = new.clock[0] if ids.last_used is None else ids.last_used
         scores[*line, 0, ids.lanes] = last_used
         scores[*line, 1, ids.lanes] = 1 if ids.counts is None else ids.counts
@@ -231,10 +228,12 @@ def with_placed_ids(
         used_rows[:, i] = np.bincount(shard, minlength=shards)
         if new.sketch is not None:
             lines = new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, buckets]
+            # Shards round up, so together they may have more lines than the sketch.
             padded = np.zeros((shards * size, lines.shape[-1]), lines.dtype)
             if ids.sketch is not None:
                 padded[: len(ids.sketch)] = ids.sketch
             lines[:] = padded.reshape(lines.shape)
+    # A callback gives each process only the shards of its own devices.
     sharding = plan.rows_sharding(stack)
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), new

@@ -1,4 +1,4 @@
-"""Initializes the rows and slot variables of new ids. Per shard."""
+"""Initializes rows and slot variables of new ids before their first lookup."""
 
 from typing import Any, Final
 
@@ -39,16 +39,12 @@ def init_new_rows(
     stack: StackPlan,
     all_reduce: AllReduce,
 ) -> tuple[PackedRows, Any]:
-    """Writes the rows of new ids, in place if donated. Per shard.
+    """Writes the rows and slot variables of new ids, in place if donated. Per shard.
 
-    Totals over a table's values, such as Adafactor's sum of squares, are adjusted by
-    the difference between the new and the replaced rows. The state is None without an
-    optimizer.
-
-    Returns:
-      The new table and state.
+    The state is None without an optimizer.
     """
     if isinstance(state, RoundedState):
+        # A narrow table's updates so far seed its rounding, so the count goes on.
         table, inner = init_new_rows(
             table, state.inner, new_rows, init_keys, stack, all_reduce
         )
@@ -62,14 +58,17 @@ def init_new_rows(
         rows = new_rows.rows[in_bounds]
         first, second = new_rows.first[in_bounds], new_rows.second[in_bounds]
         tables = new_rows.tables[in_bounds]
-        # Positions after the last new row are padding.
         row_ids = table.layout.dealt(rows)
+        # Rows past the end become padding, which `set_rows` drops.
         row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
+        # The optimizer starts from the row as it is read back, after narrow rounding.
         stored = load_rows(store_rows(values, table.layout), table.layout)
         old_state = with_slots(state, slots)
         new = _initial_state(stored, row_ids, old_state, stack)
         if changes:
+            # Totals over a table, such as Adafactor's, must lose the row that is
+            # replaced.
             old = gather_rows(table, row_ids)
             lost = _sums_of(_initial_state(old, row_ids, old_state, stack))
             table, lost = read_before_write((table, lost))
@@ -80,6 +79,7 @@ def init_new_rows(
         table = set_rows(table, row_ids, values)
         return turn + 1, table, slots_of(new_state), changes
 
+    # A loop, so that a step without new ids writes no row.
     num_turns = (new_rows.count + per_turn - 1) // per_turn
     no_change = [jax.tree.map(jnp.zeros_like, total) for total in _sums_of(state)]
     _, table, slots, changes = jax.lax.while_loop(
@@ -87,6 +87,8 @@ def init_new_rows(
         init_turn,
         (jnp.int32(0), table, slots_of(state), no_change),
     )
+    # All-reduced here: inside the loop, whose length differs by shard, it would
+    # deadlock.
     remaining = iter(changes)
     return table, jax.tree.map(
         lambda x: _plus(x, next(remaining), all_reduce) if is_sum(x) else x,
@@ -102,13 +104,14 @@ def initial_values_of_ids(
     init_keys: UInt32[Array, "tables two"],
     stack: StackPlan,
 ) -> Float[Array, "ids dim"]:
-    """Returns the initial values of rows, which depend only on the table's key and id.
+    """Computes initial rows, which depend only on the table's key and the id.
 
-    `tables` holds the position of each id's table in the stack.
+    `tables` has positions in the stack.
     """
     initializers: list[Any] = [table.row_initializer for table in stack.tables]
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
+    # The key already holds the id, and the row number depends on the device count.
     row_ids = jnp.zeros((1,), jnp.int32)
     result = jnp.zeros((*tables.shape, stack.dim), jnp.float32)
     for function in dict.fromkeys(initializer.function for initializer in initializers):
@@ -129,7 +132,8 @@ def initial_values_of_ids(
         def row(key, *parameters, function=function):
             return function(threefry_key(key), row_ids, stack.dim, *parameters)[0]
 
-        # Not constants, so that values round the same way for one table and several.
+        # Not constants: XLA would fold a lone table's parameters into the arithmetic,
+        # which would round differently than in a stack with several tables.
         values = jax.vmap(row)(*as_variables((keys, *parameters)))
         is_used = _pick(jnp.asarray(has_function), tables)
         result = jnp.where(is_used[:, None], values, result)
@@ -137,7 +141,7 @@ def initial_values_of_ids(
 
 
 def _pick(values: Array, tables: Array) -> Array:
-    """Returns the value of each row's table."""
+    # Tables are few, so selects avoid a gather, which is slow for single numbers.
     result = jnp.broadcast_to(values[0], tables.shape)
     for i in range(1, values.shape[0]):
         result = jnp.where(tables == i, values[i], result)
@@ -150,7 +154,6 @@ def _initial_state(
     inner: Any,
     stack: StackPlan,
 ) -> Any:
-    """Returns the initial state of rows, with totals over these rows."""
     if not stack.is_trained:
         return inner
     known = None
@@ -164,7 +167,8 @@ def _initial_state(
 def _plus(
     total: CompensatedSum, change: CompensatedSum, all_reduce: AllReduce
 ) -> CompensatedSum:
-    """Adds the changes of all shards to a total."""
+    # Two sums over shards: coarse parts add exactly in any order, and the rest is
+    # small.
     coarse = coarse_part(change.value, total.value)
     fine = change.value - coarse + change.rest
     return total.plus(all_reduce(coarse, "sum")).plus(all_reduce(fine, "sum"))
@@ -173,7 +177,6 @@ def _plus(
 def _changed(
     change: CompensatedSum, gained: CompensatedSum, lost: CompensatedSum
 ) -> CompensatedSum:
-    """Adds new rows' contribution to a total, and subtracts the replaced rows'."""
     change = change.plus(gained.value).plus(gained.rest)
     return change.plus(-lost.value).plus(-lost.rest)
 

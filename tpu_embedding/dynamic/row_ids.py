@@ -1,17 +1,8 @@
-"""Replaces the 64-bit ids of dynamic tables with row numbers.
+"""Replaces the 64-bit ids of dynamic tables with row numbers, as if tables were static.
 
-`insert_ids` runs at the start of a training step, in the same compiled program. It
-assigns rows to new ids and initializes these rows. Lookups outside of training call
-`find_ids`, which changes nothing. All other functions see row numbers, as in a static
-table.
-
-Each device mixes its ids and sends each unique id to the owner of its bucket, in the
-same kind of rounds as a lookup. The owner finds or inserts the id and replies with its
-row. A single device processes its ids without deduplication or exchange.
-
-Before an owner inserts ids into a bucket, it must know all of the batch's ids that
-belong to the bucket. If these arrive in several rounds, all rounds run twice: first to
-note the ids, then to insert them.
+`insert_ids` begins a training step, in the same compiled program, and gives new ids
+initialized rows. Lookups outside training call `find_ids`, which changes nothing.
+Devices send unique ids to the owners of their buckets, in the same rounds as a lookup.
 """
 
 import dataclasses
@@ -89,8 +80,8 @@ _CLOCK_LINE: Final = (
 )
 
 _HEADROOM_STDDEVS: Final = 8
-"""A round's capacity exceeds the mean number of ids per owner by this many standard
-deviations. An unused position costs 16 bytes."""
+"""A round's capacity exceeds the mean ids per owner by this many standard deviations.
+An unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
@@ -104,11 +95,9 @@ class SourceIds:
     """The ids of one feature on the source device. Per shard.
 
     Attributes:
-      high: uint32 `[ids]`, upper words. If both words have all bits set, there is no
-        id.
-      low: uint32 `[ids]`, lower words.
-      table: position of the table in its stack.
-      inserts: bool `[ids]`, whether to give the id a row if it is unknown.
+      high: upper words. Both words of a missing id have all bits set.
+      table: position in the stack.
+      inserts: whether to give an unknown id a row.
     """
 
     high: UInt32[Array, " ids"]
@@ -118,20 +107,18 @@ class SourceIds:
 
     @property
     def is_id(self) -> Bool[Array, " ids"]:
-        """False for positions without an id."""
         return ~((self.high == NO_ID) & (self.low == NO_ID))
 
 
 Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
-"""Called as `answer(carry, ids, current_pass)` on the owner of the ids.
-
-Returns the updated carry, the lane of each id in its bucket, and whether each id had a
-row before the call. Only the lanes of the last pass are used."""
+"""Called as `answer(carry, ids, current_pass)` on the owner of the ids. Gives the new
+carry, lanes in buckets, and whether each id had a row before the call. Only the last
+pass's lanes count."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
 ]
-"""Returns the rows of each feature of a stack, and counts `[tables]`. Global."""
+"""Finds the rows for each feature in a stack, and counts `[tables]`. Global."""
 
 
 @jax.tree_util.register_dataclass
@@ -142,12 +129,12 @@ class DynamicStats:
     Attributes:
       ids: ids in the batch, including repeats.
       hits: ids in the batch that had a row before the call, including repeats.
-      inserts: unique new ids that were given a row.
+      inserts: unique new ids that got a row.
       evictions: ids that lost their row to a new id.
       not_admitted: unique unknown ids that were not admitted or that no feature
         inserts. Always 0 for `find_ids`.
-      no_place: unique admitted ids that were not given a row, because their bucket was
-        full. Always 0 for `find_ids`.
+      no_place: unique admitted ids without a row, because their bucket was full.
+        Always 0 for `find_ids`.
       used_rows: rows that have an id after the call.
 
     Example:
@@ -236,12 +223,12 @@ def insert_ids(
     plan: EmbeddingPlan,
     now: Any = None,
 ) -> InsertResult:
-    """Finds the rows of a batch's ids, and inserts new ids.
+    """Finds the rows for a batch of ids, and inserts new ids.
 
-    If an id's bucket is full, a new id may take the row of the id that the eviction
-    policy values least. Rows of new ids are initialized. Call this once per step before
-    the lookup, in the same `jit`, with tables and slots donated. Unknown ids of
-    `find_only` features are not inserted.
+    Call this once per step before the lookup, in the same `jit`, with tables and slots
+    donated. Rows for new ids are initialized. In a full bucket, a new id may take the
+    row from the id that the eviction policy values least. Features with `find_only`
+    don't insert ids.
 
     Args:
       tables: stack name to rows, from `init_tables`.
@@ -249,12 +236,12 @@ def insert_ids(
       features: see `lookup`. Features of dynamic tables hold `Ids64`, as returned by
         `prepare_features`.
       plan: plan of the layer.
-      now: time of the step, an integer from 1 to 2**32 - 1, equal in all calls of a
+      now: current time, an integer from 1 to 2**32 - 1, equal in all calls during a
         step. It becomes the tables' clock. An id used several times at the same `now`
-        counts as used once, and cannot be evicted until `now` changes. So `now` must
-        increase well before the ids used at one value fill the table. Defaults to the
-        tables' clock, which each step advances by 1. A traced value that is out of
-        range counts as None.
+        counts as used once, and can't be evicted until `now` changes. So increase it
+        well before the ids used at one value fill the table. Defaults to the tables'
+        clock, which each step advances by 1. A traced value out of range counts as
+        None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
@@ -281,12 +268,12 @@ def insert_ids(
 
 
 def _clock(now: Any) -> Any:
-    """Returns the checked `now` of a call, as uint32 unless it is traced."""
     if now is None:
         return None
     is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
     if not is_int(now) and not (is_scalar and jnp.issubdtype(now.dtype, jnp.integer)):
         raise invalid(*_CLOCK_RULE, now, _CLOCK_LINE, TypeError)
+    # Traced values can't raise; `_insert_ids` ignores them if they are out of range.
     if isinstance(now, jax.core.Tracer):
         return now
     if not 1 <= int(now) < 2**32:
@@ -304,6 +291,7 @@ def _insert_ids(
 ) -> InsertResult:
     if now is not None:
         is_clock = now > 0
+        # Only 64-bit integers can exceed the range; int32 can't compare with 2**32.
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
@@ -343,9 +331,9 @@ def _insert_shard(
     sources: list[SourceIds],
     stack: StackPlan,
 ) -> tuple[Any, list[Array], DynamicStats]:
-    """Inserts the new ids of a batch and initializes their rows. Per shard."""
     clock, init_keys = directory.clock[0], directory.init_keys
     if now is not None:
+        # 0 stands for a traced value that was out of range.
         clock = jnp.where(now > 0, now, clock)
         directory = dataclasses.replace(directory, clock=clock[None])
     tables = dynamic_tables(stack)
@@ -363,6 +351,8 @@ def _insert_shard(
         return (directory, table, state, counts), lanes, is_known
 
     carry = (directory, table, state, no_counts(len(tables)))
+    # An owner must note all ids in a bucket before it inserts one. Ids that arrive in
+    # several rounds therefore take two passes.
     carry, answers = _ask_owners(carry, answer, 2, sources, stack)
     directory, table, state, counts = carry
     rows, hits = _by_feature(answers, sources, tables)
@@ -371,7 +361,7 @@ def _insert_shard(
 
 
 def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
-    """Finds the rows of a batch's ids without changing anything.
+    """Finds the rows for a batch of ids without changing anything.
 
     Args:
       tables: stack name to rows, from `init_tables`.
@@ -410,6 +400,7 @@ def _find_ids(
             lanes = find_lanes(directory, ids)
             return carry, lanes, lanes >= 0
 
+        # One pass is enough: finding an id doesn't depend on other ids.
         _, answers = _ask_owners((), answer, 1, sources, stack)
         rows, hits = _by_feature(answers, sources, dynamic_tables(stack))
         counts = no_counts(len(stack.tables))
@@ -430,10 +421,7 @@ def _find_ids(
 def _with_rows(
     leaves: list[Any], plan: EmbeddingPlan, translate: Translate
 ) -> tuple[Any, dict[str, DynamicStats]]:
-    """Returns a batch with `RowIds` for the ids of dynamic tables, and counts.
-
-    Features that already hold rows are unchanged.
-    """
+    """Replaces ids with `RowIds`, and counts per table."""
     sources, stats = {}, {}
     for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
         if _holds_ids(leaf, feature):
@@ -455,7 +443,7 @@ def _with_rows(
             spec = plan.sharding_of_samples(shape).spec
 
         def in_shape(flat_rows, shape=shape):
-            # Drop the padding of the last shard.
+            # `_flat_ids` padded the batch to a multiple of the shards.
             return flat_rows[: math.prod(shape)].reshape(shape)
 
         rows_in_shape = in_auto_axes(in_shape, plan, spec)(rows[i])
@@ -469,10 +457,7 @@ def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
 
 
 def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, list[Any]]:
-    """Returns the batch's plan and leaves, with `Ids64` for all dynamic tables.
-
-    Rejects 32-bit integers, which may be the lower halves of ids.
-    """
+    """Parses a batch into `Ids64`. Rejects 32-bit integers, which may be truncated."""
     plan, leaves = plan.match(features)
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):
@@ -481,6 +466,7 @@ def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, lis
         ids = ids_of(leaves[i])
         if isinstance(ids, Ids64):
             continue
+        # With `jax_enable_x64`, a JAX array holds whole ids.
         if not isinstance(ids, jax.Array) or ids.dtype.itemsize < 8:
             raise truncated_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
         leaves[i] = with_ids(leaves[i], Ids64.of_array(ids))
@@ -488,7 +474,6 @@ def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, lis
 
 
 def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
-    """Returns a feature's ids along one axis, padded for the devices. Global."""
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
     # Ids that contribute nothing to a lookup don't need a row.
@@ -498,6 +483,7 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
         inserts &= weights > 0 if leaves_out_weights(feature) else weights != 0
     if length := feature_shape(leaf, feature, plan.num_shards).sequence_length:
         inserts &= _positions(leaf, plan) < length
+    # Shards need equally many ids, so the last one may get padding.
     room = -ids.high.size % plan.num_shards
 
     def flat(values, fill):
@@ -515,7 +501,6 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
 
 
 def _positions(leaf: Any, plan: EmbeddingPlan) -> Array:
-    """Returns the position of each id in its sample. Global."""
     if not isinstance(leaf, ShardedRaggedIds):
         shape = ids_of(leaf).shape
         if len(shape) == 1:
@@ -538,11 +523,9 @@ def _stats(
     directory: IdDirectory,
     stack: StackPlan,
 ) -> DynamicStats:
-    """Returns the counts over all devices, `[tables]` each. Per shard."""
     num_tables = len(stack.tables)
 
     def by_table(numbers):
-        """Sums the features' numbers by table."""
         sums = [jnp.int32(0)] * num_tables
         for number, source in zip(numbers, sources, strict=True):
             sums[source.table] += number
@@ -567,10 +550,11 @@ def _ask_owners(
     sources: Sequence[SourceIds],
     stack: StackPlan,
 ) -> tuple[Any, UInt32[Array, " ids"]]:
-    """Sends all ids to their owners, round by round, and returns carry and replies."""
+    """Sends all ids to their owners, round by round, and collects the replies."""
     ids = _mix(sources, stack)
     if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)
+        # Neither dedup nor rounds: `insert` merges repeats itself.
         return _answer(carry, answer, ids, only_pass, stack)
     sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
@@ -595,6 +579,7 @@ def _ask_owners(
         replies = exchange(replies, stack)
         positions = current.buffer_positions
         new_answers = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
+        # Ids in other rounds point past the end, and keep their answers.
         is_asked = positions < sent.size.buffer_size
         answers = jnp.where(is_asked, new_answers, answers)
         # The noting pass ends with its last round.
@@ -611,7 +596,6 @@ def _ask_owners(
 
 
 def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
-    """Mixes and concatenates all features' ids. Buckets are counted over all shards."""
     tables = dynamic_tables(stack)
     buckets_per_shard = sum(table.buckets_per_shard for table in tables)
     mixed = []
@@ -619,6 +603,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
         table = tables[source.table]
         first, second = mix_ids(source.high, source.low)
         bucket = multiply_high(first, table.dynamic.num_buckets)
+        # Numbered by owner first, as `dedup` expects its keys.
         owner, local = jnp.divmod(bucket, table.buckets_per_shard)
         bucket = owner * buckets_per_shard + table.first_bucket + local
         bucket = jnp.where(source.is_id, bucket, PADDING_ROW_ID)
@@ -634,7 +619,7 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
         sum(table.buckets_per_shard for table in tables),
         keeps_duplicates=False,
     )
-    # An id may be inserted if any of its features inserts.
+    # An id may be inserted if any feature inserts it.
     inserts = jnp.zeros(ids.buckets.shape, jnp.uint32)
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
@@ -651,11 +636,12 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
 def _answer(
     carry: Any, answer: Answer, ids: MixedIds, current_pass: Pass, stack: StackPlan
 ) -> tuple[Any, UInt32[Array, " ids"]]:
-    """Returns the carry and the owner's reply for each id; see `_NO_ROW`."""
     tables = dynamic_tables(stack)
     carry, lanes, is_known = answer(carry, ids, current_pass)
     on_shard = local_rows(ids.buckets, lanes, tables, first_row=False)
     row = on_shard * stack.num_shards + jax.lax.axis_index(stack.shard_axes)
+    # One word per reply. Rows are below 2**31, so the largest word stays free for
+    # `_NO_ROW`.
     replies = row.astype(jnp.uint32) << 1 | is_known.astype(jnp.uint32)
     return carry, jnp.where(lanes < 0, _NO_ROW, replies)
 
@@ -665,13 +651,13 @@ def _by_feature(
     sources: Sequence[SourceIds],
     tables: Sequence[DynamicTablePlan],
 ) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
-    """Returns rows and hits per feature. Ids without a row read the default row."""
     sizes = [source.high.shape[0] for source in sources]
     rows, hits = [], []
     for source, answer in zip(sources, split_by_feature(answers, sizes), strict=True):
         default = tables[source.table].default_row
         missing = PADDING_ROW_ID
         if default is not None:
+            # Padding must not train the default row.
             missing = jnp.where(source.is_id, default, PADDING_ROW_ID)
         has_row = answer != _NO_ROW
         rows.append(jnp.where(has_row, (answer >> 1).astype(jnp.int32), missing))

@@ -1,6 +1,6 @@
 """Implements the core's vocabulary interface for dynamic tables.
 
-On the host, ids are uint64 until the last step of `prepare` splits them into two words.
+On the host, ids are uint64 until the last step in `prepare` splits them into words.
 """
 
 import dataclasses
@@ -62,12 +62,7 @@ class DynamicInputs(VocabularyInputs):
     )
 
     def read(self, ids: Any, feature: FeaturePlan) -> Any:
-        """Returns `Ids64` as uint64, and other ids unchanged.
-
-        Raises:
-          TypeError: if the feature already holds rows, or a JAX array that may have
-            lost the upper halves of ids.
-        """
+        """Converts `Ids64` to uint64. Rejects rows, and truncated JAX arrays."""
         if isinstance(ids, RowIds):
             raise TypeError(
                 f"Feature {feature.name!r} holds RowIds, which are already rows. Pass "
@@ -85,10 +80,7 @@ class DynamicInputs(VocabularyInputs):
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
     ) -> np.ndarray:
-        """Returns the ids as uint64, with `NO_ID_64` at positions without an id.
-
-        Negative ids are sign-extended to 64 bits. The id with all bits set is reserved.
-        """
+        """Converts ids to uint64, sign-extended; `NO_ID_64` marks missing ones."""
         # Convert via int64, because NumPy cannot view types such as int4 as uint64.
         as_uint64 = (
             ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
@@ -107,19 +99,16 @@ class DynamicInputs(VocabularyInputs):
         return as_uint64.copy()
 
     def for_step(self, ids: Any) -> Any:
-        """Returns a prepared feature with its uint64 array converted to `Ids64`."""
         return with_ids(ids, Ids64.of_array(ids_of(ids)))
 
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: EmbeddingPlan
     ) -> Any:
-        """Returns the features with rows from `find_ids`."""
         return find_ids(tables, features, plan).features
 
     def served_rows(
         self, ids: Any, feature: FeaturePlan, tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Returns the rows of ids in an export's tables; see `export.table_files`."""
         dynamic, words = feature.table.vocabulary, ids_of(ids)
         assert isinstance(dynamic, Dynamic)
         if not isinstance(words, Ids64):
@@ -129,6 +118,7 @@ class DynamicInputs(VocabularyInputs):
         buckets = multiply_high(mixed, dynamic.num_buckets)
         is_id = ~((high == NO_ID) & (low == NO_ID))
         keys = tables[directory_name(name)]
+        # Exports keep ids as the user has them: the mixed word only selects the bucket.
         lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
         missing = PADDING_ROW_ID
         if dynamic.default_row == "learned":
@@ -160,14 +150,13 @@ class DynamicStacks(VocabularyStacks):
 
     @property
     def zero_counts(self) -> DynamicStats:
-        """The counts of a table before the first `insert_ids`."""
         fields = dataclasses.fields(DynamicStats)
         return DynamicStats(**{field.name: jnp.int32(0) for field in fields})
 
     def plan_stack(self, stack: StackPlan) -> StackPlan:
-        """Returns a plan with a directory, whose buckets take whole tiles."""
         members = dynamic_tables(stack)
         num_buckets = sum(member.buckets_per_shard for member in members)
+        # A TPU stores whole tiles, so the last one counts in full.
         num_buckets = round_up(num_buckets, stack.hardware.sublanes)
         num_arrays = 3 if _has_sketch(stack) else 2
         num_bytes = num_arrays * num_buckets * 4 * LINE_LANES
@@ -186,13 +175,13 @@ class DynamicStacks(VocabularyStacks):
     def init_arrays(
         self, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
     ) -> dict[str, Any]:
-        """Returns an empty directory. Global."""
         members = dynamic_tables(stack)
         make = functools.partial(
             empty_directory,
             sum(member.buckets_per_shard for member in members),
             _has_sketch(stack),
         )
+        # Built shard by shard, so no device ever holds the whole directory.
         directory = on_shards(
             make, plan, in_specs=PartitionSpec(), out_specs=stack.rows_spec
         )(keys_of_tables(stack.tables, key))
@@ -202,13 +191,14 @@ class DynamicStacks(VocabularyStacks):
         """Advances the clock, so that the next step may evict this step's ids."""
         name = directory_name(stack.name)
         directory, last = tables[name], np.uint32(2**32 - 2)
+        # The clock stops at its maximum. If it wrapped, every age would be 0.
         clock = jnp.minimum(directory.clock, last) + np.uint32(1)
         return {name: dataclasses.replace(directory, clock=clock)}
 
     def table_sizes(
         self, arrays: Mapping[str, Any], stack: StackPlan
     ) -> Float[Array, " tables"]:
-        """Returns the number of rows in use over all shards, including default rows."""
+        """Counts rows in use over all shards, default rows included."""
         used_rows = arrays[directory_name(stack.name)].used_rows
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
@@ -218,12 +208,12 @@ class DynamicStacks(VocabularyStacks):
     def rows_on_one_shard(
         self, rows: Int[Array, " rows"], stack: StackPlan
     ) -> Int[Array, " rows"]:
-        """Returns the numbers that a stack's rows would have on a single shard."""
         result = rows
         for member in dynamic_tables(stack):
             offset = member.table.row_offset
             on_shard, shard = jnp.divmod(rows - offset, member.num_shards)
             per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
+            # One shard has all buckets in order; several have blocks of buckets.
             row = shard * per_shard + on_shard
             # The default row follows the last place of the table.
             row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)
@@ -235,5 +225,6 @@ DYNAMIC_STACKS: Final = DynamicStacks()
 
 
 def _has_sketch(stack: StackPlan) -> bool:
+    # `admit` is part of the stacking key, so it is equal for all tables.
     admit = dynamic_tables(stack)[0].dynamic.admit
     return isinstance(admit, AdmitAfter)

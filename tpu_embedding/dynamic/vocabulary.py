@@ -1,7 +1,6 @@
-"""`Dynamic` and its policies.
+"""`te.Dynamic` and its policies: what you declare for a table whose ids come and go.
 
-Declaring a vocabulary needs no traced code. Modules with traced code are imported only
-when the core first asks for `inputs` or `stacks`.
+Traced code is imported only when the core asks for `inputs` or `stacks`.
 """
 
 import dataclasses
@@ -46,13 +45,13 @@ class LeastRecentlyUsed:
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive:
-    """Evicts ids that have been unused for more than `ttl`, oldest first.
+    """Evicts ids unused for more than `ttl`, oldest first.
 
     An expired id keeps its row until a new id needs the place. If it is used before
     then, it is no longer expired.
 
     Attributes:
-      ttl: number of steps, or units of the `now` passed to `insert_ids`, from 1 to
+      ttl: steps, or units of the `now` that you pass to `insert_ids`, from 1 to
         2**32 - 1.
 
     Example:
@@ -69,11 +68,11 @@ class TimeToLive:
 
 @dataclasses.dataclass(frozen=True)
 class LeastFrequentlyUsed:
-    """Evicts the id used in the fewest steps. Ties are broken by the oldest last use.
+    """Evicts the id used in the fewest steps; ties go to the oldest last use.
 
     Attributes:
-      half_life: number of steps or units of `now`, from 1 to 2**32 - 1, after which the
-        count of an unused id is halved. By default, counts don't decay.
+      half_life: steps or units of `now`, from 1 to 2**32 - 1, after which the count for
+        an unused id is halved. By default, counts don't decay.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -91,18 +90,16 @@ class LeastFrequentlyUsed:
 class AdmitAfter:
     """Admits an id once `count` calls of `insert_ids` have seen it.
 
-    Counts are kept in a sketch of 8 bytes per row. Ids that share counters may be
-    admitted early. To limit this, a bucket's counts are halved whenever
-    `16 * max(1, count - 1)` unknown ids have been counted in the bucket.
-    `AdmitAfter(3)` admits less than 1 % of ids that occur only once, and
-    `AdmitAfter(2)` about 4 %.
+    A sketch with 8 bytes per row keeps the counts. Ids that share counters may be
+    admitted early. To limit this, a bucket halves its counts after every
+    `16 * max(1, count - 1)` unknown ids. `AdmitAfter(3)` admits less than 1 % of ids
+    that occur only once, and `AdmitAfter(2)` about 4 %.
 
     Attributes:
-      count: number of calls, including the current one, from 1 to 255. A step usually
-        makes one call.
-      window: number of steps, or units of `now`, from 1 to 2**32 - 1. Counts are reset
-        to 0 at each multiple of the window, which delays the admission of ids that were
-        counted before the reset. By default, counts are only halved.
+      count: calls, including the current one, from 1 to 255. A step usually makes one.
+      window: steps, or units of `now`, from 1 to 2**32 - 1. At each multiple, counts
+        restart at 0, which delays ids that were counted before. By default, counts are
+        only halved.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count
@@ -119,7 +116,7 @@ class AdmitAfter:
 
     @property
     def ids_per_halving(self) -> int:
-        """Number of unknown ids counted in a bucket between two halvings."""
+        """Unknown ids counted in a bucket between two halvings."""
         return SLOTS_PER_BUCKET // 4 * max(1, self.count - 1)
 
 
@@ -144,20 +141,19 @@ _DYNAMIC_RULES: Final = {
 @right_names(max_capacity="capacity", size="capacity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(Vocabulary):
-    """The vocabulary of a table whose ids come and go. Ids are any 64-bit integers.
+    """The vocabulary for a table whose 64-bit ids come and go.
 
-    Each id belongs to one bucket of 64 places. If the bucket is full, an id in it is
-    evicted, or the new id is not given a row. With a capacity of 1.33 times the number
-    of ids in use, fewer than 0.1 % of them don't fit.
+    Each id belongs to one bucket with 64 places. If the bucket is full, it evicts an
+    id, or the new id gets no row. Make the capacity 1.33 times the ids in use, and
+    fewer than 0.1 % of them don't fit.
 
     Attributes:
-      capacity: number of rows from 1 to 2**31 - 2**21, rounded up to a multiple of 64.
-      evict: policy that chooses which id of a full bucket to evict: a
-        `LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
-      admit: policy that chooses which unknown ids to insert: an `AdmitAfter`. None
-        inserts all.
+      capacity: row count from 1 to 2**31 - 2**21, rounded up to a multiple of 64.
+      evict: chooses which id to evict from a full bucket: a `LeastRecentlyUsed`,
+        `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
+      admit: chooses which unknown ids to insert: an `AdmitAfter`. None inserts all.
       default_row: how to look up ids without a row. With `"none"`, they contribute
-        nothing, like out-of-range ids of a static table. With `"learned"`, they all
+        nothing, like out-of-range ids in a static table. With `"learned"`, they all
         read and train one shared row.
 
     Example:
@@ -178,12 +174,12 @@ class Dynamic(Vocabulary):
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets over all shards, for any number of devices."""
+        """Bucket count over all shards, for any number of devices."""
         return -(-self.capacity // SLOTS_PER_BUCKET)
 
     @property
     def num_places(self) -> int:
-        """Number of rows for ids: the capacity, rounded up to whole buckets."""
+        """Rows for ids: the capacity, rounded up to whole buckets."""
         return self.num_buckets * SLOTS_PER_BUCKET
 
     @property
@@ -192,7 +188,7 @@ class Dynamic(Vocabulary):
         return self.capacity
 
     def buckets_per_shard(self, num_shards: int) -> int:
-        """Returns the number of buckets on each shard."""
+        """Splits the buckets evenly over shards, rounding up."""
         return -(-self.num_buckets // num_shards)
 
     # The core's interface; see `Vocabulary`.
@@ -228,11 +224,9 @@ class Dynamic(Vocabulary):
         return DYNAMIC_STACKS
 
     def rows_over(self, num_shards: int) -> int:
-        """Returns the number of rows over all shards, including padding.
-
-        Each shard has whole buckets. A learned default row follows them.
-        """
+        """Counts rows over all shards, including padding."""
         per_shard = self.buckets_per_shard(num_shards) * SLOTS_PER_BUCKET
+        # Shards have equally many rows, so a default row on the first adds one to each.
         return num_shards * (per_shard + (self.default_row == "learned"))
 
     def table_problems(
@@ -246,6 +240,7 @@ class Dynamic(Vocabulary):
                 "must not be int8 for a te.Dynamic vocabulary, got "
                 f"int8{owner}; new rows have float values, so use bfloat16",
             )
+        # New ids get their rows one at a time, inside the step.
         if callable(initializer) and not starts_any_row(initializer):
             yield Problem(
                 "TableConfig.initializer",

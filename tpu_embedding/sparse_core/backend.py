@@ -1,10 +1,8 @@
-"""The SparseCore backend of a stack: options, selection, lookup and update.
+"""The SparseCore backend: options, choice, lookup and update for a stack.
 
-One XLA operation looks up rows. Another operation sends the samples' gradients to the
-SparseCores that own the rows, sums the gradients of each row, and applies the
-optimizer's rule to the table and the slot variables in place. If a step's ids exceed
-the operations' limits, the step runs the XLA backend's exchange and update instead, on
-the same rows.
+One XLA operation looks up rows; another sums gradients by row where the rows are, and
+applies the optimizer in place. If ids exceed the limits, the XLA backend runs the step
+on the same rows.
 """
 
 import dataclasses
@@ -72,28 +70,27 @@ class SparseCore(BackendOptions):
     """XLA's embedding operations on a TPU's SparseCores, with options.
 
     TensorFlow's TPUEmbedding and jax-tpu-embedding use the same operations, which look
-    up, pool and exchange rows, and apply the optimizer. In this library, they read raw
-    ids inside the step. If a step has more ids than fit in an operation, the ids are
-    split into up to 64 minibatches. If 64 minibatches can't hold the ids, the step runs
-    XLA's gathers and scatters on the same rows, so no id is dropped.
+    up, pool and exchange rows, and apply the optimizer. Here they read your raw ids
+    inside the step. Ids that don't fit in one operation are split into up to 64
+    minibatches. If that isn't enough, the step runs XLA's gathers and scatters on the
+    same rows, so ids are never dropped.
 
     Attributes:
-      max_ids: maximum number of ids, and of distinct rows, that the samples of one
-        SparseCore may look up in the rows of one SparseCore in one minibatch; a
-        multiple of 8. A smaller limit is used if a SparseCore's memory requires it. The
-        limit changes speed, never results. Defaults to the mean plus a few standard
-        deviations, with room for hot rows.
-      cores: number of SparseCores per device. Defaults to the device's number, or to 2
-        on devices without SparseCores. Only such devices accept a different number:
-        CPUs and GPUs emulate the operations in plain JAX, for tests.
+      max_ids: maximum ids, and distinct rows, that the samples on one SparseCore may
+        look up on each SparseCore in a minibatch; a multiple of 8. A smaller limit is
+        used if memory requires it. The limit changes speed, never results. Defaults to
+        the mean plus a few standard deviations, with room for hot rows.
+      cores: SparseCores per device. Defaults to the actual number, or to 2 on CPUs and
+        GPUs, which emulate the operations in plain JAX, for tests. Only these accept a
+        different number.
       exchange: whether to compile XLA's gathers and scatters into the program, for
-        steps that 64 minibatches can't hold. They make up most of the program's code
-        and compile time. Without them, such a step returns NaN activations, and so a
-        NaN loss, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then
-        skips the whole step: no table, slot variable, dense parameter or count changes.
-        In a loop of your own, `te.gradients.is_whole(gradients)` is False. The training
-        command stops at a NaN loss. A step with a NaN or infinite weight fails in the
-        same way. Stacks that SparseCores can't update, and updates from sums of
+        steps that 64 minibatches can't hold. They are most of the code and the compile
+        time. Without them, such a step returns NaN activations, and so a NaN loss, and
+        reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then skips the whole
+        step: tables, slot variables, dense parameters and counts don't change. In your
+        own loop, `te.gradients.is_whole(gradients)` is False. The training command
+        stops at a NaN loss. A step with a NaN or infinite weight fails in the same way.
+        However, stacks that SparseCores can't update, and updates from summed
         gradients, always keep the exchange.
 
     Raises:
@@ -121,8 +118,9 @@ class SparseCore(BackendOptions):
             raise invalid("SparseCore.max_ids", "be a multiple of 8", self.max_ids)
 
     def choose(self, stack: StackPlan, mesh: Mesh) -> StackPlan:
-        """Returns a stack's plan with its backend; see `BackendOptions`."""
+        """Chooses the backend and row layout for a stack; see `BackendOptions`."""
         hardware = stack.hardware
+        # A TPU's own number comes first: if the user's differs, the stack keeps XLA.
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
         has_other_cores = self.cores not in (None, hardware.cores_per_device)
@@ -164,7 +162,7 @@ class SparseCore(BackendOptions):
 
 
 def _lookup_problem(stack: StackPlan, cores: int) -> str:
-    """Returns why SparseCores can't look up a stack; empty if they can."""
+    """Explains why SparseCores can't look up a stack; empty if they can."""
     dtype_name = stack.tables[0].config.dtype_name
     if dtype_name != "float32":
         return f"SparseCores look up float32 rows, not {dtype_name}"
@@ -185,7 +183,6 @@ def _lookup_problem(stack: StackPlan, cores: int) -> str:
 def _notes(
     max_ids: int | None, must_run_all: bool, hardware: HardwareInfo
 ) -> tuple[str, ...]:
-    """Returns lines about the skew that the operations' limits tolerate."""
     held = "6 standard deviations above the mean ids between two SparseCores"
     if max_ids is not None:
         held = f"{max_ids:,} ids from one SparseCore to another"
@@ -209,11 +206,9 @@ At any dim, this many rows are whole TPU tiles."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCoreBackend(Backend):
-    """A backend whose SparseCores look up a stack's rows, and may update them.
+    """Looks up rows on SparseCores, and updates them if the rule is elementwise.
 
-    Attributes:
-      max_ids: the user's limit; see `te.SparseCore`.
-      cores: SparseCores per device that own rows.
+    See `te.SparseCore` for `max_ids` and `cores`.
     """
 
     lookups: str = "sparse_core"
@@ -228,7 +223,6 @@ class SparseCoreBackend(Backend):
         *,
         are_joined: bool = False,
     ) -> SparseCoreIds:
-        """Sorts the ids by SparseCore, and checks whether they fit; see `Backend`."""
         return samples.ids_by_core(
             keys,
             poolings,
@@ -246,8 +240,6 @@ class SparseCoreBackend(Backend):
         otherwise: ReadRows,
         stack: StackPlan,
     ) -> Activations:
-        """Looks up rows with one operation if the ids fit; see `Backend`."""
-
         def look_up_rows(table: PackedRows) -> Activations:
             rows = rows_of_lines(table.lines, table.layout)
             sums = operations.lookup(ids.ids, rows, ids.sizes)
@@ -256,8 +248,10 @@ class SparseCoreBackend(Backend):
 
         (fits,) = ids.fits
         if not self.must_run_all:
+            # Both branches have collectives, so `fits` must be equal on all devices.
             return jax.lax.cond(fits, look_up_rows, otherwise, table)
         activations, *_ = look_up_rows(table)
+        # NaN reaches the loss, and `te.Optimizer` then skips the step.
         activations = [jnp.where(fits, x, jnp.nan) for x in activations]
         return activations, 1 - fits.astype(jnp.int32), None
 
@@ -271,7 +265,6 @@ class SparseCoreBackend(Backend):
         stack: StackPlan,
         only_if: Bool[Array, ""] | None = None,
     ) -> tuple[PackedRows, Any]:
-        """Updates rows with one operation if the ids fit; see `Backend`."""
         if not self.replaces_update:
             return otherwise(table, state)
         opened = gradient.open()
@@ -302,6 +295,7 @@ class SparseCoreBackend(Backend):
             return table, with_values(with_slots(state, slots), new_values)
 
         (may_run,) = ids.fits
+        # A rate that isn't finite must not change any row, as in `update/drivers.py`.
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         if is_finite is not None:
             may_run &= is_finite
@@ -309,10 +303,12 @@ class SparseCoreBackend(Backend):
         if ids.are_joined or not self.must_run_all:
 
             def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
+                # Both branches write to the donated arrays, so XLA copies neither.
                 return jax.lax.cond(may_run, update_rows, otherwise, *arrays)
 
             if only_if is None:
                 return update_all((table, state))
+            # A branch that only returned the arrays would copy them.
             return run_if(only_if, update_all, (table, state))
         # Without ids, the operation changes no row.
         if only_if is not None:
@@ -322,5 +318,4 @@ class SparseCoreBackend(Backend):
 
 
 def _rows_of_shard(num_rows: int, cores: int) -> int:
-    """Returns a shard's number of rows after padding the rows of each SparseCore."""
     return cores * round_up(-(-num_rows // cores), _ROW_ALIGNMENT)

@@ -1,8 +1,7 @@
 """Chooses how many ids a SparseCore may send to a partition in one minibatch.
 
-The operations have static limits, and their results are undefined beyond them. A step
-cuts its ids into as many minibatches as the limits require, and takes another path if
-64 are too few. Limits change the speed, never the result.
+Limits are static, and operations are undefined beyond them. A step is cut into
+minibatches that fit, so limits change speed, never results.
 """
 
 import dataclasses
@@ -56,15 +55,13 @@ at once."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Static sizes of the operations.
+    """Static sizes for the operations, all multiples of 8.
 
     Attributes:
-      max_ids: ids that one core may send to one partition in one minibatch, a multiple
-        of 8.
-      max_unique: distinct rows among these ids, a multiple of 8. XLA keeps buffers for
-        this many rows per core and partition, or for `max_ids` rows if it sends a row
-        for every id.
-      room: positions in a device's id buffers, a multiple of 8.
+      max_ids: ids that one core may send to one partition in a minibatch.
+      max_unique: distinct rows among them. XLA keeps buffers for this many rows, or
+        for `max_ids` if it sends a row for every id.
+      room: id positions on a device.
     """
 
     max_ids: int
@@ -73,13 +70,11 @@ class Limits:
 
 
 class OperationSizes(NamedTuple):
-    """An operation's static sizes.
+    """Everything static about an operation.
 
     Attributes:
-      num_samples: samples of this device, a multiple of `8 * cores`.
-      limits: limits that the ids were checked against.
-      cores: SparseCores per device.
-      axes: mesh axes that shard the table; on TPUs, all axes of the program.
+      num_samples: samples on this device, a multiple of `8 * cores`.
+      axes: mesh axes that shard the table; on TPUs, all axes in the program.
     """
 
     num_samples: int
@@ -99,27 +94,11 @@ def choose_limits(
     sends_rows_once: bool = True,
     max_ids: int | None = None,
 ) -> Limits:
-    """Returns limits that accommodate the skew of most batches.
+    """Chooses limits that hold the skew in most batches.
 
-    The limit for distinct rows is the mean number of ids per partition plus six
-    standard deviations. The limit for ids adds one id per sample, so that every sample
-    may look up the same row. If XLA keeps buffers for every id, the limit for ids is
-    instead four times the limit for distinct rows. A limit divided by the mean is the
-    skew that it tolerates.
-
-    The memory bounds follow the compiler's error E3001, "No viable logical replica
-    count", which counts 36 bytes per distinct row and 12 per id. They are up to 14 %
-    below what libtpu 0.0.50 compiles, at widths of 8 to 1,024.
-
-    Args:
-      num_ids: maximum ids of one core in one step, without padding ids.
-      device_ids: maximum ids of one device in one step.
-      num_samples: samples of one core.
-      num_partitions: SparseCores of all devices that share the table.
-      cores: SparseCores per device.
-      memory_bytes: memory of a SparseCore's vector subcore.
-      sends_rows_once: see `HardwareInfo`. If False, XLA keeps buffers for every id.
-      max_ids: the user's limit for ids and for distinct rows. Memory still bounds both.
+    `num_ids` and `num_samples` are maxima for one core. Padding ids don't count.
+    `memory_bytes` is a vector subcore's memory, which also bounds a `max_ids` set by
+    the user.
 
     Example:
       >>> choose_limits(
@@ -129,10 +108,15 @@ def choose_limits(
     """
     mean = num_ids / num_partitions
     count = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
+    # These bounds follow compiler error E3001, "No viable logical replica count", which
+    # counts 36 bytes per distinct row and 12 per id. They are up to 14 % below what
+    # libtpu 0.0.50 compiles, at widths from 8 to 1,024.
     memory = memory_bytes - _RESERVED_BYTES - _BYTES_PER_PARTITION * num_partitions
     if max_ids is not None:
         count = max_ids
     else:
+        # One more id per sample, so that every sample may look up the same row. If XLA
+        # keeps buffers for every id, the two limits stay in proportion instead.
         max_ids = num_samples + count if sends_rows_once else _SKEW * count
     most_ids = (memory_bytes - _RESERVED_BYTES) // _MIN_BYTES_PER_ID
     max_ids = min(num_ids, max_ids, most_ids)

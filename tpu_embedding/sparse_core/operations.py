@@ -1,8 +1,7 @@
-"""XLA's SparseCore operations, which look up and update embedding rows.
+"""XLA's SparseCore operations, which look up and update embedding rows. Per shard.
 
-`lookup` and `update` run per shard, inside `shard_map`. On a TPU, each is one custom
-call that exchanges ids and rows between all SparseCores of the program. Other devices
-compute the same results in plain JAX; see `reference`.
+On a TPU, each is one custom call that exchanges ids and rows between all SparseCores in
+the program. Elsewhere, `reference` computes the same in plain JAX.
 """
 
 import functools
@@ -32,9 +31,7 @@ from tpu_embedding.xla import as_variables
 def unavailable_reason(
     hardware: HardwareInfo, num_devices: int, num_slices: int = 1
 ) -> str | None:
-    """Returns why the operations can't run on these devices, or None if they can.
-
-    libtpu rejects 48 SparseCores (v5p:2x2x3) with error E3001, and accepts 8 to 4,096.
+    """Explains why the operations can't run on these devices; None if they can.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name
@@ -49,10 +46,13 @@ def unavailable_reason(
     if hardware.is_tpu and num_slices > 1:
         return f"the operations can't exchange rows between {num_slices} slices"
     num_cores = hardware.cores_per_device * num_devices
+    # libtpu rejects 48 SparseCores (v5p:2x2x3) with error E3001, and accepts 8 to
+    # 4,096.
     if num_cores & (num_cores - 1):
         return f"the number of SparseCores must be a power of two, got {num_cores}"
     if num_cores > MAX_PARTITIONS:
         return f"libtpu takes up to {MAX_PARTITIONS:,} SparseCores, not {num_cores:,}"
+    # `compute_on` for SparseCores, which `sort_words` needs, works from jax 0.12 on.
     if hardware.is_tpu and jax.__version_info__ < (0, 12):
         return f"sorting the ids needs jax 0.12, got {jax.__version__}"
     return None
@@ -64,15 +64,10 @@ def lookup(
     table: Float[Array, "rows width"],
     sizes: OperationSizes,
 ) -> Float[Array, "num_samples width"]:
-    """Sums each sample's rows, multiplied by their gains. Per shard; exchanges.
+    """Sums gain-weighted rows into samples. Per shard; exchanges.
 
-    Args:
-      ids: from `partition_ids`; they must fit on every device.
-      table: rows of this device, core by core.
-      sizes: number of samples, and the limits that the ids were checked against.
-
-    Returns:
-      The sums. Samples without ids are zero.
+    `ids` must fit on every device. `table` has the rows on this device, core by core.
+    Samples without ids are zero.
     """
 
     def on_tpu(ids: PartitionedIds, table: Array) -> Array:
@@ -102,19 +97,9 @@ def update(
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Applies a rule once to each row that was looked up. Per shard; exchanges.
 
-    A row's gradient is the sum over all devices of its samples' gradients, multiplied
-    by their gains. Other rows stay bitwise unchanged.
-
-    Args:
-      ids: see `lookup`.
-      gradients: gradient with respect to each sample's sum.
-      arrays: the table and its slot variables, in the order of the optimizer's state.
-      hyperparameters: from `rule.values`.
-      rule: from `row_rule`.
-      sizes: see `lookup`.
-
-    Returns:
-      The new table and slot variables.
+    The gradient of a row is the gain-weighted sum over samples on all devices. Other
+    rows stay bitwise unchanged. `arrays` are the table and its slot variables, in state
+    order.
     """
 
     def on_tpu(
@@ -135,7 +120,6 @@ def update(
 
 
 def _buffers(ids: PartitionedIds) -> tuple[Array, ...]:
-    """Returns the leading operands, which both operations share."""
     num_minibatches = ids.num_minibatches[0]
     return ids.pointers, ids.rows, ids.samples, ids.gains, num_minibatches
 
@@ -156,7 +140,7 @@ def _update_results(*operands: Any, num_arrays: int, **_: Any) -> list[ShapedArr
 
 
 def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
-    """Emits the operation, whose sums start at the last operand."""
+    # The last operand holds zeros, to which the operation adds the sums.
     (result,) = context.avals_out
     types = [mlir.aval_to_ir_type(context.module_context, result)]
     lower = _custom_call(
@@ -168,8 +152,8 @@ def _lower_lookup(context: Any, *operands: Any, sizes: OperationSizes) -> Any:
 def _lower_update(
     context: Any, *operands: Any, num_arrays: int, rule: str, sizes: OperationSizes
 ) -> Any:
-    """Emits the operation, and the rule as the function it calls."""
     module = context.module_context
+    # Merging renames the rule, because each stack in a program has its own.
     function = mlir.merge_mlir_modules(
         module.module,
         "sparse_core_row_rule",
@@ -180,6 +164,7 @@ def _lower_update(
     config = _config(
         sizes.limits,
         num_slot_variables=num_arrays - 1,
+        # The other operands are five buffers, the arrays and the gradients.
         num_hyperparameters=len(operands) - 6 - num_arrays,
     )
     lower = _custom_call(
@@ -204,7 +189,6 @@ def _custom_call(name: str, types: Sequence[Any], config: str, **more: Any) -> A
 
 
 def _sparse_element(values: Any, index: int) -> Any:
-    """Returns an element of a tuple, marked as SparseCore data."""
     element = stablehlo.GetTupleElementOp(values, index)
     element.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {"_xla_compute_type": ir.StringAttr.get("sparse")}

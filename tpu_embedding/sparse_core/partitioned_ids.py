@@ -1,20 +1,9 @@
-"""Sorts raw ids into the buffers that the SparseCore operations read.
+"""Sorts raw ids into the buffers that the SparseCore operations read, inside `jit`.
 
-Each SparseCore looks up its own part of the device's samples. It requests rows from
-every *partition* of the table. A partition contains the rows that one SparseCore of the
-slice owns. The ids that one core requests from one partition are a *group*. The
-operations limit the number of ids and of distinct rows in a group. A batch that exceeds
-a limit is cut into *minibatches*, which an operation runs in sequence. A minibatch
-contains the same range of row numbers from every partition, so each row is in only one
-minibatch, and its gradients are summed in one order.
-
-A sort by core, partition and row makes each group's ids contiguous. Ids of the same row
-stay in the order of their samples. The sorted ids are copied to the buffers in lines of
-8: core by core, and within a core by minibatch, partition and row. Each group starts at
-a multiple of 8.
-
-TensorFlow and jax-tpu-embedding build such buffers on the host. As in these libraries,
-ids with the same row and sample are merged into one id, and their gains are summed.
+Each SparseCore owns the rows in one *partition*. A *group* holds the ids that one core
+requests from one partition. Beyond an operation's limits, groups are cut into
+*minibatches* at the same rows in every partition, so each row is in one minibatch, and
+its gradients are summed in one order.
 """
 
 import dataclasses
@@ -61,20 +50,18 @@ SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionedIds:
-    """The ids of one device, as the SparseCore operations read them. Per shard.
+    """The ids on one device, as the SparseCore operations read them. Per shard.
+
+    Positions are ordered by core, minibatch, partition, row and sample. Each group
+    starts at a multiple of 8. Unused positions hold `PADDING_ROW_ID`, and NaN as gain.
 
     Attributes:
-      pointers: int32 `[cores * 64 * max(8, partitions)]`. For each core, minibatch and
-        partition, the position after the group's last id. Each core has pointers for
-        `num_minibatches` minibatches, without gaps between cores. A minibatch's spare
-        pointers, and the pointers after those for the last core, hold the end of all
-        earlier positions, rounded up to a multiple of 8.
-      rows: int32 `[room]`, each id's row within its partition. Unused positions hold
-        `PADDING_ROW_ID`.
-      samples: int32 `[room]`, each id's sample within its core. Unused positions hold
-        `PADDING_ROW_ID`.
-      gains: float32 `[room]`, gain of each id. Unused positions hold NaN.
-      num_minibatches: int32 `[1]`, from 1 to 64, the same on all devices.
+      pointers: `[cores * 64 * max(8, partitions)]`, group ends for `num_minibatches`
+        minibatches per core, without gaps. Spare pointers hold the end of all earlier
+        positions, rounded up to a multiple of 8.
+      rows: row in the partition.
+      samples: sample in the core.
+      num_minibatches: `[1]`, from 1 to 64, the same on all devices.
     """
 
     pointers: Int[Array, " pointers"]
@@ -84,7 +71,7 @@ class PartitionedIds:
     num_minibatches: Int[Array, "_"]
 
     def where(self, is_kept: Bool[Array, ""]) -> "PartitionedIds":
-        """Returns these ids if a condition holds, and empty buffers otherwise."""
+        """Empties the buffers unless a condition holds."""
         keep = functools.partial(jnp.where, is_kept)
         return PartitionedIds(
             pointers=keep(self.pointers, 0),
@@ -98,13 +85,11 @@ class PartitionedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCoreIds:
-    """A stack's ids in SparseCore buffers, for lookup and update. Per shard.
+    """Ids in SparseCore buffers, for lookup and update. Per shard.
 
     Attributes:
-      ids: the ids, by SparseCore.
-      fits: bool `[1]`, whether the buffers hold the ids of all devices.
-      sizes: sizes of the operations.
-      are_joined: whether the ids come from several lookups whose gradients are summed.
+      fits: `[1]`, whether the buffers hold the ids on all devices.
+      are_joined: whether several lookups share one summed gradient.
     """
 
     ids: PartitionedIds
@@ -125,31 +110,27 @@ def partition_ids(
     devices: int,
     may_repeat: bool = True,
 ) -> tuple[PartitionedIds, Bool[Array, ""]]:
-    """Sorts ids into the buffers of the SparseCore operations. Per shard; reduces.
+    """Sorts ids into the buffers that the operations read. Per shard; reduces.
 
     Args:
-      partitions: partition of each id's row, `device * cores + core`. Ids with any
-        other number, such as `PADDING_ROW_ID`, are padding and are dropped.
-      rows: row within the partition.
-      sample_at: maps positions of these arrays to samples, 0 to `num_samples - 1`.
-        Sample `s` belongs to core `s // (num_samples // cores)` of this device. The ids
-        of the same core and row must be in ascending order of their samples.
-      gains: gain of each id. `None` means 1 for all ids.
-      sizes: sizes that the operations are compiled for.
-      rows_per_partition: rows of each partition.
-      devices: devices that share the table.
+      partitions: `device * cores + core`. Any other number marks padding.
+      rows: row in the partition.
+      sample_at: maps positions to samples, which are split evenly over cores. Ids with
+        equal core and row must be in sample order.
+      gains: None means 1 for all ids.
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and whether they hold the ids of all devices. If not, the buffers are
-      empty. This happens if a row has more than `max_ids` ids in a group, if 64
-      minibatches or the room can't hold all ids, or if a gain is not finite.
+      The buffers, and whether they hold the ids on all devices. They are empty if a row
+      has more than `max_ids` ids in a group, if 64 minibatches or the room can't hold
+      all ids, or if a gain isn't finite.
     """
     num_ids, cores, limits = partitions.shape[0], sizes.cores, sizes.limits
     num_partitions = cores * devices
     num_groups, samples_per_core = cores * num_partitions, sizes.num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
     core = sample_at(jnp.arange(num_ids, dtype=jnp.int32)) // samples_per_core
+    # Padding becomes a group of its own, the last one.
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
     row = jnp.where(is_used, rows, 0)
     group, row, order = _sort_by_row(group, row, num_groups, rows_per_partition)
@@ -160,12 +141,15 @@ def partition_ids(
     ids_before = jnp.arange(num_ids + 1, dtype=jnp.int32)
     is_counted = group < num_groups
     if may_repeat:
+        # As in TensorFlow and jax-tpu-embedding, ids with equal row and sample become
+        # one id with the summed gain.
         is_new_id = is_new_row | _differs(sample) | ~is_counted
         ids_before = _count_before(is_new_id)
         is_counted &= is_new_id
         gain = _sum_repeats(is_new_id, gain)
     is_finite = True
     if gain is not None:
+        # The operations can't take NaN as a gain: it marks unused positions.
         is_finite = jnp.all(jnp.isfinite(gain) | ~is_counted)
     ids = _SortedIds(
         bounds=_bounds_of_groups(group, num_groups),
@@ -183,6 +167,8 @@ def partition_ids(
     arrays = [row, sample] if gain is None else [row, sample, gain]
     if may_repeat:
         positions = jnp.arange(num_ids, dtype=jnp.uint32)
+        # Moves repeats past the end. One sort per array, because SparseCores sort two
+        # operands at a time.
         keys = jnp.where(is_new_id, positions, _LAST_WORD)
         arrays = [sort_words(keys, values)[1] for values in arrays]
     taken = -(-cut.counts // ALIGNMENT) * ALIGNMENT
@@ -206,12 +192,9 @@ class _SortedIds(NamedTuple):
     """Ids sorted by group, row and sample, followed by padding.
 
     Attributes:
-      bounds: int32 `[groups + 1]`, start of each group, then start of the padding.
-      row: int32 `[ids]`, row within the partition.
-      rows_before: int32 `[ids + 1]`, number of distinct rows before each position, then
-        their total.
-      ids_before: int32 `[ids + 1]`, number of ids before each position, without
-        repeats, then their total.
+      bounds: start of each group, then of the padding.
+      rows_before: distinct rows before each position, then in total.
+      ids_before: the same for ids without repeats.
     """
 
     bounds: Int[Array, " groups_and_1"]
@@ -224,13 +207,9 @@ class _CutState(NamedTuple):
     """The minibatches cut so far.
 
     Attributes:
-      count: int32, number of minibatches.
-      next_row: int32, first row of the next minibatch.
-      begin: int32 `[groups]`, position of the next minibatch's first id.
-      positions: int32, number of used positions in the buffers.
-      first: see `_Cut`.
-      counts: see `_Cut`.
-      is_stuck: whether not even one more row fits in a minibatch.
+      next_row: first row in the next minibatch.
+      begin: first sorted id there, by group.
+      positions: buffer positions in use.
     """
 
     count: Int[Array, ""]
@@ -243,14 +222,12 @@ class _CutState(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """The minibatches of all groups.
+    """How groups are cut into minibatches.
 
     Attributes:
-      first: int32 `[cores, 64, partitions]`, number of sorted ids before each
-        minibatch's part of each group.
-      counts: int32 `[cores, 64, partitions]`, number of ids in that part.
-      num_minibatches: int32, from 1 to 64, the same on all devices.
-      is_complete: whether all ids of all devices are in minibatches.
+      first: sorted ids, without repeats, before the part of a group in each minibatch.
+      counts: ids in that part.
+      is_complete: whether all ids on all devices are in minibatches.
     """
 
     first: Int[Array, "cores 64 partitions"]
@@ -262,13 +239,9 @@ class _Cut(NamedTuple):
 def _sort_by_row(
     group: Int[Array, " ids"], row: Int[Array, " ids"], num_groups: int, num_rows: int
 ) -> tuple[Int[Array, " ids"], Int[Array, " ids"], Int[Array, " ids"]]:
-    """Returns each id's group, row and position, stably sorted by group and row.
-
-    If group and row fit in one word, one sort is enough. Otherwise, there are two sorts
-    of two operands each, because XLA:TPU takes half a minute to compile a sort of four
-    operands.
-    """
     row = row.astype(jnp.uint32)
+    # One sort is enough if group and row fit in one word. XLA:TPU takes half a minute
+    # to compile a sort with four operands, so wider keys take two sorts.
     if (num_groups + 1) * num_rows <= _WORD:
         word, order = sort_words(group.astype(jnp.uint32) * np.uint32(num_rows) + row)
         group = word // np.uint32(num_rows)
@@ -283,10 +256,9 @@ def _sort_by_row(
 def sort_words(
     words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
-    """Returns sorted words and their values, or their positions if values is None.
+    """Sorts words with their values. If values is None, finds positions, stably.
 
-    If values is None, equal words keep their order. Otherwise, their order is
-    undefined.
+    With values, equal words may come in any order.
     """
 
     def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:
@@ -317,22 +289,18 @@ def sort_words(
 def _sum_repeats(
     is_new_id: Bool[Array, " ids"], gain: Float[Array, " ids"] | None
 ) -> Float[Array, " ids"]:
-    """Adds the gains of an id's repeats to the gain of its first occurrence.
+    """Adds the gains of repeats to the first occurrence of an id.
 
-    Each iteration doubles the number of summed gains, until the most frequent id is
-    done. Most batches have no repeats.
-
-    Args:
-      is_new_id: False for an id that repeats the id before it.
-      gain: gain of each id. `None` means 1 for all ids.
+    `is_new_id` is False for an id that repeats the previous one.
     """
     num_ids, number = is_new_id.shape[0], running_sum(is_new_id)
 
     def shifted(values: Array, distance: Array) -> Array:
-        """Moves values to smaller positions."""
         doubled = jnp.concatenate([values, jnp.zeros_like(values)])
         return jax.lax.dynamic_slice(doubled, (distance,), (num_ids,))
 
+    # Each iteration doubles the summed range, until the most frequent id is done.
+    # Batches without repeats skip the loop.
     def has_more(state: tuple[Array, Array]) -> Array:
         return jnp.any(shifted(number, state[0]) == number)
 
@@ -349,11 +317,8 @@ def _sum_repeats(
 def _bounds_of_groups(
     group: Int[Array, " ids"], num_groups: int
 ) -> Int[Array, " groups_and_1"]:
-    """Returns the start of each group in the sorted ids, then of the padding.
-
-    Compares each group with the last id of each block, then with the ids of the block
-    where it starts. A binary search would gather numbers one by one.
-    """
+    # Compares with the last id in each block, then within one block. A binary search
+    # would gather numbers one by one, which is slow on TPUs.
     numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)[:, None]
     padding = (0, _BLOCK - group.size % _BLOCK)
     blocks = jnp.pad(group, padding, constant_values=num_groups + 1)
@@ -366,11 +331,9 @@ def _bounds_of_groups(
 def _cut_for_all_devices(
     ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
-    """Does the work of `_cut_into_minibatches` of all devices on each device.
-
-    XLA:CPU may deadlock if a collective in a loop runs at the same time as another
-    collective, such as one of another stack. So the loop gets the ids of all devices.
-    """
+    """Cuts like `_cut_into_minibatches`, without collectives in its loop."""
+    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another,
+    # such as another stack's. So each device cuts the ids of all devices.
     gathered = jax.lax.all_gather((ids, is_finite), sizes.axes)
     of_all = {"num_rows": num_rows, "sizes": sizes._replace(axes=("devices",))}
     cut_all = functools.partial(_cut_into_minibatches, **of_all)
@@ -381,17 +344,12 @@ def _cut_for_all_devices(
 def _cut_into_minibatches(
     ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
-    """Cuts the ids of all groups into minibatches. Per shard; reduces.
+    """Cuts all groups into minibatches. Per shard; reduces.
 
-    Each minibatch takes as many rows as possible without exceeding a limit in any group
-    of any device, so the fullest group decides. Usually one minibatch is enough.
-
-    Args:
-      ids: the sorted ids.
-      is_finite: whether this device's gains are finite.
-      num_rows: rows of a partition.
-      sizes: sizes that the operations are compiled for.
+    `is_finite` is about the gains on this device.
     """
+    # Each minibatch takes as many rows as all groups on all devices have room for, so
+    # the fullest group decides. One minibatch is usually enough.
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
     cores, limits = sizes.cores, sizes.limits
 
@@ -404,7 +362,6 @@ def _cut_into_minibatches(
         rows_before, ids_before = ids.rows_before[begin], ids.ids_before[begin]
 
         def is_beyond(end: Array) -> Array:
-            """Returns True where the ids from `begin` to `end` exceed the limits."""
             num_unique = ids.rows_before[end] - rows_before
             num_ids = ids.ids_before[end] - ids_before
             return (num_unique > limits.max_unique) | (num_ids > limits.max_ids)
@@ -416,11 +373,14 @@ def _cut_into_minibatches(
         remaining = jnp.sum(ends - begin, dtype=jnp.int32)
         remaining += num_groups * (ALIGNMENT - 1)
         has_room = state.positions + remaining <= limits.room
+        # -1 makes every device stop.
         next_row = jnp.where(has_room & is_finite, jnp.min(next_rows), -1)
         next_row = jax.lax.pmin(next_row, sizes.axes)
+        # The last minibatch takes all remaining ids, without a search.
         low = jnp.where(next_row < num_rows, begin, ends)
         end = _first_index(lambda i: ids.row[i] >= next_row, low, ends)
         counts = ids.ids_before[end] - ids_before
+        # Not even one more row fits, or some device asked to stop.
         is_stuck = next_row <= state.next_row
         taken = -(-counts // ALIGNMENT) * ALIGNMENT
 
@@ -445,6 +405,7 @@ def _cut_into_minibatches(
     is_complete = state.next_row >= num_rows
     return _Cut(
         first=state.first,
+        # An incomplete cut leaves the buffers empty, but well formed.
         counts=jnp.where(is_complete, state.counts, 0),
         num_minibatches=jnp.where(is_complete, state.count, 1),
         is_complete=is_complete,
@@ -456,10 +417,7 @@ def _first_index(
     low: Int[Array, " n"],
     high: Int[Array, " n"],
 ) -> Int[Array, " n"]:
-    """Returns the first index from `low` where a condition holds, or `high`.
-
-    The condition must be monotonic: once True, True at all later indices.
-    """
+    """Finds the first index from `low` where a monotonic condition holds, or `high`."""
 
     def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state
@@ -476,18 +434,10 @@ def _sources(
     cut: _Cut,
     room: int,
 ) -> tuple[Int[Array, " lines"], Int[Array, " lines"]]:
-    """Returns, for each line of 8 positions, its first id and its group's end.
-
-    A line belongs to one group. Within a group, an id's number minus its position is
-    constant. The value at each line is therefore the running sum of the steps between
-    groups. The end is computed in the same way.
-
-    Args:
-      start: position of each minibatch's part of each group.
-      end: position after that part.
-      cut: the minibatches.
-      room: number of positions.
-    """
+    """Finds the first id in each line of 8 positions, and where its group ends."""
+    # A line belongs to one group, where an id's number minus its position is constant.
+    # So a running sum over the steps between groups replaces a gather. The end is found
+    # in the same way.
     num_minibatches, num_lines = cut.num_minibatches, room // ALIGNMENT
     values = jnp.stack([cut.first - start, end])
     last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=2)
@@ -504,7 +454,7 @@ def _sources(
         )
         return total.at[line].add(step, indices_are_sorted=True, mode="drop")
 
-    # Batches have few minibatches, so a loop is faster than one scatter of all 64.
+    # Most batches have few minibatches, so a loop beats one scatter for all 64.
     total = jnp.zeros((2 * num_lines,), jnp.int32)
     total = jax.lax.fori_loop(0, num_minibatches, add_steps, total)
     difference, until = running_sum(total).reshape(2, num_lines)
@@ -516,17 +466,13 @@ def _copy_lines(
     source: Int[Array, " lines"],
     used_until: Int[Array, " lines"],
 ) -> list[Shaped[Array, " positions"]]:
-    """Copies unaligned lines of 8 numbers out of arrays, and concatenates them.
+    """Copies unaligned lines of 8 four-byte numbers, and concatenates them.
 
-    TPUs gather single numbers slowly. Instead, one gather for all arrays fetches the
-    two aligned lines that contain each line, and shifts move the line to the front.
-
-    Args:
-      arrays: arrays of 4-byte numbers.
-      source: start of each line.
-      used_until: end of the positions in use in each line's group. Other positions get
-        `PADDING_ROW_ID`, or NaN in arrays of float32.
+    Lines start at `source`. Positions from `used_until` get `PADDING_ROW_ID`, or NaN in
+    float32 arrays.
     """
+    # TPUs gather single numbers slowly. One gather for all arrays fetches the two
+    # aligned lines around each line, and shifts move the line to the front.
     padding = ALIGNMENT - arrays[0].size % ALIGNMENT + ALIGNMENT
     lines = jnp.concatenate(
         [
@@ -560,7 +506,6 @@ def _pointers(
     aligned_ends: Int[Array, "cores 64 partitions"],
     num_minibatches: Int[Array, ""],
 ) -> Int[Array, " pointers"]:
-    """Returns the pointers of the used minibatches, core by core."""
     cores, _, num_partitions = ends.shape
     spare = max(0, MIN_POINTERS - num_partitions)
     spare = jnp.repeat(aligned_ends[:, :, -1:], spare, axis=2)
@@ -577,11 +522,11 @@ def _pointers(
 
 
 def _count_before(is_counted: Bool[Array, " n"]) -> Int[Array, " n_and_1"]:
-    """Returns the number of True values before each position, and in total."""
+    """Counts True values before each position, and in total."""
     is_counted = jnp.pad(is_counted, (0, 1))
     return running_sum(is_counted) - is_counted
 
 
 def _differs(values: Int[Array, " ids"]) -> Bool[Array, " ids"]:
-    """Returns True where a value differs from its predecessor, and at position 0."""
+    """Marks values that differ from their predecessor, and the first value."""
     return jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])

@@ -25,9 +25,10 @@ from tpu_embedding.xla import read_before_write, run_if
 def lookup(
     ids: PartitionedIds, table: Float[Array, "rows width"], sizes: OperationSizes
 ) -> Float[Array, "num_samples width"]:
-    """Emulates `operations.lookup`: owners add their rows to all devices' samples."""
+    """Emulates `operations.lookup`: owners add rows to samples on all devices."""
     num_rows, width = table.shape
     asked = _asked_rows(ids, num_rows, sizes)
+    # Requests to other devices are past the end, and read zeros.
     rows = table.at[asked.rows].get(mode="fill", fill_value=0)
     rows = asked.gains[:, None] * rows
     num_devices = asked.rows.size // ids.rows.size
@@ -45,13 +46,14 @@ def update(
     rule: RowRule,
     sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
-    """Emulates `operations.update`: each owner sums its rows' gradients."""
+    """Emulates `operations.update`: owners sum gradients by row."""
     num_rows, width = arrays[0].shape
     asked = _asked_rows(ids, num_rows, sizes)
     gradients = jnp.where(asked.is_defined, gradients, jnp.nan)
     gradients = jax.lax.all_gather(gradients, sizes.axes, tiled=True)
     gradients = asked.gains[:, None] * gradients[asked.samples]
 
+    # One gradient per row, because the operation applies the rule once to each.
     rows, order = jax.lax.sort((asked.rows, jnp.arange(asked.rows.size)), num_keys=1)
     is_new = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
     rank = jnp.cumsum(is_new) - 1
@@ -59,12 +61,14 @@ def update(
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[rank].set(rows)
 
     old = [x.at[unique].get(mode="fill", fill_value=0) for x in arrays]
+    # Otherwise XLA may write first, and copy the arrays to keep old rows.
     old, arrays = read_before_write((old, tuple(arrays)))
     new = rule.rows(sums, *old, *hyperparameters)
     results = tuple(
         array.at[unique].set(values, mode="drop")
         for array, values in zip(arrays, new, strict=True)
     )
+    # In place, while `jax.lax.cond` would copy whole tables.
     return run_if(
         ~asked.is_defined,
         lambda results: tuple(jnp.full_like(x, jnp.nan) for x in results),
@@ -76,10 +80,9 @@ class _AskedRows(NamedTuple):
     """The rows that all devices request from this device.
 
     Attributes:
-      rows: requested row of this device. Unused positions, and positions that request
-        rows of other devices, hold this device's number of rows.
-      samples: sample, numbered over all devices.
-      gains: gain of each id; 0 in unused positions.
+      rows: unused positions, and requests to other devices, hold the row count.
+      samples: numbered over all devices.
+      gains: 0 in unused positions.
       is_defined: False if a SparseCore's result would be undefined on any device.
     """
 
@@ -92,7 +95,6 @@ class _AskedRows(NamedTuple):
 def _asked_rows(
     ids: PartitionedIds, num_rows: int, sizes: OperationSizes
 ) -> _AskedRows:
-    """Gathers the ids of all devices, and selects this device's rows."""
     cores, axes = sizes.cores, sizes.axes
     device, rows_per_core = jax.lax.axis_index(axes), num_rows // cores
     core, partitions = _groups_of_positions(ids, sizes)
@@ -120,10 +122,7 @@ def _asked_rows(
 def _groups_of_positions(
     ids: PartitionedIds, sizes: OperationSizes
 ) -> tuple[Int[Array, " positions"], Int[Array, " positions"]]:
-    """Returns each position's core, and the partition it requests from.
-
-    The partition of unused positions is `PADDING_ROW_ID`.
-    """
+    """Finds the core and the partition for each position, or padding."""
     cores, room = sizes.cores, ids.rows.size
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
     size = max(MIN_POINTERS, num_partitions)
@@ -144,10 +143,8 @@ def _is_defined(
     rows_per_core: int,
     sizes: OperationSizes,
 ) -> Bool[Array, ""]:
-    """Returns True on all devices if SparseCores' results are defined on all devices.
-
-    Buffers are well formed if partitioning their ids again gives the same buffers.
-    """
+    """Tells every device if results are defined on all devices."""
+    # Buffers are well formed if partitioning their ids again gives the same buffers.
     again, fits = partition_ids(
         partitions,
         ids.rows,

@@ -1,10 +1,8 @@
 """Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-`split_rule` splits the rule into two parts. Values that don't depend on a row, such as
-a scheduled learning rate, are computed once per step and passed to the rows as
-hyperparameters. The other part must be elementwise: the SparseCores apply it to each
-row as soon as the row's gradient is summed. This module evaluates that part on scalars,
-which are one element of the gradient, of the row and of each slot variable.
+SparseCores apply a rule to each row as soon as its gradient is summed. The part that
+depends on rows must therefore be elementwise, and is evaluated here on scalars.
+`split_rule` separates the hyperparameters, computed once per step.
 """
 
 import dataclasses
@@ -56,15 +54,12 @@ class RowRule:
     """An elementwise rule, split into per-step values and arithmetic on rows.
 
     Attributes:
-      num_slots: number of slot variables.
-      num_hyperparameters: number of per-step values that the rows need, at least 1.
-      values: function that takes the state's leaves shared by all rows, such as the
-        step count, in the state's order. It returns the hyperparameters as float32
-        scalars, and the new leaves.
-      rows: function that takes gradients, rows and slot variables `[n, width]`, and
-        then the hyperparameters. It returns the new rows and slot variables.
-      stablehlo: `rows` as StableHLO text; every argument, hyperparameters included, is
-        `[1, width]`.
+      num_hyperparameters: per-step values that rows need, at least 1.
+      values: maps leaves that all rows share to float32 hyperparameters and new leaves.
+      rows: maps gradients, rows and slot variables `[n, width]`, then hyperparameters,
+        to new rows and slot variables.
+      stablehlo: `rows` as text. Every argument is `[1, width]`, hyperparameters
+        included.
     """
 
     num_slots: int
@@ -76,12 +71,9 @@ class RowRule:
 
 @functools.lru_cache(maxsize=4096)
 def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
-    """Returns the rule for SparseCores, or a string that says why it can't run there.
+    """Builds the rule for SparseCores, or explains why they can't run it.
 
-    Args:
-      optimizer: row optimizer that `probe_rule` accepts.
-      dim: columns of the table.
-      width: columns of a stored row, at least `dim`. Columns past `dim` don't change.
+    Stored rows have `width` columns, at least `dim`. Columns past `dim` don't change.
 
     Example:
       >>> import optax
@@ -94,6 +86,7 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
     """
     try:
         _check_declared(optimizer, dim)
+        # `update` calls this while a step is traced, under the mesh of the step.
         with on_its_own():
             return _elementwise_rule(optimizer, dim, width)
     except _NotElementwiseError as error:
@@ -101,7 +94,6 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
 
 
 def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
-    """Rejects rules that SparseCores can't run, whatever their arithmetic is."""
     probed = probe_rule(optimizer, dim)
     problems = {
         "the rule updates every row, not only touched ones": optimizer.moves_every_row,
@@ -122,7 +114,6 @@ def _check_declared(optimizer: RowOptimizer, dim: int) -> None:
 
 
 def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
-    """Splits a rule; raises if its arithmetic on rows is not elementwise."""
     probed = probe_rule(optimizer, dim)
     split, num_slots = split_rule(probed), len(probed.slots)
     _check_rows(split.row_jaxpr, num_slots, split.num_hyperparameters)
@@ -130,6 +121,7 @@ def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
     # The operation needs at least one hyperparameter.
     num_hyperparameters = max(1, split.num_hyperparameters)
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)
+    # The operation passes all operands to the rule, so unused ones must stay.
     program = jax.jit(rows, keep_unused=True).trace(
         *[row] * (2 + num_slots + num_hyperparameters)
     )
@@ -143,13 +135,7 @@ def _elementwise_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule:
 
 
 def _check_rows(closed: ClosedJaxpr, num_slots: int, num_hyperparameters: int) -> None:
-    """Rejects arithmetic on rows that needs more than one element of an operand.
-
-    Args:
-      closed: the rule's `SplitRule.row_jaxpr`.
-      num_slots: number of slot variables.
-      num_hyperparameters: number of hyperparameters.
-    """
+    """Rejects arithmetic on rows that needs several elements of an operand."""
     jaxpr = closed.jaxpr
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     # The third input tells whether a row was touched: always True in the operation.
@@ -174,7 +160,6 @@ def _check_rows(closed: ClosedJaxpr, num_slots: int, num_hyperparameters: int) -
 
 
 def _check_uniform(aval: Any, is_uniform: bool) -> None:
-    """Rejects a value shared by all rows if its elements may differ."""
     if not is_uniform:
         raise _NotElementwiseError(
             f"a value of shape {aval.shape} differs between the elements of a row"
@@ -182,7 +167,6 @@ def _check_uniform(aval: Any, is_uniform: bool) -> None:
 
 
 def _check_elementwise(equation: JaxprEqn) -> None:
-    """Rejects an operation on rows that needs more than one element of an operand."""
     name, results = equation.primitive.name, [x.aval for x in equation.outvars]
     if name in _SAME_ELEMENTS:
         if [x.aval.size for x in equation.invars] != [x.size for x in results]:
@@ -199,8 +183,8 @@ def _check_elementwise(equation: JaxprEqn) -> None:
 def _compute_values(
     split: SplitRule, scalars: Sequence[Any]
 ) -> tuple[tuple[Array, ...], list[Array]]:
-    """Computes the values that all rows share; see `RowRule.values`."""
     hyperparameters, new_scalars = split.values(scalars)
+    # `_check_rows` made sure that all elements are equal.
     converted = tuple(jnp.ravel(x)[0].astype(jnp.float32) for x in hyperparameters)
     return converted or (jnp.zeros(()),), new_scalars
 
@@ -208,8 +192,6 @@ def _compute_values(
 def _compute_rows(
     split: SplitRule, num_slots: int, dim: int, *arguments: Array
 ) -> tuple[Array, ...]:
-    """Computes new rows and slot variables elementwise; see `RowRule.rows`."""
-
     def new_elements(*scalars: Array) -> tuple[Array, ...]:
         gradient, row, *others = scalars
         slots, hyperparameters = others[:num_slots], others[num_slots:]
@@ -227,17 +209,18 @@ def _compute_rows(
         )
         return tuple(jnp.asarray(x) for x in (row + update, *new_slots))
 
+    # By two `vmap`s over scalars, so that nothing can mix elements.
     axes = tuple(0 if x.ndim else None for x in arguments)
     new = jax.vmap(jax.vmap(new_elements, axes), axes)(*arguments)
     if new[0].shape[1] == dim:
         return new
+    # A rule may change the zeros past `dim`, for example by dividing 0 by 0.
     is_column = jax.lax.broadcasted_iota(jnp.int32, new[0].shape, 1) < dim
     pairs = zip(new, arguments[1:], strict=False)
     return tuple(jax.lax.select(is_column, *pair) for pair in pairs)
 
 
 def _compute_element(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation on one element of each operand."""
     if equation.primitive.name in _SAME_ELEMENTS:
         return operands
     return compute_by_jax(equation, operands)

@@ -1,15 +1,10 @@
-"""Splits a traced optimizer rule into per-step values and arithmetic on rows.
+"""Splits an optimizer rule into scalars per step and arithmetic on rows.
 
-SparseCores run only the arithmetic on rows. Scalars that do not depend on rows, such as
-the step count and a schedule's learning rate, are computed once per step:
+SparseCores run only the arithmetic:
 
     hyperparameters, new_scalars = split.values(scalars)
     updates, *new_slots = evaluate(
         split.row_jaxpr, [gradient, rows, is_touched, *slots, *hyperparameters])
-
-Together the two halves run the rule's own operations. Only scalars are passed from the
-first half to the second. An array that does not depend on rows, such as a learning rate
-broadcast to all rows, is computed in the second half.
 """
 
 import dataclasses
@@ -31,14 +26,12 @@ from tpu_embedding.optimizers.probe import ProbedRule
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRule:
-    """A rule traced for a number of rows, in two halves without calls.
+    """A rule traced for some rows, in two halves without calls.
 
     Attributes:
-      value_jaxpr: maps the state's scalars, which all rows share, to the
-        hyperparameters and the new scalars.
-      row_jaxpr: maps gradient, rows, `is_touched`, slot variables and hyperparameters
-        to updates and new slot variables.
-      num_hyperparameters: number of scalars that `value_jaxpr` passes to `row_jaxpr`.
+      value_jaxpr: maps scalars that all rows share to hyperparameters and new scalars.
+      row_jaxpr: maps gradient, rows, `is_touched`, slots and hyperparameters to updates
+        and new slots.
     """
 
     value_jaxpr: ClosedJaxpr
@@ -46,13 +39,12 @@ class SplitRule:
     num_hyperparameters: int
 
     def values(self, scalars: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns a step's hyperparameters, and the scalars after the step."""
+        """Computes the hyperparameters for a step, and the scalars after it."""
         results = evaluate(self.value_jaxpr, scalars)
         return results[: self.num_hyperparameters], results[self.num_hyperparameters :]
 
 
 def split_rule(probed: ProbedRule) -> SplitRule:
-    """Splits a rule without totals."""
     # A function that the rule calls may compute both scalars and rows.
     closed = _with_calls_inlined(probed.update)
     jaxpr = closed.jaxpr
@@ -117,12 +109,10 @@ def split_rule(probed: ProbedRule) -> SplitRule:
 
 
 def _with_calls_inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with the operations of the functions that it calls."""
     equations: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
 
     def inline(called: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-        """Appends the equations of a call, and returns its results."""
         # A function that is called twice needs different variables in each call.
         consts = [Var(x.aval) for x in called.jaxpr.constvars]
         constants.update(zip(consts, called.consts, strict=True))
@@ -152,7 +142,7 @@ def _with_calls_inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _needed(
     jaxpr: Jaxpr, outputs: Iterable[Any], given: set[Var], keep: Sequence[JaxprEqn]
 ) -> list[JaxprEqn]:
-    """Returns the equations that compute outputs from given values, or are to keep."""
+    """Selects equations that compute outputs from given values, or are to keep."""
     equations: list[JaxprEqn] = []
     needed = _variables(outputs) - given
     for equation in reversed(jaxpr.eqns):

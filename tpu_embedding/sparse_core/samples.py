@@ -1,10 +1,6 @@
 """Deals a stack's samples to SparseCores, and collects the results. Per shard.
 
-XLA's embedding operations read ids sorted by the sample's SparseCore and the row's
-SparseCore, with a limit on the ids of each pair of SparseCores. `SparseCoreIds.fits` is
-the same on all devices: True if the whole batch stays within the limit.
-
-Each feature's samples are dealt to the device's SparseCores in equal parts.
+Each SparseCore gets an equal part of the samples in every feature.
 """
 
 import itertools
@@ -53,17 +49,9 @@ def ids_by_core(
     max_ids: int | None,
     are_joined: bool,
 ) -> SparseCoreIds:
-    """Sorts ids by SparseCore, and checks the limits on all devices. Per shard.
-
-    Args:
-      keys: keys of all features; see `_forward.py`.
-      poolings: the stack's features.
-      stack: plan of the stack.
-      cores: SparseCores per device.
-      max_ids: the user's limit. `None` derives it from the batch's sizes.
-      are_joined: see `Backend.prepare_ids`.
-    """
+    """Sorts ids by SparseCore, and checks the limits on all devices."""
     layout, keys = stack.layout, _by_sample(keys, poolings)
+    # A key is owner, bank and row in the bank, and a bank is a SparseCore.
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
     core, row = jnp.divmod(row, layout.rows_per_bank)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
@@ -91,6 +79,7 @@ def ids_by_core(
         sizes,
         rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
+        # A sample with one id can't repeat a row, so a sort and a loop are left out.
         may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes, are_joined=are_joined)
@@ -102,7 +91,6 @@ def by_feature(
     poolings: Sequence[PoolingSpec],
     dim: int,
 ) -> list[Float[Array, "_ dim"]]:
-    """Splits the sums of all samples into each feature's activations."""
     sums = sums.reshape(cores, -1, sums.shape[1])[:, :, :dim]
     result, first = [], 0
     for pooling in poolings:
@@ -119,7 +107,7 @@ def by_core(
     poolings: Sequence[PoolingSpec],
     layout: RowLayout,
 ) -> Float[Array, "samples width"]:
-    """Arranges the features' cotangents in the order of the SparseCores' samples."""
+    """Arranges cotangents in the order in which SparseCores hold samples."""
     cores, dealt = sizes.cores, []
     for cotangent in scale_samples(cotangents, poolings):
         missing = -cotangent.shape[0] % cores
@@ -128,18 +116,16 @@ def by_core(
     gradients = jnp.concatenate(dealt, axis=1)
     missing = sizes.num_samples // cores - gradients.shape[1]
     unused = layout.lanes_per_row - layout.dim
+    # Samples are padded to a multiple of 8 per core, and rows to `bank_lanes`.
     gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
     return gradients.reshape(sizes.num_samples, -1)
 
 
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
-    """Returns how many of a feature's ids one SparseCore has room for.
-
-    The ids of ragged samples may be spread unevenly over SparseCores. A batch that
-    needs more room doesn't fit.
-    """
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence
+    # Ragged ids may be spread unevenly over SparseCores. A batch that needs more room
+    # doesn't fit.
     return min(pooling.num_ids, _RAGGED_HEADROOM * -(-pooling.num_ids // cores))
 
 
@@ -151,7 +137,7 @@ def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:
 def _by_sample(
     values: Shaped[Array, " ids"], poolings: Sequence[PoolingSpec]
 ) -> Shaped[Array, " ids"]:
-    """Makes each sample's ids contiguous, feature by feature."""
+    """Makes the ids in a sample contiguous, as `partition_ids` expects them."""
     if all(x.sample_ids is not None or x.valence == 1 for x in poolings):
         return values
     by_feature = split_by_feature(values, [pooling.num_ids for pooling in poolings])
@@ -166,10 +152,9 @@ def _by_sample(
 
 
 def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
-    """Returns a function that maps positions of ids to the SparseCores' samples.
+    """Builds a function that maps id positions to samples on the SparseCores.
 
-    A sample's ids are contiguous. Each core has an equal share of every feature's
-    samples, ordered by feature.
+    The ids in a sample must be contiguous.
     """
     shares = [-(-pooling.num_samples // cores) for pooling in poolings]
     first_of_share = list(itertools.accumulate(shares, initial=0))[:-1]
@@ -178,11 +163,12 @@ def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
     per_core = _samples_per_core(poolings, cores)
 
     def by_feature(positions: Array, values: Sequence[int]) -> Array | int:
+        # Features often agree, for example in valence: a constant costs nothing per id.
         is_same = len(set(values)) == 1
         return values[0] if is_same else value_of_range(positions, first_id, values)
 
     def sample_at(positions: Array) -> Array:
-        """Computes samples without a gather; TPUs gather single numbers slowly."""
+        # Arithmetic instead of a table: TPUs gather single numbers slowly.
         of_feature = positions - by_feature(positions, first_id)
         of_feature = of_feature // by_feature(
             positions, [pooling.valence for pooling in poolings]
