@@ -286,6 +286,20 @@ def test_ids_that_add_nothing_take_no_rows(case):
     assert not_admitted == num_ids - len(expected)
 
 
+def test_nan_weight_of_a_new_id_reaches_the_activations():
+    table = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user", combiner="mean"
+    )
+    plan = te.make_plan({"user": te.FeatureConfig(table=table)}, optimizer="sgd")
+    ids = functional.Ids64.of_array(np.array([[1, 2]]))
+    # Weights computed inside the step: on the host, `prepare` rejects NaN.
+    features = {"user": te.DenseIds(ids=ids, weights=jnp.array([[jnp.nan, 1.0]]))}
+    result = functional.insert_ids(*start(plan), features, plan)
+    assert counts(result.stats["user"])["inserts"] == 2
+    looked_up = functional.lookup(result.tables, result.features, plan)
+    assert jnp.isnan(looked_up.activations["user"]).all()
+
+
 class Model(nnx.Module):
     def __init__(self, plan):
         self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))

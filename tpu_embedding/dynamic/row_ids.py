@@ -476,11 +476,12 @@ def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, lis
 def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
-    # Ids that contribute nothing to a lookup don't need a row.
+    # Ids that contribute nothing to a lookup don't need a row. A weight of NaN does
+    # contribute, so that it reaches the loss.
     weights = getattr(leaf, "weights", None)
     if weights is not None:
         weights = jnp.asarray(weights)
-        inserts &= weights > 0 if leaves_out_weights(feature) else weights != 0
+        inserts &= ~(weights <= 0) if leaves_out_weights(feature) else weights != 0
     if length := feature_shape(leaf, feature, plan.num_shards).sequence_length:
         inserts &= _positions(leaf, plan) < length
     # Shards need equally many ids, so the last one may get padding.
