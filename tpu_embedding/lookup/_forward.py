@@ -1,22 +1,11 @@
 """The forward pass of one stack: ids to activations. Per shard.
 
-`route_stack` runs the stages up to the first exchange, which need no table: flatten,
-dedup, exchange of ids. `read_stack` folds the rest over the rounds: gather, exchange of
-rows, combine. A device that owns all rows of a stack pools rows straight from its
-table, without dedup, rounds or exchanges. Only its gradient runs these stages. A
-stack's backend may replace all stages after flatten (see `plan/backend.py`); the stages
-then run only for batches that the backend can't look up.
+`route_stack` turns ids into keys and sends these to the owners of their rows.
+`read_stack` then gathers, sends back and combines rows, round by round.
 
-Stage 1, flatten, finds the owner of each id, for all features of a stack at once. The
-ids become one array of keys. A *key* is an int32 that combines a row's owner with the
-row's number there: `owner * rows_per_shard + local row`. One sort of the keys therefore
-brings equal ids together and groups them by destination. Ids that look up nothing get
-the largest key: padding, ids outside their table, and ids excluded by their weight.
-
-Stage 5, combine, sums rows into the samples that use them. It multiplies the rows by a
-sparse matrix `[samples, positions]`, whose entries are the gains of the ids, scaled per
-sample by the combiner. `pool_buffer` applies the gains in every round, and `samples_of`
-applies the scales once. `_backward.py` multiplies by the transpose.
+A *key* is an int32, `owner * rows_per_shard + local row`. One sort of the keys brings
+equal ids together and also groups them by destination. Ids that look up nothing have
+the key `PADDING_ROW_ID`, the largest one.
 """
 
 import dataclasses
@@ -48,7 +37,7 @@ from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
-"""Maximum valence up to which the program unrolls the sum over a sample's ids."""
+"""Maximum valence up to which the program unrolls the sum over sample ids."""
 
 ReadRows = Callable[[Shaped[Array, "n ..."]], Float[Array, "n dim"]]
 """Reads the rows at some positions. Ids without a row give zeros."""
@@ -57,19 +46,16 @@ ReadRows = Callable[[Shaped[Array, "n ..."]], Float[Array, "n dim"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureInput:
-    """The ids of one feature, before they are resolved to rows. Per shard.
+    """Ids of one feature, before they become rows.
 
     Attributes:
-      ids: int32 `[ids]`.
-      weights: float32 `[ids]`. None means weight 1 for every id.
-      sample_ids: int32 `[ids]`, output sample of each id, ascending; `num_samples` in
-        unused positions. None if the ids are in blocks: the first ids of all samples,
-        then the second ids, up to `valence`. A TPU adds such blocks without moving
-        them.
-      num_samples: output samples of this shard.
+      weights: None means weight 1 for every id.
+      sample_ids: output samples, ascending; `num_samples` in unused positions. None
+        means the ids are in blocks: the first ids of all samples, then the second ids,
+        up to `valence`. A TPU adds such blocks without moving them.
       valence: ids per sample, if `sample_ids` is None.
-      is_sample: bool `[num_samples]`, False for samples that only fill up the batch.
-        None if all samples are real, or if the distinction makes no difference.
+      is_sample: False for samples that only fill up the batch. None means all are
+        real, or it makes no difference.
     """
 
     ids: Int[Array, " ids"]
@@ -83,15 +69,10 @@ class FeatureInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingSpec:
-    """The weights that pool the rows of one feature into samples. Per shard.
+    """A sparse matrix that pools rows into the samples of one feature.
 
-    Attributes:
-      gains: float32 `[ids]`, factor of each id's row. None means 1 for all.
-      scales: float32 `[samples]`, the combiner's factor of each sample's sum. None
-        means 1 for all.
-      sample_ids: see `FeatureInput`.
-      num_samples: see `FeatureInput`.
-      valence: see `FeatureInput`.
+    The forward pass multiplies by it, the backward pass by its transpose. A None stands
+    for factors of 1. The last three fields are from `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -102,7 +83,7 @@ class PoolingSpec:
 
     @property
     def num_ids(self) -> AxisSize:
-        """Number of ids, padding included."""
+        """Ids, padding included."""
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
@@ -110,18 +91,16 @@ class PoolingSpec:
     def samples_of_ids(
         self, number: Callable[[Int[Array, " n"]], Int[Array, " n"]]
     ) -> Int[Array, " ids"]:
-        """Returns `number(sample)` for the sample of each id.
-
-        Unused ids use the last sample.
-        """
+        """Maps each id to `number(sample)`. Unused ids use the last sample."""
         if self.sample_ids is not None:
+            # Unused ids have `num_samples`, the first sample of the next feature.
             return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
         samples = jnp.arange(self.num_samples, dtype=jnp.int32)
         return jnp.tile(number(samples), self.valence)
 
     @property
     def is_copy(self) -> bool:
-        """True if each sample is a single id's row, up to its scale."""
+        """True if each sample is a single row, up to its scale."""
         return self.gains is None and self.sample_ids is None and self.valence == 1
 
 
@@ -131,19 +110,16 @@ def flatten(
     features: Sequence[FeaturePlan],
     stack: StackPlan,
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Turns the features of a stack into keys and pooling specs. Per shard.
-
-    Returns:
-      The keys of all features, one feature after the other; and for each feature, its
-      `PoolingSpec` and the number of ids outside the table.
-    """
+    """Turns ids into keys, next to the results of `rows_and_poolings`."""
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
     row_ids, poolings, out_of_range = rows_and_poolings(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     offsets = _value_of_each_id([feature.row_offset for feature in features], sizes)
+    # PADDING_ROW_ID plus an offset would overflow.
     is_padding = row_ids == PADDING_ROW_ID
     stack_rows = jnp.where(is_padding, PADDING_ROW_ID, row_ids + offsets)
+    # Rows aren't negative, so this skips the sign corrections in `//` and `%`.
     local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
     owner = stack_rows - local_row * stack.num_shards
     keys = owner * stack.rows_per_shard + stack.layout.dealt(local_row)
@@ -154,12 +130,11 @@ def flatten(
 def rows_and_poolings(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Applies the id policies and combiners of features. Per shard.
+    """Applies id policies and combiners.
 
     Returns:
-      The row that each position reads in its table, or `PADDING_ROW_ID`, one feature
-      after the other; and for each feature, its `PoolingSpec` and the number of ids
-      outside the table.
+      The table row that each position reads, or `PADDING_ROW_ID`; and per feature, its
+      `PoolingSpec` and the number of ids outside the table.
     """
     row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
@@ -191,12 +166,10 @@ def rows_and_poolings(
 def max_unique_ids(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
 ) -> int:
-    """Returns an upper bound on the unique ids of a shard.
-
-    Unless duplicates are kept, a table adds no more than its number of rows.
-    """
+    """Bounds the unique ids per shard, on which buffer sizes depend."""
     if stack.keeps_duplicates:
         return sum(feature_input.ids.shape[0] for feature_input in inputs)
+    # A table adds no more unique ids than it has rows, even if features share it.
     ids_of_table: dict[int, int] = {}
     rows_of_table = {}
     for feature_input, feature in zip(inputs, features, strict=True):
@@ -208,7 +181,7 @@ def max_unique_ids(
 
 
 def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
-    """Makes each sample's ids contiguous, for rules that see occurrences."""
+    """Reorders blocks by sample, so that `in_sequence` rules see ids in that order."""
     valence = feature_input.valence
     if feature_input.sample_ids is not None or valence == 1:
         return feature_input
@@ -230,13 +203,8 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 def _apply_id_policies(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
 ) -> tuple[Int[Array, " all_ids"], list[Int[Array, ""]]]:
-    """Applies the features' id policies. Ids that look up nothing become padding.
-
-    All features share one array, since compile time grows with the number of arrays.
-
-    Returns:
-      Row ids within the tables, and the number of ids outside the table per feature.
-    """
+    """Turns ids into table rows. Ids that look up nothing become padding."""
+    # Compile time grows with the number of arrays, so all features share one.
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
     ids = jnp.concatenate([feature_input.ids for feature_input in inputs])
     num_rows = _value_of_each_id([feature.num_rows for feature in features], sizes)
@@ -244,7 +212,6 @@ def _apply_id_policies(
     is_inside = (ids >= 0) & (ids < num_rows)
     is_outside = ~is_padding & ~is_inside
     if len(set(sizes)) == 1:
-        # One sum for all features: compile time grows with the number of arrays.
         is_outside = is_outside.reshape(len(sizes), sizes[0])
         out_of_range = list(jnp.sum(is_outside, axis=1, dtype=jnp.int32))
     else:
@@ -254,13 +221,14 @@ def _apply_id_policies(
     if any(clips):
         is_clipped = _value_of_each_id(clips, sizes)
         ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
+        # Padding was clipped to the last row, but still reads nothing.
         is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
     checked_weights = [
         feature_input.weights if leaves_out_weights(feature) else None
         for feature_input, feature in zip(inputs, features, strict=True)
     ]
     if any(weights is not None for weights in checked_weights):
-        # A weight of NaN counts, so that it reaches the loss.
+        # `NaN <= 0` is False, so a NaN weight reaches the loss.
         is_left_out = [
             jnp.zeros(size, bool) if weights is None else weights <= 0
             for weights, size in zip(checked_weights, sizes, strict=True)
@@ -270,7 +238,7 @@ def _apply_id_policies(
 
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
-    """Returns the value of each id's feature, or a scalar if all values are equal."""
+    """Repeats each value for the ids of its feature. Equal values become a scalar."""
     # Don't use the default integer type, which jax_enable_x64 changes.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
@@ -283,12 +251,12 @@ def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array
 
 
 def split_by_feature(values: Array, sizes: Sequence[AxisSize]) -> list[Array]:
-    """Splits an array of all features into one array per feature."""
     return jnp.split(values, list(itertools.accumulate(sizes))[:-1])
 
 
 def leaves_out_weights(feature: FeaturePlan) -> bool:
-    """Returns True if ids with a weight of 0 or less are dropped."""
+    """Tells whether ids with a weight of 0 or less are dropped."""
+    # TensorFlow's safe_embedding_lookup_sparse drops them only for mean and sqrtn.
     is_checked = feature.config.validate_weights_and_indices
     return is_checked and feature.combiner != "sum"
 
@@ -296,16 +264,13 @@ def leaves_out_weights(feature: FeaturePlan) -> bool:
 def _fill_empty_samples(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
-    """Puts the default id, with weight 1, at the first position of empty samples.
-
-    A sample is empty if none of its positions has a row. Every sample has at least one
-    position.
-    """
+    """Puts the default id, with weight 1, first in samples that look up nothing."""
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
     if sample_ids is None:
         is_empty = ~is_row.reshape(-1, num_samples).any(axis=0)
         if feature_input.is_sample is not None:
+            # A default id in a sample that only fills up the batch would touch its row.
             is_empty &= feature_input.is_sample
         is_default = jnp.pad(is_empty, (0, row_ids.shape[0] - num_samples))
     else:
@@ -315,6 +280,7 @@ def _fill_empty_samples(
         is_empty = num_rows == 0
         if feature_input.is_sample is not None:
             is_empty &= feature_input.is_sample
+        # Ragged samples have at least one position each, so an empty one has a first.
         is_first = jnp.diff(sample_ids, prepend=-1) != 0
         is_default = is_first & is_empty.at[sample_ids].get(
             mode="fill", fill_value=False, indices_are_sorted=True
@@ -333,15 +299,16 @@ def _gains_and_scales(
     row_ids: Int[Array, " ids"],
     combiner: Combiner,
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
-    """Returns the gain of each id and the scale of each sample.
+    """Computes gains by id, and scales by sample.
 
-    The scale is 1 for sum, 1 / sum(w) for mean and 1 / sqrt(sum(w**2)) for sqrtn. It is
-    0 if the denominator is 0.
+    A scale is 1 for sum, 1 / sum(w) for mean and 1 / sqrt(sum(w**2)) for sqrtn, or 0 if
+    the denominator is 0.
     """
     is_single = feature_input.sample_ids is None and feature_input.valence == 1
     is_used = row_ids != PADDING_ROW_ID
     gains = feature_input.weights
     if gains is not None:
+        # Ids without a row must not count in denominators, and a NaN would spread.
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
@@ -372,20 +339,13 @@ def pool_buffer(
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
-    """Sums gain-weighted rows into their samples. Per shard; no communication.
+    """Sums gain-weighted rows from an exchange buffer into their samples.
 
-    Args:
-      rows: rows in the exchange buffer.
-      positions: position of each id's row in the buffer. Ids without a row have one
-        past the end, and read the buffer's last row, which no id uses.
-      poolings: the features of the stack.
-      gathers: form of the gathers.
-
-    Returns:
-      Float32 sums for `samples_of`, to be added over all rounds. Samples without ids
-      are zero.
+    `positions` points past the end for ids without a row; these read the last row,
+    zero. `samples_of` scales the results, once they are added over all rounds.
     """
-    # A last row of zeros avoids a mask on the gathered rows.
+    # The last entry of each bucket is unused. Zeros there avoid a mask on the gathered
+    # rows.
     last = rows.shape[0] - 1
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
@@ -403,17 +363,15 @@ def pool(
     poolings: Sequence[PoolingSpec],
     gathers: Gathers,
 ) -> list[Float[Array, "_ dim"]]:
-    """Sums gain-weighted rows into their samples, as `pool_buffer` does.
-
-    `positions` has the argument of `rows_at` for each id.
-    """
+    """Sums gain-weighted rows into samples, where each id reads `rows_at(position)`."""
     if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
-        # One array for all features: compile time grows with the number of arrays.
+        # One array for all features, for compile time. `samples_of` splits it.
         return [rows_at(positions)]
     if gathers == "whole":
         at, rows_at = rows_at(positions), lambda rows: rows
     else:
-        at, rows_at = positions, jax.jit(rows_at)  # Traced once per size of feature.
+        # `jit` traces once for all features with equally many ids.
+        at, rows_at = positions, jax.jit(rows_at)
     at = split_by_feature(at, [pooling.num_ids for pooling in poolings])
     return [pool_feature(*x, rows_at) for x in zip(poolings, at, strict=True)]
 
@@ -421,7 +379,7 @@ def pool(
 def samples_of(
     sums: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
 ) -> list[Float[Array, "_ dim"]]:
-    """Returns the activations of each feature from the sums over all rounds."""
+    """Scales the summed rounds into activations, one array per feature."""
     if len(sums) < len(poolings):
         sums = split_by_feature(sums[0], [pooling.num_samples for pooling in poolings])
     return scale_samples(sums, poolings)
@@ -430,7 +388,6 @@ def samples_of(
 def scale_samples(
     samples: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
 ) -> list[Float[Array, "_ dim"]]:
-    """Multiplies each feature's samples by the scales of its combiner."""
     return [
         rows if pooling.scales is None else rows * pooling.scales[:, None]
         for rows, pooling in zip(samples, poolings, strict=True)
@@ -440,7 +397,7 @@ def scale_samples(
 def pool_feature(
     pooling: PoolingSpec, at: Shaped[Array, "ids ..."], rows_at: ReadRows
 ) -> Float[Array, "samples dim"]:
-    """Sums a feature's gain-weighted rows, which are `rows_at(at)`."""
+    """Sums the gain-weighted rows `rows_at(at)` into the samples of one feature."""
     gains, valence = pooling.gains, pooling.valence
     if pooling.sample_ids is None and 1 < valence <= _MAX_UNROLLED_VALENCE:
         # The first ids of all samples, then the second ones, and so on. Adding slices
@@ -454,6 +411,7 @@ def pool_feature(
     if gains is not None:
         rows = rows * gains[:, None]
     if pooling.sample_ids is not None:
+        # This drops unused ids, whose sample `num_samples` is past the end.
         return jax.ops.segment_sum(
             rows, pooling.sample_ids, pooling.num_samples, indices_are_sorted=True
         )
@@ -465,17 +423,13 @@ def pool_feature(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRouting:
-    """The ids of a stack, routed to their rows, for both passes. Per shard.
+    """Ids routed to their rows, for both passes.
 
     Attributes:
-      keys: int32 `[ids]`, keys of all features; see `_forward.py`.
-      sent: the ids at the owners of their rows. None if this device reads its own rows,
-        or if the backend replaces the lookup. In that case, `stack_gradient` may add
-        them.
-      backend_ids: what the backend needs from the ids; see `Backend.prepare_ids`.
-      poolings: one per feature of the stack.
-      out_of_range: int32 `[1]` per feature of the stack, ids outside the table.
-      max_unique_ids: upper bound on the unique ids of a shard.
+      sent: the ids at the owners. None if this device reads its own rows, or if the
+        backend replaces the lookup; `stack_gradient` may add them later.
+      backend_ids: see `Backend.prepare_ids`.
+      out_of_range: ids outside the table, `[1]` per feature.
     """
 
     keys: Int[Array, " ids"]
@@ -491,9 +445,9 @@ def route_stack(
     features: Sequence[FeaturePlan],
     stack: StackPlan,
 ) -> StackRouting:
-    """Sends the ids of one stack to the owners of their rows. Per shard.
+    """Sends ids to the owners of their rows.
 
-    It reads no table, so it may run before a table's update.
+    This reads no table, so it may run before a table is updated.
     """
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
@@ -503,6 +457,7 @@ def route_stack(
         sent=sent,
         backend_ids=stack.backend.prepare_ids(keys, poolings, stack),
         poolings=poolings,
+        # `shard_map` joins the shards along a first axis, which scalars lack.
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
     )
@@ -511,14 +466,12 @@ def route_stack(
 def read_stack(
     table: PackedRows, routing: StackRouting, stack: StackPlan
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting, dict[str, Int[Array, "one *n"]]]:
-    """Reads and combines the rows of routed ids. Per shard.
+    """Reads and combines rows.
 
     Returns:
-      Float32 activations `[samples, dim]` per feature of the stack; the routing for the
-      backward pass; and this shard's counts by field of `LookupStats`, each with an
-      axis of length 1 in front. Counts that don't apply are missing: `num_ids` and
-      `requested_rows` if the lookup sent no ids, `missing_rows` if the device has all
-      rows of its shard.
+      Float32 activations; the routing for the backward pass; counts by `LookupStats`
+      field, each with an axis of length 1 in front. `num_ids` and `requested_rows` are
+      missing if the lookup sent no ids, `missing_rows` if the device has all its rows.
     """
     poolings = routing.poolings
 
@@ -526,6 +479,7 @@ def read_stack(
         def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
             rows = read_rows(table, row_ids).astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
+            # This comes after `quantize`, which may not map 0 to 0.
             is_row = row_ids < stack.rows_per_shard
             return zeros_unless(is_row, rows)
 
@@ -569,7 +523,7 @@ def read_stack(
 
 
 def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
-    """Returns the ids at the owners of their rows, sending them if necessary."""
+    """Sends ids to the owners, unless the lookup already did."""
     if routing.sent is not None:
         return routing.sent
     return send_ids(routing.keys, routing.max_unique_ids, stack)
@@ -578,13 +532,11 @@ def sent_ids(routing: StackRouting, stack: StackPlan) -> SentIds:
 def _read_before_update(
     activations: list[Float[Array, "_ dim"]], routing: StackRouting
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
-    """Orders the table's reads before an update's writes.
-
-    An update writes to the rows in the routing, so one barrier orders these after the
-    activations. Otherwise the update could write before the rows are read, if the
-    derivative of the loss doesn't use the activations.
-    """
+    """Orders table reads before the writes of an update."""
     sent = routing.sent
+    # An update writes to the rows in the routing, so one barrier orders these after the
+    # activations. If the loss derivative doesn't use the activations, XLA could
+    # otherwise write first, and copy the whole table to keep the old rows.
     reads = (activations, routing.keys, routing.backend_ids)
     if sent is None:
         activations, keys, backend_ids = read_before_write(reads)

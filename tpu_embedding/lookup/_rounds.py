@@ -1,28 +1,12 @@
-"""Stages 2 to 4: which ids travel when, and the exchange with their owners.
+"""Dedup, rounds, and the exchange with the owners of rows. Per shard.
 
-An id is one word or several words. A single word is the key of a row. Several words are
-the key of a bucket and the words of a 64-bit id. Keys are int32 and include the owner:
-`owner * keys_per_shard + local key`. `dedup` merges equal ids into one request and
-groups requests by owner.
+Buffers are static, so a round carries at most `capacity` ids from each shard to each
+owner. All sources cut their ids for an owner at the same id, so all requests for a row
+travel in one round. An optimizer can therefore finish one round before the next begins;
+see docs/concepts/skew.md.
 
-A round carries at most `capacity` ids from each shard to each owner. An owner's ids are
-split into *ranges* that are equal for all source shards, so all requests for an id
-travel in one round. An owner can therefore sum a row's gradients within a round, and an
-optimizer can finish a round before the next begins.
-
-A round's range ends before the first id that doesn't fit for some source. The shards
-find it with an all-reduce (minimum) of one number per owner and word of the id.
-
-`send_unique` sends the first round, which callers run as straight-line code. Later
-rounds exist only under skew. `fold_later_rounds` is the only loop over rounds: the
-forward pass folds "fetch, combine" over it, an update "spread, send, merge, apply the
-rule", and a vocabulary "find or insert". All shards agree on when to stop.
-
-Ids, rows and gradients travel by all-to-all, in buckets of equal size, one per
-destination. If several devices hold copies of a shard, each copy serves its own group
-of devices. The gradients of all copies are gathered and summed in the same order, so
-copies stay bitwise equal after the update. (A GPU adds repeated rows in no fixed order
-unless XLA is set to be deterministic.)
+Callers run round 1 as straight-line code, then `fold_later_rounds`, the only loop over
+rounds.
 """
 
 import dataclasses
@@ -50,7 +34,10 @@ Above it, a binary search in a loop is faster."""
 
 
 Words = tuple[Integer[Array, " _"], ...]
-"""Ids of one or more words, ordered lexicographically."""
+"""Ids of one or more words, ordered lexicographically.
+
+The first word is an int32 key, `owner * keys_per_shard + local key`. Alone, it names a
+row. Otherwise it names a bucket, and the words of a 64-bit id follow."""
 
 
 def rank_unique(
@@ -59,10 +46,11 @@ def rank_unique(
     """Sorts ids, and ranks each among the distinct ids.
 
     Returns:
-      The words, ascending; the position of each id before sorting; and its rank, the
-      number of smaller distinct ids.
+      Words, ascending; positions before sorting; ranks, which count smaller distinct
+      ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
+    # Equal ids get one rank in any order, so the sort needn't be stable.
     *ids, order = jax.lax.sort(
         (*words, positions), num_keys=len(words), is_stable=False
     )
@@ -76,10 +64,7 @@ def rank_unique(
 def unsort(
     values: Integer[Array, " n"], order: Int[Array, " n"]
 ) -> Integer[Array, " n"]:
-    """Returns values of sorted ids in their order before sorting.
-
-    `order` has the position of each id before sorting; see `rank_unique`.
-    """
+    """Undoes a sort, given the positions before sorting."""
     return (
         jnp.zeros_like(values)
         .at[order]
@@ -95,18 +80,15 @@ def unsort(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SortedIds:
-    """The ids of a shard, sorted by key. Per shard.
+    """Ids in key order.
 
     Attributes:
-      words: `[ids]` each, ascending; padding last. The first word is the key.
-      order: int32 `[ids]`, position of each sorted id before sorting.
-      ranks: int32 `[ids]`, number of smaller distinct ids. If duplicates are kept, each
-        occurrence counts as distinct.
-      first_positions: int32 `[num_shards + 1]`, sorted position of the first id of each
-        destination; the last entry is the position of the first padding.
-      first_ranks: int32 `[num_shards + 1]`, rank of the first id of each
-        destination; the last entry is the number of unique ids.
-      keys_per_shard: keys that each shard owns.
+      words: ascending; padding last.
+      order: positions before sorting.
+      ranks: smaller distinct ids. If duplicates are kept, each occurrence is distinct.
+      first_positions: where the ids for each destination begin, then where padding
+        begins.
+      first_ranks: ranks at these positions. The last one counts the unique ids.
     """
 
     words: Words
@@ -118,7 +100,6 @@ class SortedIds:
 
     @property
     def sorted_keys(self) -> Int[Array, " ids"]:
-        """Keys of the sorted ids."""
         return self.words[0]
 
 
@@ -128,13 +109,10 @@ def dedup(
 ) -> SortedIds:
     """Sorts ids. One sort both finds duplicates and groups ids by destination.
 
-    Args:
-      words: words of the ids. The key of padding is larger than all keys of shards.
-      num_shards: destinations.
-      keys_per_shard: keys that each shard owns.
-      keeps_duplicates: whether each occurrence of an id travels separately.
+    Padding needs a key above all keys that shards own.
     """
     if keeps_duplicates:
+        # A stable sort keeps the occurrences of a row in sample order.
         positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
         *ids, order = jax.lax.sort(
             (*words, positions), num_keys=len(words), is_stable=True
@@ -155,12 +133,12 @@ def dedup(
 
 
 def count_below(words: Words, unique: SortedIds) -> Int[Array, " queries"]:
-    """Counts the unique ids of the shard that are below each query."""
+    """Counts the unique ids below each query."""
     return _ranks_before(_search(unique.words, words), unique.ranks)
 
 
 def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
-    """Returns the unique id of each rank, or words of `PADDING_ROW_ID` past the end."""
+    """Finds the unique id at each rank, or padding past the end."""
     positions = _search((unique.ranks,), (ranks,))
     return tuple(
         word.at[positions].get(mode="fill", fill_value=PADDING_ROW_ID)
@@ -171,9 +149,10 @@ def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
 def broadcast_to_ids(
     values: Int[Array, " shards"], unique: SortedIds
 ) -> Int[Array, " ids"]:
-    """Returns the value of each sorted id's destination, undefined for padding."""
+    """Repeats values for all sorted ids of a destination. Undefined for padding."""
     # A running sum over the steps between destinations replaces a gather, because a TPU
-    # gathers single integers slowly.
+    # gathers single integers slowly. Steps are added, since a destination without ids
+    # begins where the next one does.
     steps = jnp.diff(values, prepend=0)
     starts = jnp.zeros_like(unique.ranks)
     starts = starts.at[unique.first_positions[:-1]].add(
@@ -195,6 +174,7 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
         low, high = bounds
         middle = (low + high) // 2
         is_below = jnp.zeros(num_queries, bool)
+        # A finished search may look past the end. The clipped word then doesn't count.
         is_equal = low < high
         for word, query in zip(rising, queries, strict=True):
             middle_word = word.at[middle].get(mode="clip")
@@ -209,7 +189,7 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
 def _ranks_before(
     positions: Int[Array, " queries"], ranks: Int[Array, " ids"]
 ) -> Int[Array, " queries"]:
-    """Counts the unique ids before each sorted position."""
+    """Counts unique ids before each sorted position."""
     before = gather_in_bounds(ranks, jnp.maximum(positions - 1, 0))
     return jnp.where(positions == 0, 0, before + 1)
 
@@ -219,20 +199,17 @@ def fetch_rows(
     row_ids: Int[Array, " buffer"],
     stack: StackPlan,
 ) -> Float[Array, "buffer dim"]:
-    """Gathers the rows requested from this shard, and sends them back. Per shard.
-
-    `row_ids` are the requests of a `Round`.
+    """Gathers rows for a `Round` of requests, and sends them back.
 
     Returns:
-      The rows that this shard requested, float32, in the positions of its requests.
-      Positions without a request are undefined.
+      Float32 rows at the positions where this shard sent requests; undefined elsewhere.
     """
     with jax.named_scope("gather"):
         rows = read_rows(table, row_ids)
         if stack.hardware.name == "cpu":
             # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)
-    # Rows stored in bfloat16 also travel in bfloat16. The conversion is exact.
+    # Rows stored in bfloat16 also travel in bfloat16. This is exact before `quantize`.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -242,19 +219,15 @@ def fetch_rows(
 def exchange(buffer: Array, stack: StackPlan) -> Array:
     """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
 
-    Args:
-      buffer: `[num_shards * bucket_size, ...]`, per shard.
-      stack: provides the mesh axes that split rows.
-
-    Returns:
-      The received buckets in the order of their senders, in the same shape. A second
-      exchange returns every bucket to its sender.
+    `buffer` is `[num_shards * bucket_size, ...]`. The result is ordered by sender, so a
+    second exchange returns every bucket.
     """
     if stack.num_shards == 1:
         return buffer
     shape = buffer.shape
     if buffer.ndim == 1 and buffer.size % (stack.num_shards * LANES) == 0:
-        # On TPU, an int32 array of this shape has the flat array's memory layout.
+        # On TPU, an int32 array of this shape has the flat array's memory layout, and
+        # its buckets are sent without a copy.
         buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
         buffer, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
@@ -279,21 +252,19 @@ Carry = TypeVar("Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """The requests of one round, at their source and at the owner. Per shard.
+    """Requests in one round, at their source and at the owner.
 
     Attributes:
-      buffer_positions: int32 `[ids]`, position of each sorted id in the buffer of
-        requests. Its row has the same position in the buffer of answers. The position
-        is past the end if the id is not part of this round.
-      requests: requests to this shard, one bucket per source shard. int32
-        `[buffer_size]`, local rows; or uint32 `[buffer_size, words]`, the local key
-        first. Unused positions, including the last, have the key `PADDING_ROW_ID`.
-      next_ranks: int32 `[num_shards]`, first pending rank per destination after this
-        round.
-      end_row: int32 `[1]`, end of the range of this shard's own rows that this round
-        covers. The range begins where the previous round's range ends.
-      is_pending: bool `[1]`, True if some shard has pending ids after this round. It is
-        False in a gradient of zeros, so no further round runs.
+      buffer_positions: where each sorted id is among the requests, and its row among
+        the answers. Past the end if it's not in this round.
+      requests: buckets by source. int32 `[buffer_size]`, local rows; or uint32
+        `[buffer_size, words]`, the local key first. Unused positions, including the
+        last, have the key `PADDING_ROW_ID`.
+      next_ranks: first pending rank per destination after this round.
+      end_row: `[1]`, where this round ends among the rows that this shard owns. It
+        begins where the previous round ended.
+      is_pending: `[1]`, True if some shard has ids for a later round. Zeros, as in an
+        empty gradient, mean that no further round runs.
     """
 
     buffer_positions: Int[Array, " ids"]
@@ -306,14 +277,10 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """The ids of a batch, with the first round sent to the owners. Per shard.
+    """Sorted ids, with the first round sent to the owners.
 
     Attributes:
-      unique: the unique ids of the shard.
-      first: the first round.
-      companions: uint32 `[ids]` each, words that travel with the sorted ids. Equal ids
-        have equal words.
-      size: buffer sizes of each round.
+      companions: words that travel with the sorted ids. Equal ids have equal words.
     """
 
     unique: SortedIds
@@ -322,18 +289,14 @@ class SentIds:
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
     def positions(self, current: Round) -> Int[Array, " ids"]:
-        """Returns the position of each id's row in the buffer of a round."""
+        """Finds buffer positions, in the order before sorting."""
         return unsort(current.buffer_positions, self.unique.order)
 
 
 def send_ids(
     keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan
 ) -> SentIds:
-    """Sends the unique ids of the first round to the owners of their rows. Per shard.
-
-    `keys` has the keys of all features; see `_forward.py`. No shard has more than
-    `max_unique_ids` unique ids.
-    """
+    """Dedups at most `max_unique_ids` distinct keys, and sends the first round."""
     unique = dedup(
         (keys,),
         stack.num_shards,
@@ -349,10 +312,7 @@ def send_unique(
     size: RoundSize,
     stack: StackPlan,
 ) -> SentIds:
-    """Sends the first round of unique ids to their owners. Per shard.
-
-    See `SentIds` for the arguments.
-    """
+    """Sends the first round to the owners."""
     first_ranks = unique.first_ranks[:-1]
     first = _next_round(unique, companions, first_ranks, size, stack)
     return SentIds(unique=unique, first=first, companions=companions, size=size)
@@ -365,15 +325,10 @@ def fold_later_rounds(
     stack: StackPlan,
     num_passes: int = 1,
 ) -> tuple[Carry, Int[Array, ""]]:
-    """Folds `carry = body(carry, round)` over the rounds after the first. Per shard.
+    """Folds `carry = body(carry, round)` over the rounds after the first.
 
-    Args:
-      body: function to run in each round.
-      carry: the caller's result of the first round, `ids.first`.
-      ids: from `send_ids`.
-      stack: plan of the stack.
-      num_passes: number of passes over the rounds, if there are several rounds. Each
-        later pass starts again at the first round.
+    If there are several rounds and `num_passes` is above 1, each later pass starts
+    again at the first round.
 
     Returns:
       The final carry, and the number of rounds, including the first.
@@ -410,10 +365,7 @@ def _next_round(
     size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    """Sends the requests of a round. Per shard.
-
-    `first_ranks` has the first pending rank of each destination.
-    """
+    """Sends requests, from the first pending ranks on."""
     if size.holds_all:
         # No batch of this shape needs a second round, so there is nothing to agree on.
         next_ranks = unique.first_ranks[1:]
@@ -421,6 +373,8 @@ def _next_round(
     else:
         next_ranks, end_keys = _agree_on_range(unique, first_ranks, size, stack)
         end_row = end_keys[jax.lax.axis_index(stack.shard_axes)]
+        # All shards see the same ends, so they leave the loop together. Otherwise its
+        # collectives would hang.
         is_pending = jnp.any(end_keys != unique.keys_per_shard)
     rank_in_round = unique.ranks - broadcast_to_ids(first_ranks, unique)
     is_in_round = (
@@ -437,6 +391,8 @@ def _next_round(
     )
     shape = (size.buffer_size, *request.shape[1:])
     requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
+    # Slices by destination would compile to a loop on TPUs, and make a whole step take
+    # 16 % more cycles than this scatter does. Equal ids write equal requests.
     requests = requests.at[buffer_positions].set(
         request, mode="drop", wrap_negative_indices=False
     )
@@ -455,10 +411,10 @@ def _agree_on_range(
     size: RoundSize,
     stack: StackPlan,
 ) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
-    """Finds the range of each destination's ids that fits in a round for all sources.
+    """Finds the range that fits in a round for all sources.
 
     Returns:
-      The first rank and local key after the range, for each destination.
+      The first rank and local key after the range, by destination.
     """
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
@@ -470,8 +426,8 @@ def _agree_on_range(
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
     # Find the smallest end over all devices, word by word. A word counts only where all
-    # earlier words are the smallest. The minimum includes copies of a shard, so they
-    # get the same ids in a round.
+    # earlier words are the smallest. Copies of a shard are included, as they need equal
+    # rounds.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:
@@ -486,20 +442,18 @@ def _agree_on_range(
 
 
 def gather_from_replicas(received: RowGradients, stack: StackPlan) -> RowGradients:
-    """Returns the gradients that all copies of the shard received.
-
-    Returns:
-      The gradients of all copies, one copy after the other. Rows may repeat. If the
-      optimizer sees occurrences in sequence, they are in sample order.
-    """
+    """Gathers the gradients that all copies of a shard received. Rows may repeat."""
     if stack.num_replicas == 1:
         return received
+
+    # All copies sum the same gradients in the same order, so they stay bitwise equal.
+    # (A GPU adds repeated rows in any order unless XLA is set to be deterministic.)
 
     def gather(buffer: Array) -> Array:
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            # Sort the buckets of all copies by the device of their samples.
+            # Sort buckets by the device that has their samples, for sample order.
             axes = (*stack.replica_axes, *stack.shard_axes)
             sizes = [jax.lax.axis_size(axis) for axis in axes]
             buckets = buffers.reshape(*sizes, -1, *rest)

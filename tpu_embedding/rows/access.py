@@ -1,8 +1,7 @@
-"""Reads and changes rows of packed arrays: gather, add, replace, set. Per shard.
+"""Reads and changes packed rows: by id, or in blocks of consecutive rows. Per shard.
 
-Functions work on the rows of one shard, without communication. All other code accesses
-rows by id only through this file, so this file is the place for another implementation
-of gathers and scatters. Blocks of consecutive rows serve passes over a whole table.
+All other code accesses rows by id only through this file, so a different gather or
+scatter belongs here. Nothing communicates. Blocks serve passes over a whole table.
 """
 
 import dataclasses
@@ -35,14 +34,12 @@ from tpu_embedding.xla import copied_in_vectors
 
 
 def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
-    """Reads rows that this device owns. Rows that it lacks are NaN.
-
-    Ids past the last row read arbitrary values, as in `gather_rows`.
-    """
+    """Reads rows that this device owns. Rows that it lacks are NaN."""
     _, places = packed.locate(row_ids)
     rows = gather_rows(packed, places)
     if packed.holds_all_rows:
         return rows
+    # NaN reaches the loss. Padding is not missing, so it isn't NaN.
     is_missing = _are_missing(row_ids, places).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
 
@@ -50,7 +47,7 @@ def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
 def num_missing(
     packed: PackedRows, row_ids: Int[Array, " ids"]
 ) -> Int[Array, ""] | None:
-    """Counts rows that this device owns but lacks, or returns None if it has all."""
+    """Counts rows that this device owns but lacks. None means it has all rows."""
     if packed.holds_all_rows:
         return None
     _, places = packed.locate(row_ids)
@@ -62,15 +59,12 @@ def _are_missing(row_ids: Array, places: Array) -> Bool[Array, " ids"]:
 
 
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
-    """Reads rows.
+    """Reads rows, narrow ones as float32.
 
-    Ids past the last row, including padding, read the last row. What they read must not
-    be used.
-
-    Returns:
-      `[ids, *row_shape]`: narrow rows as float32, others in the array's dtype.
+    Don't use what ids past the last row, such as padding, read.
     """
     layout = packed.layout
+    # The gather doesn't check bounds, and its result needs no mask.
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
     rows = load_rows(_gather_stored(packed, row_ids), layout)
     return rows.reshape(row_ids.shape[0], *layout.row_shape)
@@ -79,26 +73,17 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
 def gather_lines(
     lines: Shaped[Array, "lines *lane"], positions: Int[Array, " n"]
 ) -> Shaped[Array, "n *lane"]:
-    """Returns `lines[positions]`, the rows of a buffer or the lines of a table.
-
-    All positions must be in bounds.
-    """
+    """Gathers lines or buffer rows. Positions must be in bounds."""
     return copied_in_vectors(gather_in_bounds(lines, positions))
 
 
 def add_to_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Adds to rows, in place if the caller donated them.
+    """Adds to rows, in place if the caller donated them. Others keep their bits.
 
-    All other rows keep their bits. Rows that share a line with a named row get -0.0
-    added, the only float that changes nothing. (A device that flushes denormals to zero
-    also flushes the denormals of such neighbours.)
-
-    Args:
-      packed: the rows of this shard.
-      row_ids: rows to change, each at most once. Ids past the last row are dropped.
-      values: `[ids, *row_shape]`, numbers to add.
+    Each row may appear once. Ids past the last row are dropped. A device that flushes
+    denormals to zero also flushes them in rows that share a line with a changed row.
     """
     assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
@@ -108,17 +93,12 @@ def add_to_rows(
 def replace_stored_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
-    """Replaces narrow rows in place. Other rows keep their bits.
+    """Replaces narrow rows in place by rows from `encode_rows`.
 
-    The difference between new and old bits is added, shifted to the row's bits.
-    Additions of int32 wrap around, so the result is exact, and rows in the same lanes
-    are unchanged: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
-
-    Args:
-      packed: the rows of this shard.
-      row_ids: rows to change, each at most once. Ids past the last row are dropped.
-      stored: the new rows, from `encode_rows`.
+    Each row may appear once. Ids past the last row are dropped. Others keep their bits.
     """
+    # Additions of int32 wrap around, so this is exact and keeps the row in the same
+    # lanes: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
     layout = packed.layout
     old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
     difference = (stored - old) << shifts_of(row_ids, layout)[:, None]
@@ -128,12 +108,12 @@ def replace_stored_rows(
 def _add_to_stored(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Adds to the lanes of rows with XLA's scatter."""
     layout = packed.layout
     line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
     lines = packed.lines.at[line_ids].add(
         lines_to_add(row_ids, values, layout),
         mode="drop",
+        # XLA may sort indices that can repeat, as they do in packed lines.
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
@@ -141,14 +121,14 @@ def _add_to_stored(
 
 
 def row_differences(old: Array, new: Array) -> Array:
-    """Returns `new - old`, or 0 for equal infinities, whose difference is NaN."""
+    """Finds what to add to old values. Between equal infinities, that is 0, not NaN."""
     return jnp.where(new == old, jnp.zeros((), new.dtype), new - old)
 
 
 def _gather_stored(
     packed: PackedRows, row_ids: Int[Array, " ids"]
 ) -> Shaped[Array, "ids _"]:
-    """Reads rows as they are stored, with XLA. All ids must be in bounds."""
+    """Reads rows in their stored form. All ids must be in bounds."""
     layout = packed.layout
     if layout.lines_per_row > 1:
         lines = gather_lines(packed.lines, _lines_of_rows(row_ids, layout))
@@ -161,18 +141,17 @@ def _gather_stored(
         rows = select_lanes(lines, groups, layout.groups_per_line, layout.lanes_per_row)
     if layout.rows_per_lane == 1:
         return rows
+    # The mask removes the other row, or the sign bits that `>>` copies.
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
 
 
 def _line_ids(
     row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Returns the lines of named rows, and numbers past the last line for other rows.
-
-    These numbers are distinct, so they add no duplicates, and writes drop them. In a
-    table of 2**31 lines they wrap to negative numbers, which are also dropped.
-    """
+    """Finds the lines of named rows. For other rows, writes drop the results."""
     line_ids = _lines_of_rows(row_ids, layout)
+    # Each dropped line has its own number, so that `unique_indices` stays true. In a
+    # table of 2**31 lines they wrap to negative numbers, which are also dropped.
     dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)
     return jnp.where(jnp.repeat(is_named, layout.lines_per_row), line_ids, dropped)
 
@@ -180,7 +159,6 @@ def _line_ids(
 def _lines_of_rows(
     row_ids: Int[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Returns the lines of each row, `lines_per_row` one after the other."""
     first_lines = layout.line_of(row_ids)
     if layout.lines_per_row == 1:
         return first_lines
@@ -194,24 +172,18 @@ def set_rows(
     values: Array,
     old: Array | None = None,
 ) -> PackedRows:
-    """Sets rows to given values, in place if the caller donated them.
+    """Sets rows to exact values, in place if the caller donated them.
 
-    Lines of a TPU are set with two additions: first the negated old value, which leaves
-    exactly 0, then the new value. Additions are offloaded from the TensorCore, and rows
-    that share a line can only be added to. So are rows whose old values were read: new
-    values that don't depend on them, written first, would make XLA copy the array.
-
-    Args:
-      packed: the rows of this shard.
-      row_ids: rows to set, each at most once. Ids past the last row are dropped.
-      values: `[ids, *row_shape]`. Narrow rows are rounded to nearest.
-      old: the current values, if they are known.
+    Each row may appear once. Ids past the last row are dropped. Narrow rows are rounded
+    to nearest. Pass the current values as `old` if you have read them.
     """
     layout = packed.layout
     if layout.narrow_dtype is not None:
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
     if layout.tile_lanes is None and old is None:
+        # Rows that were read are added to even here. If new values don't depend on old
+        # ones, XLA could write first, and copy the array.
         lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
         line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
         return _set_lines(packed, line_ids, lines)
@@ -219,6 +191,8 @@ def set_rows(
         old = gather_rows(packed, row_ids)
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return add_to_rows(packed, row_ids, values - old)
+    # A TPU adds on SparseCores, and can't overwrite rows that share a line. `new - old`
+    # could round or overflow, but `-old` leaves exactly 0.
     packed, old = _clear_non_finite(packed, row_ids, old)
     return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
 
@@ -226,25 +200,17 @@ def set_rows(
 def _clear_non_finite(
     packed: PackedRows, row_ids: Int[Array, " ids"], old: Array
 ) -> tuple[PackedRows, Array]:
-    """Zeroes the NaN and infinities of some rows, which no addition can replace.
+    """Zeroes NaN and infinities in some rows, since no addition can replace them.
 
-    No line may be set twice in one scatter, so the first rows of all lines are cleared
-    together, then the second rows, and so on. If all values are finite, no line is
-    read.
-
-    Args:
-      packed: the rows of this shard.
-      row_ids: see `set_rows`.
-      old: the current values, `[ids, *row_shape]`.
-
-    Returns:
-      The rows, in place, and their values now.
+    `old` has the current values. The result includes the values after the change.
     """
     layout = packed.layout
     is_stuck, is_row = ~jnp.isfinite(old), row_ids < layout.num_rows
     old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
     is_stuck &= is_row.reshape(-1, *[1] * (old.ndim - 1))
 
+    # No line may be set twice in one scatter, so this clears the first rows of all
+    # lines, then the second rows, and so on.
     def clear(i: Array, packed: PackedRows) -> PackedRows:
         is_due = is_row & (row_ids % layout.rows_per_line == i)
         line_ids = _line_ids(row_ids, is_due, layout)
@@ -259,7 +225,7 @@ def _clear_non_finite(
 
 
 def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
-    """Sets lines, each at most once. Lines past the last are dropped."""
+    """Sets lines, each at most once."""
     lines = packed.lines.at[line_ids].set(
         lines, mode="drop", wrap_negative_indices=False
     )
@@ -268,27 +234,21 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Parts of a pass: rounds of a gradient, or blocks of rows.
+    """Rounds of a gradient, or blocks of rows. Exists only during tracing.
 
-    The first part is straight-line code. All later parts run in a loop. This exists
-    only while a step is traced, and is not a pytree.
-
-    Attributes:
-      first: the first part.
-      fold_later: `fold_later(body, carry)` calls `carry = body(carry, part)` for each
-        later part. None if there can't be any.
+    The first part is straight-line code. `fold_later(body, carry)` folds
+    `carry = body(carry, part)` over all later parts. None means there can't be any.
     """
 
     first: Any
     fold_later: Callable[[Callable[[Any, Any], Any], Any], Any] | None = None
 
     def fold(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Calls `carry = body(carry, part)` for every part."""
+        """Folds `body` over all parts."""
         carry = body(carry, self.first)
         return carry if self.fold_later is None else self.fold_later(body, carry)
 
     def map(self, function: Callable[[Any], Any]) -> "Parts":
-        """Returns `function(part)` for every part."""
         fold_later = self.fold_later
         if fold_later is None:
             return Parts(function(self.first))
@@ -301,16 +261,16 @@ class Parts:
 
 
 _ROWS_PER_BLOCK: Final = 8192
-"""Approximate number of rows per block of a pass: 4 MiB of 128 float32 lanes."""
+"""Approximate rows per block: 4 MiB, if they have 128 float32 lanes."""
 
 
 class Blocks(NamedTuple):
-    """The blocks that cover all rows of a shard, as (first row, number of rows).
+    """Blocks that cover all rows, each as (first row, row count).
 
     Attributes:
-      first: a block of its own size, if the rows don't make whole blocks.
-      starts: first rows of all other blocks.
-      size: their number of rows.
+      first: the block that runs outside the loop, so it can have its own size.
+      starts: first rows in other blocks.
+      size: their row count.
     """
 
     first: tuple[int, int]
@@ -318,7 +278,6 @@ class Blocks(NamedTuple):
     size: int
 
     def as_parts(self) -> Parts:
-        """Returns the blocks as parts of a pass."""
         if not self.starts:
             return Parts(self.first)
 
@@ -333,30 +292,27 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
-    """Returns blocks that start at a line boundary in all layouts."""
+    """Cuts rows into blocks that start at a line boundary in all layouts."""
     alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
     size, num_rows = round_up(_ROWS_PER_BLOCK, alignment), layouts[0].num_rows
     whole, rest = num_rows // size * size, num_rows % size
+    # Blocks in a loop have one static size. The rest is a block outside of it.
     if rest:
         return Blocks((whole, rest), range(0, whole, size), size)
     return Blocks((0, size), range(size, num_rows, size), size)
 
 
 def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
-    """Returns rows `start` to `start + num_rows`. A line must begin at `start`.
-
-    Returns:
-      `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
-    """
+    """Reads consecutive rows, narrow ones as float32. A line must begin at `start`."""
     return unpack_rows(lines_of_block(packed, start, num_rows))
 
 
 def write_block(
     packed: PackedRows, start: Any, rows: Shaped[Array, "rows *row"]
 ) -> PackedRows:
-    """Writes rows from `start` on. A line must begin at `start`.
+    """Writes consecutive stored rows. A line must begin at `start`.
 
-    The new rows are stored rows. Their unused lanes may be missing.
+    Unused lanes may be missing.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
@@ -373,17 +329,14 @@ def merge_block(
     stored: Shaped[Array, "rows lanes"],
     is_new: Bool[Array, " rows"],
 ) -> PackedRows:
-    """Replaces rows from `start` on, where `is_new`. A line must begin at `start`.
-
-    `stored` has the new rows in their stored form, in whole lines.
-    """
+    """Replaces stored rows where `is_new`, in whole lines from `start` on."""
     old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
 
 
 def lines_of_block(packed: PackedRows, start: Any, num_rows: int) -> PackedRows:
-    """Returns rows `start` to `start + num_rows`, in their lines."""
+    """Slices consecutive rows, still packed. A line must begin at `start`."""
     layout = dataclasses.replace(packed.layout, num_rows=num_rows)
     first_line, size = layout.line_of(start), layout.num_lines
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)

@@ -1,10 +1,8 @@
-"""An entry of the tables that rejects arithmetic on their leaves.
+"""A leaf next to narrow tables on which arithmetic raises.
 
-A leaf of a bfloat16 or int8 table has words that several values share. Arithmetic with
-`jax.tree.map`, such as a moving average or a norm, would be silently wrong. So the dict
-of such tables also holds a guard, whose leaf has an opaque dtype, like JAX's random
-keys. JAX compiles, copies, places and saves such a leaf, but rejects arithmetic.
-Lookups and updates ignore the guard, and compiled programs don't change.
+In bfloat16 and int8 tables, several values share a word, so a moving average or a norm
+with `jax.tree.map` would be silently wrong. The guard has an opaque dtype, like random
+keys, so JAX copies and saves it but rejects arithmetic. Lookups and updates ignore it.
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, UInt32
 
 GUARD_NAME: Final = "table_guard"
-"""Name of the guard in the dict of tables, after the stacks `stack_<i>` in order."""
+"""Key in the dict of tables. It sorts after the stacks, `stack_<i>`."""
 
 _ADVICE: Final = (
     "leaves of these tables are packed bfloat16 or int8 values, so arithmetic on them "
@@ -46,11 +44,7 @@ _IMPL: Final = define_prng_impl(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArithmeticGuard:
-    """A pytree with one leaf, on which arithmetic raises an error.
-
-    Attributes:
-      words: opaque array `[devices, 1]`, a shape that allows the partition of lines.
-    """
+    """A pytree with one opaque leaf, `[devices, 1]`, which is sharded like lines."""
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     words: Any
@@ -70,5 +64,5 @@ class ArithmeticGuard:
 
 
 def make_guard(words: UInt32[Array, "devices one two"]) -> ArithmeticGuard:
-    """Returns a guard, given zeros on the devices of the tables."""
+    """Makes a guard from zeros on the same devices as the tables."""
     return ArithmeticGuard(jax.random.wrap_key_data(words, impl=_IMPL))

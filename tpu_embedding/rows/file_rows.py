@@ -1,13 +1,8 @@
-"""Converts lines to rows of files and back, bit for bit. Runs on the host.
+"""Converts lines to file rows and back, on the host. Rows keep their bits.
 
-A file holds the rows of a table in the table's own type, whatever the packing:
-
-    float32 tables, slot variables    the elements of a row
-    bfloat16                          the elements of a row
-    int8                              FBGEMM's row of `dim + 8` bytes: `dim` codes, then
-                                      scale and bias, both float32, lowest byte first
-
-Nothing is rounded, so a row that is written and read keeps its bits.
+Files don't depend on the packing. They hold elements in the table's own dtype, except
+that an int8 row has the `dim + 8` bytes of FBGEMM: `dim` codes, then scale and bias,
+both float32, lowest byte first.
 """
 
 from typing import Final
@@ -31,10 +26,7 @@ SCALE_AND_BIAS_BYTES: Final = 8
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a row in a file.
-
-    Args:
-      packed: rows of a table or slot variable, or their shapes.
+    """Finds the shape and dtype of a row in a file. `packed` may hold only shapes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,15 +45,9 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
 
 
 def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns the rows of whole lines as files hold them.
+    """Converts whole lines to file rows `[lines * rows_per_line, *shape]`.
 
-    Args:
-      lines: `[lines]` or `[lines, lanes]`, as the layout stores them.
-      layout: packing of these rows. Its number of rows may differ.
-
-    Returns:
-      `[lines * rows_per_line, *shape]`, with the `shape` and dtype of `file_row`. The
-      result is a view of the lines if possible.
+    The result is a view of the lines if possible. The row count in `layout` is ignored.
     """
     stored = rows_of_lines(lines.reshape(-1, layout.lanes_per_line), layout)
     match layout.narrow_dtype:
@@ -69,19 +55,12 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
             return load_rows(stored, layout).reshape(-1, *layout.row_shape)
         case "int8":
             return _int8_bytes(stored, layout.dim)
+    # NumPy has no bfloat16 of its own, but a view keeps the bits, NaN included.
     return stored.astype(np.uint16).view(jnp.bfloat16)
 
 
 def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Puts rows of a file into whole lines, the inverse of `file_rows_of_lines`.
-
-    Args:
-      rows: `[lines * rows_per_line, *shape]`, with the `shape` and dtype of `file_row`.
-      layout: see `file_rows_of_lines`.
-
-    Returns:
-      `[lines]` or `[lines, lanes]`. Unused lanes are zero.
-    """
+    """Inverts `file_rows_of_lines`. Unused lanes are zero."""
     match layout.narrow_dtype:
         case None:
             stored = store_rows(rows.reshape(-1, layout.dim), layout)
@@ -94,15 +73,9 @@ def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
-    """Returns numbers as rows of a file, rounded to the file's type.
+    """Rounds numbers `[rows, *row_shape]` to file rows. `packed` may hold only shapes.
 
-    Args:
-      values: `[rows, *row_shape]`, real numbers.
-      packed: rows of the table or slot variable, or their shapes.
-
-    Returns:
-      `[rows, *shape]`, with the `shape` and dtype of `file_row`. Values that already
-      have this dtype are not copied.
+    Values that already have the right dtype are not copied.
 
     Example:
       >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
@@ -119,10 +92,7 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
 
 
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns rows of a file as numbers, narrow rows as float32.
-
-    Maps `[rows, *shape]`, with the `shape` of `file_row`, to `[rows, *row_shape]`.
-    """
+    """Converts file rows to numbers `[rows, *row_shape]`, narrow ones to float32."""
     match layout.narrow_dtype:
         case None:
             return rows
@@ -132,23 +102,20 @@ def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def encode_int8(rows: np.ndarray) -> np.ndarray:
-    """Returns float32 rows `[rows, dim]` as int8 rows of a file, rounded to nearest."""
+    """Encodes float32 rows `[rows, dim]` as int8 file rows, rounded to nearest."""
     return _int8_bytes(encode_rows(rows, "int8"), rows.shape[1])
 
 
 def decode_int8(rows: np.ndarray) -> np.ndarray:
-    """Returns int8 rows of a file as float32: codes times scale, plus bias.
-
-    Args:
-      rows: uint8 `[rows, dim + 8]`.
-    """
+    """Decodes int8 file rows `[rows, dim + 8]`: codes times scale, plus bias."""
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
     ends = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
     return codes * ends[:, :1] + ends[:, 1:]
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
-    """Returns the bytes of int8 rows. A word holds every `words`-th element."""
+    # A word holds every `words`-th element, so bytes in memory order aren't in element
+    # order; see `_join` in `narrow_rows.py`.
     ends = np.ascontiguousarray(words[:, -2:]).view(np.uint8)
     codes = np.ascontiguousarray(words[:, :-2]).view(np.uint8)
     codes = codes.reshape(len(words), -1, 4).transpose(0, 2, 1)
@@ -157,7 +124,7 @@ def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _int8_words(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Returns the words of int8 rows, the inverse of `_int8_bytes`."""
+    """Inverts `_int8_bytes`."""
     num_words = layout.lanes_per_row - 2
     codes = np.zeros((len(rows), 4 * num_words), np.uint8)
     codes[:, : layout.dim] = rows[:, : layout.dim]

@@ -1,20 +1,12 @@
-"""Rows of fewer than 32 bits per element, stored in 32-bit words.
+"""Rows with fewer than 32 bits per element, stored in int32 words. JAX or NumPy.
 
-A TPU's gathers and scatters move and add 32-bit words, and XLA stores 16-bit arrays in
-tiles that a gather of rows would copy. So narrow rows are stored in int32 arrays:
+TPU gathers and scatters work on 32-bit words. XLA stores 16-bit arrays in tiles, which
+a gather would copy.
 
-    bfloat16    two rows share each lane: the lower bits belong to one row, the upper
-                bits to another
-    int8        four elements of a row share a lane; two more lanes hold the row's
-                scale and bias, both float32
-
-Rows that share lanes are read with a shift, so a TPU moves no values between lanes. An
-int8 row has its own lanes because of its scale and bias.
-
-A new row replaces the old one exactly: the int32 difference of their bits is added,
-shifted to the row's bits. Such additions never carry into other rows.
-
-The functions also accept NumPy arrays, and then compute on the host.
+    bfloat16    two rows share each lane, one in its lower bits, one in its upper bits,
+                so a shift separates them and a TPU moves no values between lanes
+    int8        four elements of a row share a lane; two more lanes hold scale and bias,
+                both float32
 """
 
 from types import ModuleType
@@ -41,7 +33,7 @@ _MAX_CODE: Final = 255
 
 
 def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
-    """Returns the lanes that a row takes, including lanes that it shares.
+    """Counts the lanes that a row takes, alone or shared.
 
     Example:
       >>> lanes_per_row("bfloat16", 64), lanes_per_row("int8", 64)
@@ -51,25 +43,16 @@ def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
 
 
 def rows_per_lane(dtype: NarrowDtype) -> int:
-    """Returns the number of rows that share each lane."""
+    # An int8 row has lanes of its own because of its scale and bias.
     return 1 if dtype == "int8" else 2
 
 
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
-    """Encodes float32 rows as they are stored, each in its own lanes.
+    """Encodes float32 rows as int32 `[rows, lanes]`, each in its own lanes.
 
-    Finite numbers out of bfloat16's range become its largest number. NaN and all
-    numbers that bfloat16 can represent, including infinities, are unchanged.
-
-    Args:
-      rows: float32 `[rows, dim]`, NumPy or JAX.
-      dtype: storage type.
-      bits: random uint32 `[rows, dim]`. With them, values are rounded to bfloat16 up or
-        down at random, such that the mean is exact. By default, values are rounded to
-        nearest.
-
-    Returns:
-      int32 `[rows, lanes]`: the bit patterns of bfloat16, or the words of int8.
+    Values are rounded to nearest, or with random uint32 `bits`, to bfloat16 up or down
+    such that the mean is exact. Finite numbers stay finite. NaN and all numbers that
+    bfloat16 can represent are unchanged.
     """
     if dtype == "int8":
         return _encode_int8(rows)
@@ -78,10 +61,7 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
 
 
 def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
-    """Decodes stored rows to float32, the inverse of `encode_rows`.
-
-    `stored` is int32 `[rows, lanes]`, NumPy or JAX.
-    """
+    """Decodes the rows of `encode_rows` to float32."""
     xp = _module_of(stored)
     if dtype == "int8":
         codes = _split(stored[:, :-2].view("uint32"), dim, xp)
@@ -91,9 +71,9 @@ def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
 
 
 def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
-    """Joins rows that share lanes, from `encode_rows`.
+    """Joins rows from `encode_rows` that share lanes.
 
-    Maps int32 `[lines, rows_per_lane, lanes]` to `[lines, lanes]`.
+    Maps `[lines, rows_per_lane, lanes]` to `[lines, lanes]`.
     """
     if dtype == "int8":
         return stored[:, 0]
@@ -101,45 +81,42 @@ def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
 
 
 def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
-    """Splits lines into the rows that share lanes, the inverse of `join_rows`."""
+    """Inverts `join_rows`."""
     if dtype == "int8":
         return lines[:, None]
+    # `>>` copies the sign, which the mask removes.
     parts = [lines & 0xFFFF, (lines >> 16) & 0xFFFF]
     return _module_of(lines).stack(parts, axis=1)
 
 
 def mix_bits(words: Any) -> Any:
-    """Maps each word to a pseudo-random word, one to one.
+    """Maps uint32 words to pseudo-random words, one to one.
 
-    Each input bit changes each output bit with probability near 1/2. A hash of
-    counters, unlike a random stream, is independent of the order and number of devices.
-    Words are uint32, NumPy or JAX. Source: Wellons' "lowbias32".
+    Each input bit changes each output bit with probability near 1/2. Source: Wellons'
+    "lowbias32".
     """
+    # A hash of counters doesn't depend on the order and number of devices, unlike a
+    # random stream.
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
     return words ^ (words >> np.uint32(16))
 
 
 def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
-    """Returns random bits for each element of each row.
-
-    `keys` has a random number per row, from `mix_bits`.
-    """
+    """Makes random bits per element from a random number per row."""
     elements = jnp.arange(dim, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return mix_bits(keys[:, None] + elements[None, :])
 
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32.
-
-    The upper half of the magnitude is kept, after a carry from the lower half: a random
-    one, or one that rounds to nearest. Finite numbers stay finite.
-    """
+    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32."""
+    # The carry into the upper half, which is kept, is random or rounds to nearest.
     magnitude = patterns & _MAGNITUDE
     if bits is None:
         carry = ((magnitude >> 16) & 1) + 0x7FFF  # A tie goes to the even number.
     else:
         carry = bits & 0xFFFF
+    # A finite number must not be rounded up to infinity.
     rounded = xp.minimum((magnitude + carry) >> 16, _BFLOAT16_INFINITY - 1)
     rounded = xp.where(magnitude == _FLOAT32_INFINITY, _BFLOAT16_INFINITY, rounded)
     rounded = xp.where(magnitude > _FLOAT32_INFINITY, _BFLOAT16_NAN, rounded)
@@ -147,10 +124,11 @@ def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
 
 
 def _encode_int8(rows: Any) -> Any:
-    """Encodes each row with its own scale and bias, using the full range of codes."""
+    """Encodes each row with its own scale and bias, as FBGEMM does."""
     xp = _module_of(rows)
     bias = rows.min(axis=1)
     scale = (rows.max(axis=1) - bias) / np.float32(_MAX_CODE)
+    # A row with equal elements has scale 0, and its codes are 0, not NaN.
     divisor = xp.where(scale == 0, np.float32(1), scale)
     codes = xp.round((rows - bias[:, None]) / divisor[:, None])
     codes = xp.clip(codes, 0, _MAX_CODE).astype("int32").view("uint32")
@@ -159,11 +137,9 @@ def _encode_int8(rows: Any) -> Any:
 
 
 def _join(codes: Any, xp: ModuleType) -> Any:
-    """Packs four elements of an int8 row, as uint32, into each word.
-
-    Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
-    bits first.
-    """
+    """Packs four elements of an int8 row, as uint32, into each word."""
+    # Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
+    # bits first, so that joining and splitting work on contiguous slices.
     num_words = -(-codes.shape[1] // 4)
     codes = xp.pad(codes, ((0, 0), (0, 4 * num_words - codes.shape[1])))
     words = codes[:, :num_words]
@@ -173,7 +149,7 @@ def _join(codes: Any, xp: ModuleType) -> Any:
 
 
 def _split(words: Any, dim: int, xp: ModuleType) -> Any:
-    """Returns the elements of the words of int8 rows, as uint32."""
+    """Inverts `_join`."""
     parts = [(words >> shift) & 0xFF for shift in (0, 8, 16, 24)]
     return xp.concatenate(parts, axis=1)[:, :dim]
 

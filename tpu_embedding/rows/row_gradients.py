@@ -1,14 +1,11 @@
 """The gradient of a stacked table, as `lookup/` passes it to `update/`.
 
-A gradient arrives at the owners of its rows in rounds. There is always a first round.
-Later rounds exist only under skew. Different rounds have different rows, so an update
-may apply them one by one. The interface is `Parts` of `RowGradients`: the backward pass
-fills it, an update folds over it, and neither runs the other's code.
+It arrives as `Parts`: one `RowGradients` per round. Rounds have different rows, so an
+update may apply them one by one.
 
-Row ids must not be added or scaled. A generic `jax.tree.map` over a sparse gradient
-would do so silently, and change the wrong rows. `seal` therefore hides integers in an
-opaque dtype, like JAX's random keys. JAX passes such arrays through `jit` but rejects
-arithmetic on them. Compiled programs don't change.
+A `jax.tree.map` over a sparse gradient would silently add or scale row ids, and change
+the wrong rows. So `seal` hides integers in an opaque dtype, on which JAX rejects
+arithmetic. Compiled programs don't change.
 """
 
 import dataclasses
@@ -50,18 +47,17 @@ def _reject_arithmetic(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WithoutOperators:
-    """Rejects Python's arithmetic with an error that names the right functions."""
+    """Rejects Python operators with an error that names the right functions."""
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _reject_arithmetic
     __mul__ = __rmul__ = __truediv__ = __pow__ = _reject_arithmetic
 
 
 class _Guard(np.ndarray):
-    """A leaf before the sealed leaves. Arithmetic on it raises outside of `jax.jit`.
+    """A leaf before the sealed leaves. Arithmetic on it raises outside `jax.jit`."""
 
-    Without this leaf, JAX would raise an error that doesn't mention gradients: Optax
-    starts a norm with `real` or `conj`, which random keys lack.
-    """
+    # Optax starts a norm with `real` or `conj`, which random keys lack. JAX would raise
+    # an error that doesn't mention gradients.
 
     real = imag = property(_reject_arithmetic)  # pyright: ignore
     conj = __array_ufunc__ = _reject_arithmetic  # pyright: ignore
@@ -75,12 +71,8 @@ GUARD: Final = np.zeros((), bool).view(_Guard)
 class Sealed:
     """A pytree whose row ids and weights are protected from arithmetic.
 
-    `jnp.zeros_like` of every leaf gives a tree without rows.
-
-    Attributes:
-      leaves: leaves of the tree, most of them in an opaque dtype.
-      structure: structure of the tree.
-      dtypes: dtype of each sealed leaf, or None for a leaf that is not sealed.
+    If you apply `jnp.zeros_like` to every leaf, it has no rows. `dtypes` has a None for
+    each leaf that is not sealed.
     """
 
     leaves: list[Any]
@@ -88,7 +80,7 @@ class Sealed:
     dtypes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
 
     def open(self) -> Any:
-        """Returns the tree with plain arrays."""
+        """Restores plain arrays."""
         leaves = []
         for leaf, dtype in zip(self.leaves, self.dtypes, strict=True):
             if dtype is not None:
@@ -100,23 +92,21 @@ class Sealed:
 
 
 def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
-    """Returns the tree with its arrays in an opaque dtype.
+    """Puts int32 and float32 arrays in an opaque dtype.
 
-    Args:
-      tree: pytree of int32, float32 and bool arrays.
-      linear_fields: names of the fields that scale with the gradient. Their float32
-        arrays are not sealed, so that a map over floats only, such as division by a
-        loss scale, is correct.
+    Float32 arrays in `linear_fields` scale with the gradient, and stay as they are.
     """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves, dtypes = [], []
     for path, leaf in with_paths:
         is_linear = any(getattr(key, "name", None) in linear_fields for key in path)
+        # A map over the open floats is right, such as division by a loss scale.
         is_open = leaf.dtype == bool or (is_linear and leaf.dtype == jnp.float32)
         dtypes.append(None if is_open else leaf.dtype.name)
         if not is_open:
             if leaf.dtype == jnp.int32:
-                leaf = leaf ^ PADDING_ROW_ID  # A word of zeros stands for padding.
+                # A zero then means padding, so zeros are a gradient without rows.
+                leaf = leaf ^ PADDING_ROW_ID
             words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
             leaf = jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
         leaves.append(leaf)
@@ -126,16 +116,15 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """Gradients of the rows of one round. Per shard.
+    """Row gradients in one round. Per shard.
 
     Attributes:
-      row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
-        for optimizers that see occurrences); `PADDING_ROW_ID` where unused.
-      values: `[rows, dim]`, gradient of each row, undefined in unused positions.
-      occurrences: the gradient of each occurrence of an id, for optimizers that need
-        the norm of all occurrences; else None.
-      covered: the shard's rows that the round covers. None if it covers all rows, or if
-        the rule runs on no other rows than those looked up.
+      row_ids: local rows, each at most once (or once per occurrence, for optimizers
+        that see occurrences); `PADDING_ROW_ID` where unused.
+      values: gradients, undefined in unused positions.
+      occurrences: one gradient per occurrence, if the optimizer needs their norm.
+      covered: rows in this round, touched or not. None if these are all rows, or if the
+        rule runs only on touched rows.
     """
 
     row_ids: Int[Array, " rows"]
@@ -144,17 +133,13 @@ class RowGradients:
     covered: RowRange | None = None
 
     def as_row_updates(self, places: Array | None = None) -> RowUpdates:
-        """Returns the gradients with zeros in unused positions.
-
-        They are for rows at these places, by default the row ids.
-        """
+        """Zeroes unused positions. `places` may replace the row ids."""
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
         row_ids = self.row_ids if places is None else places
         return RowUpdates(row_ids=row_ids, values=values)
 
     def scaled(self, factor: Float[Array, ""]) -> "RowGradients":
-        """Returns the gradients times a factor."""
         occurrences = self.occurrences
         if occurrences is not None:
             values = occurrences.values * factor
@@ -164,7 +149,7 @@ class RowGradients:
         )
 
     def only_if(self, condition: Bool[Array, ""]) -> "RowGradients":
-        """Returns these gradients, or no rows if a condition doesn't hold."""
+        """Removes all rows unless a condition holds."""
 
         def kept(row_ids: Array) -> Array:
             return jnp.where(condition, row_ids, PADDING_ROW_ID)
@@ -183,7 +168,7 @@ class RowGradients:
 
 
 def empty_gradient(dim: int) -> Parts:
-    """Returns the gradient of a step that touched no rows of a stack. Per shard."""
+    """Makes the gradient for a step that touched no rows. Per shard."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     values = jnp.zeros((1, dim), jnp.float32)
     return Parts(RowGradients(row_ids=row_ids, values=values))

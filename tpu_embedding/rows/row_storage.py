@@ -1,8 +1,7 @@
-"""The interface of storages, which say where the rows of a stack are stored.
+"""The interface of row storages.
 
-`RowStorage` is the core's own: devices hold all rows. A placement may give a stack
-another storage, and with it a different class of rows; see `Placement.store` and
-`PackedRows.holds_all_rows`.
+The core keeps all rows on devices. A placement may give a stack a different storage,
+and with it a different class of rows; see `Placement.store`.
 """
 
 import dataclasses
@@ -18,13 +17,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowStorage:
-    """A storage in which devices hold all rows of a stack.
+    """Storage of all rows on devices. Only subclasses need the methods.
 
-    It is frozen and hashable, since plans are static under `jit`. Its methods are
-    called only if devices don't hold all rows.
-
-    Attributes:
-      bytes_per_device: memory that each device needs in addition to its rows.
+    It must be hashable, since plans are static under `jit`. `bytes_per_device` comes in
+    addition to the rows.
     """
 
     holds_all_rows: ClassVar[bool] = True
@@ -34,14 +30,11 @@ class RowStorage:
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
     ) -> PackedRows:
-        """Returns the rows of a new stack. Global."""
+        """Makes the rows of a new stack. Global."""
         raise NotImplementedError
 
     def init_state(
         self, table: PackedRows, stack: "StackPlan", kept: Any = None
     ) -> Any:
-        """Returns the optimizer's initial state for the current rows. Global.
-
-        With a state `kept`, the new state has the slot variables of that state.
-        """
+        """Makes state for the current rows, with slots from `kept` if given. Global."""
         raise NotImplementedError
