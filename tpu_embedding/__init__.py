@@ -1,11 +1,8 @@
 """Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
 
 Start with `TPUEmbedding`, the Flax layer, and train it with `value_and_grad` and
-`Optimizer`. Everything else is in modules, including `tpu_embedding.linen` (the layer
-for Flax Linen) and `tpu_embedding.functional` (lookups without Flax).
-
-Names are imported on first use, so `import tpu_embedding` is fast, and only programs
-that save or restore load Orbax.
+`Optimizer`. `tpu_embedding.linen` has the layer for Flax Linen, and
+`tpu_embedding.functional` has lookups without Flax.
 """
 
 import sys as _sys
@@ -18,6 +15,8 @@ from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.lazy_names import lazy_names as _lazy_names
 from tpu_embedding.lazy_names import show_public_names_only as _show_public_names_only
 
+# Imported on first use, so that the package imports fast, and only programs that save
+# or restore load Orbax.
 if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public names here.
     from tpu_embedding import checkpoint as checkpoint
     from tpu_embedding import distributed as distributed
@@ -61,11 +60,14 @@ if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public nam
 
 __all__ = [*_lazy_names(__name__)]  # pyright: ignore[reportUnsupportedDunderAll]
 
+# Runs before JAX looks for devices, which is when libtpu would print its warnings.
 _describe_host()
 
 
+# The import system sets each imported submodule as an attribute. Only the package's
+# class can intercept that.
 class _Package(_types.ModuleType):
-    """The type of this package. `dir` of a public module shows only public names."""
+    """A package whose public modules hide their own imports from `dir`."""
 
     def __setattr__(self, name: str, value: _Any) -> None:
         if isinstance(value, _types.ModuleType) and name in __all__:
@@ -83,12 +85,11 @@ _import_name = _import_when_used(__name__)
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports a public name on first use."""
     return _version() if name == "__version__" else _import_name(name)
 
 
 def __dir__() -> list[str]:
-    """Returns all public names, including names not imported yet."""
+    # The default would leave out the names that aren't imported yet.
     return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
 
 

@@ -1,11 +1,8 @@
 """Checks arguments of public functions and fields of configurations.
 
-Without these checks, an argument of the wrong type fails deep inside JAX or Flax, with
-an error that doesn't name the argument. They run when the user calls the function, and
-their errors show the correct call.
-
-A configuration class has one rule per field. One error reports all broken rules of an
-object, each with the field, rule, value, owner and fix.
+Without these checks, a wrong type fails deep inside JAX or Flax, with an error that
+doesn't name the argument. Errors from here name the field, the rule, the value and the
+fix. A configuration reports all its broken rules in one error.
 """
 
 import difflib
@@ -24,19 +21,14 @@ E = TypeVar("E", bound=Exception)
 
 
 class ArgumentType(NamedTuple):
-    """The type of an argument.
-
-    Attributes:
-      type: class or union of classes.
-      text: completes "must be ..." in the error, such as `"a Mesh of jax.make_mesh"`.
-    """
+    """A required type, and the text that completes "must be ..." in the error."""
 
     type: Any
     text: str
 
 
 def describe_value(value: Any) -> str:
-    """Returns a short description of a value for an error.
+    """Describes a value briefly, for an error.
 
     Example:
       >>> describe_value(0.1), describe_value((0, 1)), describe_value(describe_value)
@@ -48,7 +40,7 @@ def describe_value(value: Any) -> str:
         return f"the function {value.__name__}"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {reprlib.repr(list(value))}"
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic):  # NumPy 2 would print `np.float64(0.1)`.
         value = value.item()
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
@@ -57,12 +49,7 @@ def describe_value(value: Any) -> str:
 
 
 def about(error: E, field: str, value: Any = None) -> E:
-    """Returns an error with the attributes `field` and `value`, for code that reads it.
-
-    Args:
-      error: error whose text names the field, rule, value, owner and fix.
-      field: field or argument, after its owner if it has one: `"TableConfig.dim"`.
-      value: the user's value.
+    """Attaches `field` and `value` to an error, for code that handles it.
 
     Example:
       >>> error = about(ValueError("TableConfig.dim must be at least 1, got 0."),
@@ -81,7 +68,7 @@ def invalid(
     fix: str = "",
     kind: Callable[[str], E] = ValueError,
 ) -> E:
-    """Returns an error that names a field, the rule it breaks, its value and a fix.
+    """Builds an error that names a field, the rule it breaks, its value and a fix.
 
     Example:
       >>> invalid("te.make: size", "be an int", 0.5, "Write te.make(size=1).")
@@ -92,7 +79,7 @@ def invalid(
 
 
 def type_name(value: Any) -> str:
-    """Returns the name of a value's type with its article.
+    """Names the type with the article.
 
     Example:
       >>> type_name(3), type_name([])
@@ -109,25 +96,17 @@ _REPR.maxstring, _REPR.maxother = 200, 80
 
 
 def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> None:
-    """Raises TypeError unless a value has the expected type.
-
-    Args:
-      owner: function and argument, such as `"te.functional.lookup: plan"`.
-      expected: required type.
-      value: the user's value.
-      line: correct call, for the error.
-    """
+    """Raises a TypeError that shows the correct call, `line`, unless the type fits."""
     if not isinstance(value, expected.type):
         raise invalid(owner, f"be {expected.text}", value, f"Write {line}.", TypeError)
 
 
 def check_mapping(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a mapping; see `check_type`."""
     check_type(owner, ArgumentType(Mapping, "a dict"), value, line)
 
 
 def check_scalar(owner: str, value: Any, line: str) -> None:
-    """Raises TypeError unless a value is a number or an array of shape `()`."""
+    """Accepts numbers and scalar arrays."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) != ():
         raise invalid(owner, "be a number", value, f"Write {line}.", TypeError)
 
@@ -135,13 +114,10 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
 def right_names(
     aliases: Mapping[str, str] | None = None, module: str = "te", /, **right: str
 ) -> Callable[[T], T]:
-    """Decorates a function or class so that its errors suggest the right arguments.
+    """Makes errors about unknown arguments suggest what to write.
 
-    Args:
-      aliases: mapping from an alias to the name of the argument.
-      module: public module of the function or class, for the errors.
-      **right: mapping from a name in another library to the argument's name, or to
-        other code to write instead.
+    `aliases` maps each alias to an argument. `right` maps names from other libraries to
+    an argument, or to other code.
 
     Example:
       >>> @right_names(num_rows="size")
@@ -165,11 +141,13 @@ def right_names(
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             owner = f"{module}.{target.__name__}"
+            # Python's own error would count these arguments, but not name them.
             if unnamed := by_name[: max(0, len(args) - num_by_place)]:
                 line = ", ".join(f"{name}=..." for name in unnamed)
                 raise TypeError(f"{owner} takes these by name: write {line}")
             for alias in aliases.keys() & kwargs.keys():
                 name = aliases[alias]
+                # `dataclasses.replace` passes all fields, so it needs the field's name.
                 if name in kwargs or name in known[: len(args)]:
                     text = f"{owner} got {alias} and {name}, which are the same. Pass "
                     text += f"only {name}, also in dataclasses.replace."
@@ -184,6 +162,7 @@ def right_names(
 
         if not is_class:
             return checked
+        # A function instead of the class would break `isinstance`.
         target.__init__ = checked
         return target
 
@@ -191,7 +170,6 @@ def right_names(
 
 
 def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
-    """Returns what to write instead of an unknown argument."""
     similar = difflib.get_close_matches(name, known, n=1)
     better = right.get(name, similar[0] if similar else "")
     if not better:
@@ -200,13 +178,7 @@ def _right_name(name: str, known: list[str], right: Mapping[str, str]) -> str:
 
 
 class Rule(NamedTuple):
-    """A rule for the value of a field.
-
-    Attributes:
-      is_met: returns True for a valid value.
-      text: completes "must be ..." in the error.
-      fix: what to write instead; empty if `text` already says so.
-    """
+    """A rule for field values. `text` completes "must be ..." in the error."""
 
     is_met: Callable[[Any], bool]
     text: str
@@ -214,7 +186,6 @@ class Rule(NamedTuple):
 
 
 def int_rule(low: int, high: int | None = None, fix: str = "") -> Rule:
-    """Returns a rule for an int from `low` to `high`."""
     text = f"of at least {low}" if high is None else f"from {low} to {high}"
     return Rule(
         lambda x: is_int(x) and low <= x and (high is None or x <= high),
@@ -224,12 +195,10 @@ def int_rule(low: int, high: int | None = None, fix: str = "") -> Rule:
 
 
 def choice_rule(choices: tuple[str, ...], fix: str = "") -> Rule:
-    """Returns a rule for one of several strings."""
     return Rule(lambda x: x in choices, f"one of {list(choices)}", fix)
 
 
 def optional(rule: Rule) -> Rule:
-    """Returns a rule that also accepts None."""
     return rule._replace(
         is_met=lambda x: x is None or rule.is_met(x), text=f"{rule.text} or None"
     )
@@ -239,13 +208,7 @@ BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 
 
 class Problem(NamedTuple):
-    """A problem of a configuration.
-
-    Attributes:
-      field: field with its class, `"TableConfig.dim"`.
-      value: value of the field.
-      text: what follows the field in the error, without a period.
-    """
+    """A broken rule. `text` follows the field, such as `"TableConfig.dim"`."""
 
     field: str
     value: Any
@@ -255,18 +218,13 @@ class Problem(NamedTuple):
 def broken_rules(
     config: Any, rules: Mapping[str, Rule], owner: str = ""
 ) -> Iterator[Problem]:
-    """Yields a problem for each field that breaks its rule.
-
-    Args:
-      config: object of a configuration class.
-      rules: mapping from field to rule.
-      owner: text that names the object, such as `" for table 'movie'"`.
-    """
+    """Finds the broken rules. `owner` names the object: `" for table 'movie'"`."""
     for field, (is_met, text, fix) in rules.items():
         value = getattr(config, field)
         if not is_met(value):
             ending = f"; {fix}" if fix else ""
-            # The elements of an array would hide the rest of the error.
+            # Array elements would hide the rest of the error. Classes such as
+            # `np.float32` also have an attribute `ndim`.
             is_array = getattr(value, "ndim", 0) and not isinstance(value, type)
             got = describe_value(value) if is_array else repr(value)
             text = f"must be {text}, got {got}{owner}{ending}"
@@ -274,12 +232,12 @@ def broken_rules(
 
 
 def is_int(value: Any) -> bool:
-    """Returns True for Python and NumPy ints, but not for bools."""
+    """Accepts Python and NumPy ints, but not bools."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_finite(*values: Any) -> bool:
-    """Returns True if all values are finite numbers and not bools."""
+    """Accepts finite numbers, but not bools."""
     return all(
         isinstance(value, numbers.Real)
         and not isinstance(value, bool)
@@ -289,10 +247,8 @@ def is_finite(*values: Any) -> bool:
 
 
 def convert_ints(config: Any, *fields: str) -> None:
-    """Converts NumPy integers in fields, or in tuples in fields, to int.
-
-    Otherwise arithmetic on narrow NumPy integers could wrap around.
-    """
+    """Converts NumPy integers, also in tuples, to int."""
+    # Arithmetic on narrow NumPy integers could wrap around.
     for field in fields:
         value = getattr(config, field)
         if isinstance(value, tuple):
@@ -303,10 +259,7 @@ def convert_ints(config: Any, *fields: str) -> None:
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
-    """Raises one ValueError with all problems, if any.
-
-    Its attributes `field` and `value` name the first one.
-    """
+    """Raises one ValueError for all problems; its `field` names the first."""
     problems = list(problems)
     if problems:
         text = "; ".join(f"{problem.field} {problem.text}" for problem in problems)

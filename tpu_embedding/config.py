@@ -1,9 +1,8 @@
-"""Configuration of embedding tables and of the features that look up their rows.
+"""Configures embedding tables, and the features that look up their rows.
 
 Field names and meanings follow `tf.tpu.experimental.embedding`, so a TensorFlow
-configuration carries over line by line. All classes are frozen and hashable. They
-validate every field at construction and report all problems of an object in one error.
-`tpu_embedding.make_plan` validates the nest of features as a whole.
+configuration carries over line by line. Each object reports all its problems in one
+error at construction. `make_plan` then checks the features together.
 """
 
 import abc
@@ -59,10 +58,10 @@ class QuantizationConfig:
     Each element `x` becomes `floor((clip(x, lower, upper) - lower) / q + 0.5) * q +
     lower` with `q = (upper - lower) / (num_buckets - 1)`. Stored rows keep full
     precision. Gradients pass straight through, even for values outside the range.
-    Source: TensorFlow's `optimization_parameters.proto`, `QuantizationConfig`.
+    Source: TensorFlow, `optimization_parameters.proto`.
 
     Attributes:
-      num_buckets: number of distinct quantized values, at least 2.
+      num_buckets: distinct quantized values, at least 2.
       lower: smallest quantized value.
       upper: largest quantized value, above `lower`.
 
@@ -92,16 +91,14 @@ class QuantizationConfig:
 
 
 class Placement(abc.ABC):
-    """Where the rows of a table live on a mesh: `te.Sharded` or `te.Replicated`.
+    """Where table rows live on a mesh: `te.Sharded` or `te.Replicated`.
 
-    A placement changes memory and traffic, never results. `TableConfig.placement` sets
-    it for one table, `make_plan(placement=...)` for all. The plan shows each stack's
-    placement and the reason for it.
+    A placement changes memory and traffic, never results.
     """
 
     @abc.abstractmethod
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns the axes that split rows, in mesh order.
+        """Picks the mesh axes that split rows, in mesh order.
 
         Raises:
           ValueError: if the placement names an axis that the mesh lacks.
@@ -113,9 +110,7 @@ class Placement(abc.ABC):
     def store(
         self, stack: "StackPlan", placements: "Sequence[Placement]"
     ) -> "StackPlan":
-        """Returns the plan of a stack, given the placements of its tables.
-
-        It may store the rows elsewhere than on the devices, the default.
+        """Plans where a stack stores its rows, by default on the devices.
 
         Raises:
           ValueError: if the placement doesn't support the stack.
@@ -140,11 +135,11 @@ class Sharded(Placement):
     """Placement that splits rows over mesh axes and copies them along all other axes.
 
     Ids and rows travel only along `axes`. Devices along the other axes sum their
-    gradients, so their copies stay bitwise equal. On GPUs, bitwise equality needs
+    gradients, so their copies stay bitwise equal. However, on GPUs this needs
     `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
-      axes: names of the mesh axes. Defaults to all axes, so each row is on one device.
+      axes: mesh axis names. By default all axes, so each row is on one device.
 
     Example:
       >>> Sharded(axes=("model",)).axes
@@ -157,7 +152,7 @@ class Sharded(Placement):
         raise_all(broken_rules(self, {"axes": optional(_AXES_RULE)}))
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns the placement's axes, or all mesh axes if it names none."""
+        """Picks the placement's axes, or all mesh axes if it names none."""
         axes = mesh_axes if self.axes is None else self.axes
         unknown = [axis for axis in axes if axis not in mesh_axes]
         if unknown:
@@ -184,31 +179,25 @@ class Replicated(Placement):
     """
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns no axes, because every device has all rows."""
+        """Picks no axes, because every device has all rows."""
         return ()
 
 
 ChoosePlacement = Callable[[str, int], Placement]
-"""Function that chooses a table's placement from its name and number of rows."""
+"""Function that chooses a table's placement from its name and row count."""
 
 
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
-    """Returns the placement that TensorFlow's `embedding_feature` requests.
+    """Translates TensorFlow's `embedding_feature` to a placement for all tables.
 
-    In TensorFlow, the value describes a TPU's embedding hardware, by name or as an enum
-    member. `"UNSUPPORTED"` means that the TPU lacks such hardware, so all tables are
-    replicated. In this library, `"V1"` and `"V2"` shard the tables on any hardware.
-
-    Returns:
-      The placement of all tables, or None to leave the choice to `make_plan`.
-
-    Raises:
-      ValueError: if the name is unknown.
+    If None, `make_plan` chooses.
 
     Example:
       >>> placement_of_embedding_feature("UNSUPPORTED")
       Replicated()
     """
+    # TensorFlow has an enum for a TPU's embedding hardware. "UNSUPPORTED" means that
+    # there is none, which replicates tables. V1 and V2 shard them on any hardware here.
     name = getattr(embedding_feature, "name", embedding_feature)
     if name not in ("UNSUPPORTED", "V1", "V2", None):
         rule = "be 'UNSUPPORTED', which replicates all tables, 'V1', 'V2' or None"
@@ -217,7 +206,7 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
 
 
 def _is_name(value: Any) -> bool:
-    """Returns True for a non-empty string that UTF-8 can encode."""
+    # Initial values depend on a hash of the name's UTF-8 bytes.
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:  # a lone surrogate
@@ -276,6 +265,8 @@ _TABLE_RULES: Final = {
 class _UnsaidCombiner(str):
     """The default combiner: equal to its name, but not chosen by the user."""
 
+    # With it, a layer can warn about pooled ids without warning those who chose "mean".
+
 
 @right_names(
     num_embeddings="vocabulary_size",
@@ -292,37 +283,37 @@ class _UnsaidCombiner(str):
 class TableConfig:
     """One embedding table.
 
-    Features share a table if they hold the same `TableConfig` object, or equal configs
-    that have a name. Unnamed tables are called `table_0`, `table_1`, ... in the order
-    of first use.
+    Features share a table if you pass them the same `TableConfig` object, or equal
+    configs that have a name. Unnamed tables are called `table_0`, `table_1`, ... in
+    the order of first use.
 
     Attributes:
-      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `te.Dynamic` for a table
-        that accepts any 64-bit ids.
-      dim: number of columns, at least 1.
+      vocabulary_size: row count, 1 to 2**31 - 2. Pass a `te.Dynamic` if your ids can be
+        any 64-bit integers.
+      dim: column count, at least 1.
       initializer: function `(key, shape, dtype) -> array`, as in
-        `jax.nn.initializers`. The shape is `(vocabulary_size, dim)` on any number of
-        devices, so fan-based initializers see the whole table. Initializers from
+        `jax.nn.initializers`. The shape is `(vocabulary_size, dim)` on any device
+        count, so fan-based initializers see the whole table. Initializers from
         `tpu_embedding.initializers` need no memory for the whole table; any other
-        initializer is called once for all rows. Defaults to a normal distribution with
+        initializer runs once for all rows. Defaults to a normal distribution with
         stddev `1 / sqrt(dim)`, truncated at two standard deviations, as in TensorFlow.
-        Truncation reduces the deviation to 0.88 of that.
-      optimizer: an optax transformation, an optimizer from `tpu_embedding.optimizers`,
+        Note that truncation reduces the deviation to 0.88 times this value.
+      optimizer: optax transformation, an optimizer from `tpu_embedding.optimizers`,
         the name of an optimizer that has defaults, such as `"adagrad"`, or a Keras
-        optimizer. The fields of a Keras optimizer are read when the plan is made.
-        `optax.set_to_zero()` keeps the table fixed. Defaults to the layer's optimizer.
-      combiner: how to pool the rows of a sample's ids: `"sum"`, `"mean"` (sum divided
-        by the sum of the weights) or `"sqrtn"` (sum divided by the square root of the
-        sum of squared weights). A denominator of 0 gives 0. To pool in another way,
-        look the feature up as a sequence and pool in the model.
+        optimizer, whose fields `make_plan` reads. `optax.set_to_zero()` keeps the table
+        fixed. Defaults to the layer's optimizer.
+      combiner: how to pool a sample's rows: `"sum"`, `"mean"` (sum divided by the
+        summed weights) or `"sqrtn"` (sum divided by the square root of the summed
+        squared weights). A denominator of 0 gives 0. To pool in another way, look the
+        feature up as a sequence and pool in the model.
       name: unique name, used in checkpoint keys and to seed the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
-      dtype: storage type of the rows. Arithmetic, slot variables and activations are
-        always float32. `bfloat16` halves the memory and rounds updates stochastically.
-        `int8` stores a scale and a bias per row and takes about a quarter of the
-        memory. It is only for tables that are not trained.
+      dtype: storage type. Arithmetic, slot variables and activations are always
+        float32. `bfloat16` halves the memory and rounds updates stochastically. `int8`
+        stores a scale and a bias per row and takes about a quarter of the memory, but
+        such tables can't be trained.
       placement: where the rows live, such as `te.Sharded()` or `te.Replicated()`. It
-        never changes results. Defaults to `make_plan`'s placement.
+        never changes results. By default, `make_plan` decides.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -372,13 +363,13 @@ class TableConfig:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, which maps the table's ids to rows."""
+        """The map from ids to rows."""
         size = self.vocabulary_size
         return size if isinstance(size, Vocabulary) else FixedVocabulary(size)
 
     @property
     def max_rows(self) -> int:
-        """Largest number of rows in use: the vocabulary size or the capacity."""
+        """Most rows in use at once: the vocabulary size or the capacity."""
         return self.vocabulary.max_rows
 
     @property
@@ -388,7 +379,6 @@ class TableConfig:
 
 
 def _is_shape(value: Any) -> bool:
-    """Returns True for a tuple of positive ints, and for `(-1,)`."""
     return isinstance(value, tuple) and (
         value == (-1,) or all(is_int(n) and n >= 1 for n in value)
     )
@@ -426,39 +416,38 @@ class FeatureConfig:
 
     Attributes:
       table: table that the ids index.
-      max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
-        sequence instead: activations are `[batch, L, dim]`, and position j holds the
-        row of the j-th id. Longer samples are truncated, shorter ones padded with
+      max_sequence_length: 0 combines each sample's rows into one. L > 0 returns
+        sequences instead: activations are `[batch, L, dim]`, and position j holds the
+        row for the j-th id. Longer samples are truncated, shorter ones padded with
         zeros. Combiner and weights then have no effect.
       combiner: overrides `TableConfig.combiner` for this feature.
       validate_weights_and_indices: whether to ignore ids without a positive weight
         under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit
-        they make the activation NaN. The name is TensorFlow's;
+        they make the activation NaN. The name comes from TensorFlow;
         `drop_nonpositive_weights` is an alias.
-      output_shape: shape of the activations without the last axis, `dim`. If its
-        product is the batch size, samples are combined and reshaped. If it is
-        `batch * L`, samples are sequences of length L. Defaults to `(batch,)`. `(-1,)`
-        gives the feature its own number of samples, independent of the batch. Use
-        it for results of `te.inputs.unique_ids`.
-      default_id: row that is read, with weight 1, for a sample without ids. Ids that
-        were dropped because of their range or weight don't count. The row gets the
-        sample's gradient. Without a default, the activations of such a sample are zero,
-        and it touches no rows.
-      name: name in errors and metrics. Defaults to the feature's path in the nest.
+      output_shape: activation shape without the last axis, `dim`. If its product is the
+        batch size, samples are combined and reshaped. If it is `batch * L`, samples are
+        sequences with length L. Defaults to `(batch,)`. With `(-1,)`, the sample count
+        is independent of the batch. Use it for `te.inputs.unique_ids`.
+      default_id: row to read, with weight 1, for a sample without ids. Ids that were
+        dropped because of their range or weight don't count. The row gets the gradient
+        of the sample. Without a default, such a sample has zero activations and touches
+        no rows.
+      name: name in errors and metrics. Defaults to the path in the nest.
       out_of_range_ids: how to handle ids outside `[0, vocabulary_size)`. `"error"`
         raises in `prepare_features`; inside jit, which cannot raise, the ids are
         dropped. `"drop"` ignores them: they add zero and update nothing. `"clip"` reads
-        the nearest row. `LookupStats.out_of_range` counts them under every policy. A
-        `Dynamic` vocabulary accepts every id except -1, which means "no id": `"error"`
-        rejects -1 in `prepare_features`, `"drop"` skips it without counting it, and
-        `"clip"` is not supported.
-      expected_valence: mean number of ids per sample that a ragged feature's buffers
-        have room for. If a shard has more ids, its buffer grows, which recompiles the
-        step. Without this value, buffers grow as the batches need. For a feature of
-        `te.inputs.unique_ids`, pass the number of distinct ids on a device, divided by
-        the number of samples on a device.
-      find_only: whether `insert_ids` only finds this feature's ids and gives no rows to
-        new ids. Use it if other features add the ids. Finding an id counts as a use.
+        the nearest row. `LookupStats.out_of_range` counts them under every policy.
+        However, a `Dynamic` vocabulary accepts every id except -1, which means "no id":
+        `"error"` rejects -1 in `prepare_features`, `"drop"` skips it without counting
+        it, and `"clip"` is not supported.
+      expected_valence: mean ids per sample that a ragged feature's buffers have room
+        for. If a shard has more ids, its buffer grows, which recompiles the step. If
+        you omit this value, buffers grow as your batches need. For a feature from
+        `te.inputs.unique_ids`, pass the distinct ids per device divided by the samples
+        per device.
+      find_only: whether `insert_ids` only finds ids and gives no rows to new ones. Use
+        it if other features add the ids. Finding an id counts as a use.
         Only for a `Dynamic` vocabulary.
 
     Example:
@@ -491,7 +480,7 @@ class FeatureConfig:
 
     @property
     def has_own_batch(self) -> bool:
-        """True if the feature's number of samples is independent of the batch."""
+        """True if the sample count is independent of the batch."""
         return self.output_shape == (-1,)
 
     def _problems(self):
@@ -505,7 +494,7 @@ class FeatureConfig:
                 "vocabulary_size=..., dim=...), or one feature for each of several "
                 "tables",
             )
-            return
+            return  # The checks below read the table.
         yield from broken_rules(self, _FEATURE_RULES, owner)
         if self.output_shape is not None and self.max_sequence_length:
             yield Problem(
@@ -526,6 +515,7 @@ class FeatureConfig:
                     "one of them",
                 )
         yield from self.table.vocabulary.feature_problems(self, owner)
+        # A rule has already rejected values other than bools.
         if self.find_only is True and self.table.vocabulary.ids_are_rows:
             yield Problem(
                 "FeatureConfig.find_only",

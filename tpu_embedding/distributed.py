@@ -1,6 +1,6 @@
 """Starts JAX in multi-process jobs, and exchanges small host values between processes.
 
-The values go through the key-value store of JAX's coordination service. No device takes
+The key-value store in JAX's coordination service carries the values. No device takes
 part, so any thread may exchange them while a step runs.
 """
 
@@ -33,16 +33,15 @@ def start(
 ) -> None:
     """Starts JAX in a multi-process job, before any other use of JAX.
 
-    Every process of the job runs the same program and must call this function. Without
-    arguments, JAX detects jobs on Cloud TPU, GKE, Slurm and Open MPI. Outside a job, or
-    with one process, the function does nothing.
+    Call it in every process. Without arguments, JAX detects jobs on Cloud TPU, GKE,
+    Slurm and Open MPI. Outside a job, or with one process, the function does nothing.
 
-    If a process dies, JAX misses its heartbeats and ends the other processes after a
-    while.
+    Note that if a process dies, JAX misses its heartbeats and ends the other processes
+    after a while.
 
     Args:
-      coordinator: `HOST:PORT` of process 0.
-      num_processes: number of processes in the job.
+      coordinator: `HOST:PORT` where process 0 listens.
+      num_processes: process count.
       process_id: number of this process, from 0.
 
     Raises:
@@ -54,13 +53,14 @@ def start(
     if num_processes == 1 or jax.distributed.is_initialized():
         return
     given = (coordinator, num_processes, process_id)
+    # Outside a job, `initialize` without arguments raises an error.
     if given == (None, None, None) and not _is_in_a_job():
         return
     jax.distributed.initialize(*given)
 
 
 def _is_in_a_job() -> bool:
-    """Returns True if JAX detects a multi-process job in the environment."""
+    # The same call as in `jax.distributed.initialize`; item 1 is the process count.
     place = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, START_SECONDS
     )
@@ -68,19 +68,18 @@ def _is_in_a_job() -> bool:
 
 
 def num_processes() -> int:
-    """Returns the number of processes in the job, 1 outside a job.
-
-    Doesn't initialize devices.
+    """Counts the processes in the job, 1 outside a job.
 
     Example:
       >>> num_processes()
       1
     """
+    # `jax.process_count` would initialize devices.
     return _jax_distributed.global_state.num_processes or 1
 
 
 def is_first() -> bool:
-    """Returns True on process 0, which prints and writes files.
+    """Tells whether this is process 0, which prints and writes files.
 
     Example:
       >>> is_first()
@@ -90,14 +89,17 @@ def is_first() -> bool:
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Returns the values of all processes, in process order, on every process.
+    """Exchanges a small value between all processes.
 
     All processes must call this function, equally often for each name.
 
     Args:
-      name: name of the exchange. Exchanges with the same name happen in order, so
-        threads need different names.
-      value: this process's value; must be JSON-serializable.
+      name: identifies the exchange. Exchanges with one name happen in order, so use
+        different names in different threads.
+      value: JSON-serializable value from this process.
+
+    Returns:
+      All values, in process order.
 
     Raises:
       jax.errors.JaxRuntimeError: if a process does not arrive in time.
@@ -109,6 +111,7 @@ def exchange(name: str, value: Any) -> list[Any]:
     if num_processes() == 1:
         return [value]
     client: Any = _jax_distributed.global_state.client
+    # A key can be set only once, so every exchange has its own number.
     number, own = next(_numbers[name]), _jax_distributed.global_state.process_id
 
     def key(number: int, process: int) -> str:
@@ -125,11 +128,13 @@ def exchange(name: str, value: Any) -> list[Any]:
 
 
 def post(name: str, text: str) -> None:
-    """Posts a text for all processes, without waiting for them. The first one stays.
+    """Posts a text for all processes, without waiting for them.
+
+    If a process posts twice, the first text stays.
 
     Args:
-      name: what the text is about.
-      text: what `posted(name)` returns for this process, from now on.
+      name: topic, the argument to `posted`.
+      text: what to post.
 
     Example:
       >>> post("state", "ready")  # does nothing outside a job
@@ -142,7 +147,7 @@ def post(name: str, text: str) -> None:
 
 
 def posted(name: str) -> dict[int, str]:
-    """Returns the texts that processes have posted so far, by process.
+    """Collects the texts that processes have posted so far, by process.
 
     Example:
       >>> posted("state")

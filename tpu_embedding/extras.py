@@ -1,10 +1,10 @@
-"""Checks that an extra's libraries are installed, before any work is done."""
+"""Checks that the libraries of an extra are installed, before any work is done."""
 
 import importlib.util
 
 
 class MissingExtraError(ImportError):
-    """Raised if a library of an extra is not installed."""
+    """A library of an extra is not installed."""
 
 
 def require_extra(
@@ -13,16 +13,7 @@ def require_extra(
     purpose: str,
     error: type[Exception] = MissingExtraError,
 ) -> None:
-    """Raises an error that names the extra if one of its libraries is missing.
-
-    Args:
-      extra: name of the extra in `pyproject.toml`.
-      *modules: top-level modules to check.
-      purpose: what needs the modules; the first words of the error.
-      error: type of the error.
-
-    Raises:
-      MissingExtraError: if a module is not installed. `error` replaces this type.
+    """Raises an error that names the extra if a top-level module is missing.
 
     Example:
       >>> require_extra("train", "numpy", purpose="This function")

@@ -1,9 +1,8 @@
-"""Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
+"""Arithmetic on the gradients of whole models, dense and sparse.
 
 A table's gradient is not an array, so `optax.global_norm` and arithmetic in
-`jax.tree.map` raise errors. The functions of this module take any pytree of
-`TableGradients` and dense arrays, such as the `Gradients` of a Flax model or your own
-dict.
+`jax.tree.map` raise errors. Instead, call these functions on any pytree of
+`TableGradients` and dense arrays, such as `Gradients` or your own dict.
 """
 
 import dataclasses
@@ -56,15 +55,15 @@ T = TypeVar("T")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TableGradients(WithoutOperators):
-    """Sparse gradients of one plan's tables, on the devices of the samples.
+    """Sparse table gradients, on the devices of the samples.
 
     The leaves include row ids, so arithmetic on them raises an error. Use `add`,
     `scale`, `global_norm` and `clip_by_global_norm` from this module.
 
     Attributes:
-      stacks: stack name to the sealed gradient of the stacked table.
+      stacks: stack name to sealed gradient.
       plan: plan of the lookup.
-      guard: the first leaf. It is False, or an array of False for gradients that
+      guard: first leaf. It is False, or an array of False for gradients that
         `jax.lax.scan` stacked.
 
     Example:
@@ -84,7 +83,8 @@ class TableGradients(WithoutOperators):
     guard: Any = dataclasses.field(default_factory=lambda: GUARD, compare=False)
 
     def tree_flatten_with_keys(self) -> Any:
-        """Returns the children with their keys, for JAX."""
+        """Lists the children with their keys, for JAX."""
+        # Arithmetic must reach the guard first: its error names the right functions.
         keys = map(jax.tree_util.GetAttrKey, ("guard", "stacks"))
         return tuple(zip(keys, (self.guard, self.stacks), strict=True)), self.plan
 
@@ -99,16 +99,16 @@ class TableGradients(WithoutOperators):
         return f"TableGradients({summarize(self.plan)})"
 
     def row_updates(self, stack_name: str) -> RowUpdates:
-        """Returns a stack's gradient by row. Global.
+        """Collects a stack's gradient by row. Global.
 
-        It lacks the rows of later exchange rounds. With `in_sequence` optimizers, each
-        occurrence of an id has its own entry.
+        However, rows from later exchange rounds are missing. With `in_sequence`
+        optimizers, each occurrence of an id has its own entry.
         """
         return _row_updates(self, stack_name)
 
 
 class _DenseKey(str):
-    """The key of dense gradients, which `nnx.Optimizer` hashes."""
+    """The key of dense gradients, which `nnx.Optimizer` fails to hash."""
 
     def __hash__(self) -> int:
         raise TypeError(
@@ -124,12 +124,12 @@ _DENSE = jax.tree_util.GetAttrKey(_DenseKey("dense"))
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients(WithoutOperators):
-    """The gradients of a whole model, as returned by `tpu_embedding.value_and_grad`.
+    """Gradients of a whole model, from `tpu_embedding.value_and_grad`.
 
     Attributes:
-      dense: gradients of the dense parameters, in the form of Flax or JAX.
-      tables: path of each layer in the model to the sparse gradients of its tables. If
-        a layer was not called, its gradients contain no stacks.
+      dense: gradients of the dense parameters, as Flax or JAX structures them.
+      tables: layer path to sparse table gradients. If your loss didn't call a layer,
+        its gradients contain no stacks.
 
     Example:
       >>> from flax import nnx
@@ -146,13 +146,13 @@ class Gradients(WithoutOperators):
     tables: dict[str, TableGradients]
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("dense", "tables"):
+        if name in ("dense", "tables"):  # `__del__` checks what was read.
             object.__setattr__(self, f"_read_{name}", True)
         return object.__getattribute__(self, name)
 
     def __del__(self) -> None:
-        """Warns if only the dense gradients were read, so that no table can train."""
-        facts = vars(self)
+        # Otherwise tables would silently not train, for example under `nnx.Optimizer`.
+        facts = vars(self)  # Attribute access would count as reading.
         if "_read_dense" not in facts or "_read_tables" in facts:
             return
         if any(table.stacks for table in facts.get("tables", {}).values()):
@@ -164,7 +164,7 @@ class Gradients(WithoutOperators):
             )
 
     def tree_flatten_with_keys(self) -> Any:
-        """Returns the children with their keys, for JAX."""
+        """Lists the children with their keys, for JAX."""
         tables = (jax.tree_util.GetAttrKey("tables"), self.tables)
         return ((_DENSE, self.dense), tables), None
 
@@ -174,14 +174,7 @@ class Gradients(WithoutOperators):
         return cls(dense=parts[0], tables=parts[1])
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the gradients of a layer's tables or of a dense part of the model.
-
-        Args:
-          name: path of a layer, or a key of `dense`, such as `"linear"`.
-
-        Raises:
-          KeyError: if the name is neither a layer nor a dense part of the model.
-        """
+        """Finds a layer path in `tables`, or a key such as `"linear"` in `dense`."""
         if name in self.tables:
             return self.tables[name]
         dense = self.dense if isinstance(self.dense, Mapping) else {}
@@ -198,15 +191,15 @@ class Gradients(WithoutOperators):
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:
-    """Returns the norm of a model's gradients, tables and dense arrays together.
+    """Computes one norm over all gradients, tables and dense arrays together.
 
     Args:
-      gradients: pytree of arrays and `TableGradients`, such as the result of
+      gradients: pytree of arrays and `TableGradients`, such as the gradients from
         `tpu_embedding.value_and_grad`.
 
     Returns:
-      Square root of the sum of squares; float32. Each touched row counts once, with the
-      sum of its gradients, even with `in_sequence` optimizers.
+      Square root of the summed squares; float32. Each touched row counts once, with its
+      summed gradient, even with `in_sequence` optimizers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -217,7 +210,7 @@ def global_norm(gradients: Any) -> Float[Array, ""]:
 
 
 def all_finite(gradients: Any) -> Bool[Array, ""]:
-    """Returns True if no gradient of a model is NaN or infinite.
+    """Checks that no gradient is NaN or infinite.
 
     Args:
       gradients: see `global_norm`.
@@ -231,11 +224,11 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
 
 
 def is_whole(gradients: Any) -> Bool[Array, ""]:
-    """Returns False if a lookup could not read all rows of its batch.
+    """Checks that the lookups could read all rows of their batches.
 
-    This only happens with a backend that has no fallback for ids beyond its limits.
-    Such a lookup returns NaN. `te.Optimizer` and `te.functional.apply_gradients` skip
-    the step. In a loop of your own, skip the update of the dense parameters as well.
+    It can be False only with a backend that has no fallback for ids beyond its limits.
+    Such a lookup returns NaN, and `te.Optimizer` and `te.functional.apply_gradients`
+    skip the step. If you write your own loop, also skip the dense update.
 
     Args:
       gradients: see `global_norm`.
@@ -255,7 +248,7 @@ def is_whole(gradients: Any) -> Bool[Array, ""]:
 
 
 def may_be_partial(plan: EmbeddingPlan) -> bool:
-    """Returns True if `is_whole` can be False for gradients of a plan's tables."""
+    """Tells whether `is_whole` can be False, so that it has to be computed."""
     return any(stack.backend.must_run_all for stack in plan.trained_stacks)
 
 
@@ -265,15 +258,15 @@ def _is_whole(sealed: Sealed, plan: EmbeddingPlan) -> Bool[Array, ""]:
 
 
 def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
-    """Returns `update(state)` if a condition holds, otherwise the unchanged state.
+    """Updates a state if a condition holds, and otherwise keeps it.
 
-    It can skip a whole update of tables, slot variables and dense parameters. Unlike
+    Use it to skip a whole step: tables, slot variables and dense parameters. Unlike
     `jax.lax.cond`, it does not copy the tables. Under `jax.jit` with a donated state,
     the update stays in place.
 
     Args:
-      condition: bool scalar, the same on all devices, such as `all_finite(gradients)`.
-      update: function from the state to a new one of the same shapes and dtypes.
+      condition: bool scalar, equal on all devices, such as `all_finite(gradients)`.
+      update: function from the state to a new one with the same shapes and dtypes.
       state: pytree of arrays, such as tables and slot variables.
 
     Example:
@@ -285,7 +278,7 @@ def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
 
 
 def scale(gradients: T, factor: Any) -> T:
-    """Multiplies all gradients of a model by a factor.
+    """Multiplies all gradients by a factor.
 
     Args:
       gradients: see `global_norm`.
@@ -308,6 +301,7 @@ def scale(gradients: T, factor: Any) -> T:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 rule, fix = "be floats to be scaled", "Remove integers from the pytree."
                 raise invalid("gradients", rule, leaf, fix, TypeError)
+            # A float32 factor would promote bfloat16 gradients.
             return (leaf * factor).astype(leaf.dtype)
         stacks = {
             name: scale_gradient(sealed, factor) for name, sealed in leaf.stacks.items()
@@ -318,12 +312,12 @@ def scale(gradients: T, factor: Any) -> T:
 
 
 def clip_by_global_norm(gradients: T, max_norm: float) -> T:
-    """Scales all gradients of a model down to a norm of at most `max_norm`.
+    """Scales all gradients down until their norm is at most `max_norm`.
 
     Args:
       gradients: see `global_norm`.
-      max_norm: positive number. Gradients with a smaller norm don't change. A traced
-        value can't be checked; if it isn't positive, all gradients become NaN.
+      max_norm: positive number. Gradients with a smaller norm don't change. Note that
+        a traced value can't be checked: if it isn't positive, gradients become NaN.
 
     Raises:
       TypeError: if `max_norm` is not a number.
@@ -337,17 +331,19 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
     line = "te.gradients.clip_by_global_norm(gradients, max_norm)"
     check_scalar("te.gradients.clip_by_global_norm: max_norm", max_norm, line)
     check_hyperparameters("clip_by_global_norm", max_norm=positive_bound(max_norm))
+    # A negative limit would flip the update, and 0 would empty it.
     limit = jnp.where(max_norm > 0, max_norm, jnp.nan)
     norm = global_norm(gradients)
+    # Comparisons with NaN are False, so a NaN norm or limit makes the factor NaN.
     factor = jnp.where(norm < limit, 1.0, limit / jnp.maximum(norm, limit))
     return scale(gradients, factor)
 
 
 def add(*gradients: T) -> T:
-    """Adds gradients of one model, such as the gradients of several micro-batches.
+    """Adds gradients of one model, for example from several micro-batches.
 
-    A row that several gradients touch appears once in the sum. The sum thus equals the
-    gradient of one batch with all samples. Optimizers that square gradients need this.
+    A row that several gradients touch appears once in the sum, so you get the gradient
+    of one batch with all samples. Optimizers that square gradients need this.
 
     Args:
       *gradients: see `global_norm`. All have the same structure, but some may lack
@@ -364,6 +360,7 @@ def add(*gradients: T) -> T:
     """
     if not gradients:
         raise ValueError("add needs at least one gradient, got none.")
+    # Table gradients count as leaves here, because some may lack stacks.
     structure = jax.tree.structure(gradients[0], is_leaf=_is_table_gradients)
     for number, other in enumerate(gradients[1:], start=2):
         try:
@@ -386,6 +383,7 @@ def add(*gradients: T) -> T:
                     "add needs gradients of one structure, got table gradients "
                     f"together with {type(leaf).__name__}."
                 )
+            # Plans may differ in their features, but not in their tables.
             if leaf.plan.stacks != leaves[0].plan.stacks:
                 raise ValueError(
                     "add needs gradients of one plan, got gradients of tables with "
@@ -402,7 +400,6 @@ def _is_table_gradients(value: Any) -> bool:
 
 @jax.jit
 def _add_tables(gradients: tuple[TableGradients, ...]) -> TableGradients:
-    """Adds the table gradients of one layer. Some may lack stacks."""
     plan = gradients[0].plan
     stacks = {}
     for stack in plan.trained_stacks:
@@ -431,15 +428,16 @@ def _trained_stack(plan: EmbeddingPlan, name: str) -> StackPlan:
 
 
 def _sum_of_squares(values: Array) -> Array:
+    # `abs` makes complex gradients real.
     return jnp.sum(jnp.square(jnp.abs(values)).astype(jnp.float32))
 
 
 def _num_not_finite(values: Array) -> Array:
+    # float32 rounds large counts, but only 0 matters.
     return jnp.sum(~jnp.isfinite(values), dtype=jnp.float32)
 
 
 def _total(gradients: Any, measure: Callable[[Array], Array]) -> Array:
-    """Returns the sum of a measure over all gradients of a model."""
     total = jnp.zeros(())
     for leaf in jax.tree.leaves(gradients, is_leaf=_is_table_gradients):
         if isinstance(leaf, TableGradients):
@@ -454,7 +452,7 @@ def _total(gradients: Any, measure: Callable[[Array], Array]) -> Array:
 def _total_of_stack(
     gradients: TableGradients, stack_name: str, measure: Callable[[Array], Array]
 ) -> Array:
-    """Returns the sum of a measure over the touched rows of a stack. Global."""
+    """Sums a measure over the touched rows. Global."""
     plan = gradients.plan
     stack = _trained_stack(plan, stack_name)
 

@@ -1,8 +1,7 @@
 """Facts about each TPU generation: memory, row layout, compiler options.
 
-Only this module knows TPU generations. Other modules receive a `HardwareInfo` or read
-it from the plan. CPUs and GPUs have a `HardwareInfo` as well, so no module branches on
-the platform. A figure without a public source is None.
+Only this module knows TPU generations; others read a `HardwareInfo` from the plan. CPUs
+and GPUs have one as well, so no module branches on the platform.
 """
 
 import dataclasses
@@ -32,20 +31,20 @@ programs were not run on a chip, so the plan warns about larger arrays.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareInfo:
-    """One kind of device: its row layout, memory and compiler options.
+    """A kind of device: its row layout, memory and compiler options.
 
     Attributes:
       name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
-      line_lanes: lanes per line of a packed table, 128 on TPU. XLA:TPU stores a
-        `[rows, dim]` array with `dim` below 128 by column, and copies all of it before
-        each gather. Packing rows into 128-lane lines avoids the copy. If `line_lanes`
-        is None, tables keep their `[rows, dim]` shape.
+      line_lanes: lanes per packed line, 128 on TPU. XLA:TPU stores a `[rows, dim]`
+        array with `dim` below 128 by column, and copies all of it before each gather.
+        Packing rows into 128-lane lines avoids the copy. If None, tables keep their
+        `[rows, dim]` shape.
       sublanes: rows per tile; arrays are padded to a multiple of this number.
-      hbm_capacity_bytes: memory of one chip.
+      hbm_capacity_bytes: memory per chip.
       devices_per_chip: JAX devices per chip.
       num_sparse_cores: SparseCores per chip that XLA can use.
-      subcore_memory_bytes: memory of one vector subcore of a SparseCore, which bounds
-        the ids per XLA embedding operation. None if there are no such operations.
+      subcore_memory_bytes: memory per vector subcore in a SparseCore, which bounds the
+        ids per XLA embedding operation. None means no such operations.
       sends_rows_once: whether XLA's embedding operations send a row only once to a
         core that needs it for several samples. If False, these operations keep buffers
         for every id.
@@ -74,25 +73,24 @@ class HardwareInfo:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """Memory of one JAX device; None if the chip's memory is unknown."""
+        """Memory per JAX device; None if unknown."""
         if self.hbm_capacity_bytes is None:
             return None
         return self.hbm_capacity_bytes // self.devices_per_chip
 
     @property
     def cores_per_device(self) -> int:
-        """SparseCores of one JAX device."""
+        """SparseCores per JAX device."""
         return self.num_sparse_cores // self.devices_per_chip
 
     @property
     def max_array_bytes(self) -> float:
-        """Reported limit on the bytes per array; infinity without SparseCores.
-
-        See `MAX_SPARSE_CORE_BYTES`.
-        """
+        """Reported limit on the bytes per array; infinity without SparseCores."""
         return MAX_SPARSE_CORE_BYTES if self.num_sparse_cores else math.inf
 
 
+# A figure without a public source stays None.
+#
 # Capacities: the "System architecture" page of each generation in Google Cloud's TPU
 # documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Lanes, sublanes,
 # SparseCores and their memory: JAX's own table, `jax/_src/tpu_info.py`. Buffers of the
@@ -175,7 +173,7 @@ EXAMPLE_TOPOLOGIES: Final = ("v5e:2x4", "v5p:4x4x4", "tpu7x:2x2x1")
 
 
 def hardware_by_name(name: str) -> HardwareInfo:
-    """Returns the hardware with a given name, such as `"v5e"`.
+    """Finds the hardware with a name such as `"v5e"`.
 
     Raises:
       ValueError: if the name is unknown; the message lists the known names.
@@ -190,20 +188,11 @@ def hardware_by_name(name: str) -> HardwareInfo:
 
 
 def hardware_of_device(device: jax.Device) -> HardwareInfo:
-    """Returns the hardware of a device, real or from a topology description.
-
-    Raises:
-      ValueError: if the TPU kind is unknown.
-    """
+    """Finds the hardware of a device, real or from a topology description."""
     return hardware_of_kind(device.platform, device.device_kind)
 
 
 def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
-    """Returns the hardware for a device's `platform` and `device_kind`.
-
-    Raises:
-      ValueError: if the TPU kind is unknown.
-    """
     if platform == "cpu":
         return _BY_NAME["cpu"]
     if platform in ("gpu", "cuda", "rocm"):

@@ -1,17 +1,9 @@
-"""Initial values of tables and the random bits they are made from.
+"""Initial table values, and the random bits they are made from.
 
-An initializer is a function `(key, shape, dtype)`, as in JAX. The initializers of this
-module are also *row initializers*: each device computes only the rows it owns, block by
-block, and needs no memory for the whole table. Any other function is called once for
-the whole table, unless `rowwise` makes it a row initializer.
-
-An element's random bits depend only on the key, the row, the column and the number of
-columns, not on the order of rows or the number of devices. `jax.random` numbers the
-elements of the whole array instead, so a device that owns every eighth row would have
-to compute the bits of all rows.
-
-The generator is Threefry-2x32 with 20 rounds, as in `jax.random`. It uses only
-integers, so the bits are the same on every platform.
+An initializer is a function `(key, shape, dtype)`, as in JAX. The initializers here are
+also *row initializers*: each device computes only its own rows, block by block, and
+needs no memory for the whole table. Any other function runs once for the whole table,
+unless `rowwise` makes it a row initializer.
 """
 
 import dataclasses
@@ -43,16 +35,12 @@ easy as 1, 2, 3", 2011."""
 
 
 def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
-    """Returns the two words of a Threefry key made from any kind of key.
-
-    Args:
-      key: typed key or raw key words. A Threefry key is used directly; longer keys are
-        hashed.
-    """
+    """Makes a Threefry key's two words from any typed or raw key."""
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
     words = jnp.pad(data.reshape(-1), (0, data.size % 2)).reshape(-1, 2)
     first, second = words[0]
+    # Longer keys, such as the four words of `rbg`, are hashed, so every word counts.
     for low, high in words[1:]:
         first, second = threefry(first, second, low, high)
     return jnp.stack([first, second])
@@ -62,12 +50,12 @@ def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
 def row_bits(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int
 ) -> UInt32[Array, "rows dim"]:
-    """Returns 32 random bits for each element of the given rows.
+    """Draws 32 random bits for each element of the given rows.
 
     Args:
-      key: random key of the table.
-      row_ids: rows of the table, at least 0.
-      dim: number of columns. Tables with different `dim` have different bits.
+      key: random key for the table.
+      row_ids: table rows, at least 0.
+      dim: column count. Tables with different `dim` have different bits.
 
     Example:
       >>> key = jax.random.key(0)
@@ -75,6 +63,9 @@ def row_bits(
       >>> bool(jnp.all(two_rows[0] == row_bits(key, jnp.array([7]), 4)[0]))
       True
     """
+    # The bits depend only on key, row, column and `dim`. `jax.random` numbers the
+    # elements of the whole array, so a device that owns every eighth row would have to
+    # compute the bits of all rows.
     first, second = key_words(key)
     half = -(-dim // 2)
     rows = jax.lax.broadcast_in_dim(
@@ -92,13 +83,12 @@ def threefry(
     first: UInt32[Array, "*shape"],
     second: UInt32[Array, "*shape"],
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
-    """Encrypts pairs of words with Threefry-2x32.
-
-    The rounds are unrolled so that XLA fuses them. On CPUs, `jax.random` uses a loop,
-    which writes the result of each round to memory.
-    """
+    """Encrypts word pairs with Threefry-2x32 in 20 rounds, as `jax.random` does."""
+    # Integers only, so the bits are the same on every platform.
     keys = (first_key, second_key, first_key ^ second_key ^ jnp.uint32(_PARITY))
     first, second = first + keys[0], second + keys[1]
+    # Unrolled, so that XLA fuses the rounds. On CPUs, `jax.random` uses a loop, which
+    # writes the result of each round to memory.
     for i in range(5):
         for rotation in _ROTATIONS[i % 2]:
             first = first + second
@@ -144,14 +134,14 @@ _ROW_INITIALIZER_RULES: Final = {
 class RowInitializer:
     """An initializer whose rows can be computed independently.
 
-    If tables of a stack have row initializers with equal functions, they share one
-    compiled program. The program takes the parameters as data.
+    Tables in a stack share one compiled program if their functions are equal. The
+    program takes the parameters as data.
 
     Attributes:
-      function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`.
-        `key` is the table's own Threefry key. `row_ids` is int32 `[rows]`, any rows of
-        the table in any order. Row `i` of the result may depend only on the key,
-        `row_ids[i]` and the parameters. `row_bits` returns random bits.
+      function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`. `key`
+        is the table's own Threefry key, and `row_ids` int32 `[rows]`, any rows in any
+        order. Row `i` of the result may depend only on the key, `row_ids[i]` and the
+        parameters. Call `row_bits` for random bits.
       parameters: 32-bit ints and floats, passed as int32 and float32 scalars.
 
     Example:
@@ -174,7 +164,7 @@ class RowInitializer:
         return f"RowInitializer({name}, {self.parameters!r})"
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns the values of a table of shape `(vocabulary_size, dim)`."""
+        """Computes a whole table, shaped `(vocabulary_size, dim)`."""
         row_ids = jnp.arange(shape[0], dtype=jnp.int32)
         rows = self.function(threefry_key(key), row_ids, shape[1], *self.scalars)
         return rows.astype(dtype)
@@ -188,12 +178,11 @@ class RowInitializer:
 
 
 def threefry_key(key: jax.Array) -> jax.Array:
-    """Returns a Threefry key made from any kind of key."""
     return jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
 
 
 def constant(value: float) -> RowInitializer:
-    """Returns an initializer that sets every element to one value.
+    """Initializes every element to one value.
 
     Example:
       >>> constant(2)(jax.random.key(0), (1, 3), jnp.float32).tolist()
@@ -204,10 +193,10 @@ def constant(value: float) -> RowInitializer:
 
 
 def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
-    """Returns an initializer with uniform values from `low` to `high`.
+    """Draws uniform values from `low` to `high`.
 
     Args:
-      low: smallest value. Both defaults are as in Keras' `RandomUniform`.
+      low: smallest value. Both defaults come from `RandomUniform` in Keras.
       high: largest value, at least `low`.
 
     Example:
@@ -222,11 +211,11 @@ def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
 
 
 def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
-    """Returns an initializer with normally distributed values.
+    """Draws normally distributed values.
 
     Args:
-      stddev: standard deviation, at least 0. The default is as in Keras'
-        `RandomNormal`; `jax.nn.initializers.normal` defaults to 0.01.
+      stddev: standard deviation, at least 0. The default comes from `RandomNormal` in
+        Keras; `jax.nn.initializers.normal` defaults to 0.01.
       mean: the mean.
 
     Example:
@@ -238,7 +227,7 @@ def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 
 
 def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
-    """Returns an initializer with normal values within two standard deviations.
+    """Draws normal values within two standard deviations.
 
     Args:
       stddev: standard deviation before truncation, at least 0, as in TensorFlow and
@@ -255,16 +244,16 @@ def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
 
 
 def rowwise(initializer: Initializer) -> RowInitializer:
-    """Returns a row initializer that calls another initializer for each row.
+    """Calls another library's initializer for each row.
 
-    Use it for another library's initializer if its rows are independent: then no device
-    needs memory for the whole table. Each row gets its own key, so the values differ
-    from the result of a single call for the whole table.
+    Use it if your initializer's rows are independent: then no device needs memory for
+    the whole table. However, each row gets its own key, so the values differ from a
+    single call for the whole table.
 
     Args:
       initializer: `(key, shape, dtype)`, called with the shape `(1, dim)`. Its values
-        must not depend on the number of rows. With
-        `jax.nn.initializers.variance_scaling`, only the mode `"fan_out"` is suitable.
+        must not depend on the row count. For example, only the mode `"fan_out"` of
+        `jax.nn.initializers.variance_scaling` is suitable.
 
     Example:
       >>> spread = rowwise(jax.nn.initializers.uniform(0.1))
@@ -279,8 +268,7 @@ def rowwise(initializer: Initializer) -> RowInitializer:
 
 @dataclasses.dataclass(frozen=True)
 class _EachRow:
-    """A row function that calls an initializer for each row."""
-
+    # A dataclass instead of a closure: equal functions share a compiled program.
     initializer: Initializer
 
     def __call__(
@@ -295,10 +283,10 @@ class _EachRow:
 
 
 def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
-    """Returns an initializer that sets row `i` to `offset + i`.
+    """Sets row `i` to `offset + i`, as in TensorFlow.
 
-    Use it to check lookups and checkpoints. float32 holds row ids up to 2**24 exactly.
-    The name is TensorFlow's.
+    Use it to check your lookups and checkpoints. float32 holds row ids up to 2**24
+    exactly.
 
     Args:
       offset: value of row 0, a 32-bit int.
@@ -319,10 +307,7 @@ _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
-    """Returns a table's row initializer, or None if it needs the whole table.
-
-    If `initializer` is None, returns a truncated normal with stddev `1 / sqrt(dim)`.
-    """
+    """Finds a table's row initializer. None means that it needs the whole table."""
     if initializer is None:
         # TensorFlow's default. Its `stddev` is also the deviation before truncation.
         return truncated_normal(1.0 / math.sqrt(dim))
@@ -335,13 +320,13 @@ def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer
 
 
 def starts_any_row(initializer: Initializer) -> bool:
-    """Returns True if the value of a row does not depend on its number."""
+    """Checks that the initial values suit a row whatever its number."""
     of_rows = row_initializer(initializer, 1)
     return of_rows is not None and of_rows.function is not _row_id_rows
 
 
 def takes_key(initializer: Callable[..., Any]) -> bool:
-    """Returns False for initializers `(shape, dtype)`, as in TensorFlow and Keras."""
+    """Rejects initializers `(shape, dtype)`, as in TensorFlow and Keras."""
     try:
         signature = inspect.signature(initializer)
     except (TypeError, ValueError):
@@ -350,6 +335,7 @@ def takes_key(initializer: Callable[..., Any]) -> bool:
         signature.bind("key", "shape", "dtype")
     except TypeError:
         return False
+    # Some take a third argument after shape and dtype.
     return next(iter(signature.parameters)) != "shape"
 
 
@@ -363,8 +349,10 @@ def _constant_rows(
 def _uniform_rows(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int, low: Array, high: Array
 ) -> Float[Array, "rows dim"]:
+    # Half of each bound, because `high - low` may overflow float32.
     middle, half_width = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
     numbers = _random_numbers(key, row_ids, dim)
+    # Rounding could leave the range.
     return jnp.clip(middle + half_width * numbers, low, high)
 
 
@@ -399,10 +387,9 @@ def _row_id_rows(
 def _random_numbers(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int
 ) -> Float[Array, "rows dim"]:
-    """Returns odd multiples of 2**-24 between -1 and 1, so never -1, 0 or 1.
-
-    Every operation is exact, so the numbers are the same on every platform.
-    """
+    """Draws odd multiples of 2**-24 between -1 and 1."""
+    # -1 and 1 can't occur, where `erf_inv` is infinite. Every operation is exact, so
+    # the numbers are the same on every platform.
     # Via int32, because TPUs can't convert unsigned integers to floats.
     odd = 2 * (row_bits(key, row_ids, dim) >> 8).astype(jnp.int32) - (2**24 - 1)
     return odd.astype(jnp.float32) * 2.0**-24

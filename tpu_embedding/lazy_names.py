@@ -1,8 +1,7 @@
 """Imports a package's public names on first use.
 
 This keeps `import tpu_embedding` fast, and lets a package export names from modules
-that import the package itself. The imports under `TYPE_CHECKING` list the names for
-editors, type checkers and this module.
+that import the package itself.
 """
 
 import ast
@@ -19,7 +18,7 @@ _lock = threading.RLock()
 
 
 def import_when_used(package: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package with lazy names."""
+    """Makes the `__getattr__` for a package with lazy names."""
 
     def import_name(name: str) -> Any:
         sources = lazy_names(package)
@@ -30,12 +29,13 @@ def import_when_used(package: str) -> Callable[[str], Any]:
             if name not in sources:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             parent, attribute = sources[name]
+            # A name can be an attribute of its module or a submodule.
             owner = importlib.import_module(parent)
             if parent != package and hasattr(owner, attribute):
                 value = getattr(owner, attribute)
             else:
                 value = importlib.import_module(f"{parent}.{attribute}")
-            setattr(module, name, value)
+            setattr(module, name, value)  # The next access finds it without this call.
             return value
 
     return import_name
@@ -43,7 +43,8 @@ def import_when_used(package: str) -> Callable[[str], Any]:
 
 @functools.cache
 def lazy_names(package: str) -> dict[str, tuple[str, str]]:
-    """Returns a package's lazy names, each with its module and its name there."""
+    """Lists the imports under `TYPE_CHECKING`, each with its module and name there."""
+    # Reading the source needs no second list of names, and imports nothing.
     spec = importlib.util.find_spec(package)
     source = spec.loader.get_source(package)  # pyright: ignore
     return {

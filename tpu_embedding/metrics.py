@@ -1,11 +1,8 @@
 """Streaming, mergeable metrics that work under `jit`: AUC, log loss, recall and more.
 
-A metric is a frozen pytree. `from_batch` makes a metric from a batch, `merge` adds two
-metrics, and `update` adds a batch to a metric. `compute` returns a float32 scalar; it
-is NaN if the samples do not determine the value. Samples with weight 0 are ignored,
-even if their values are NaN.
-
-The metrics are implemented in `tpu_embedding.recommenders`.
+A metric is a frozen pytree. `from_batch` makes one from a batch, `update` adds a batch,
+and `merge` adds two metrics. `compute` returns a float32 scalar, NaN if the samples do
+not determine the value. Samples with weight 0 are ignored, even if they hold NaN.
 """
 
 from tpu_embedding.recommenders.click_metrics import AUC as AUC

@@ -7,10 +7,7 @@ from typing import Any, TypeGuard
 
 
 def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns a local path with `~` expanded.
-
-    Args:
-      path: the user's path; it may be relative.
+    """Expands `~` in a path from the user.
 
     Example:
       >>> local_path("runs/../tables/").as_posix()
@@ -22,7 +19,7 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def is_local_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Returns True for a local path, not for a URL or another value.
+    """Accepts local paths, but not URLs.
 
     Example:
       >>> is_local_path("clicks/day_0"), is_local_path("gs://bucket/clicks")
@@ -32,21 +29,20 @@ def is_local_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text in UTF-8, completely or not at all.
-
-    Raises:
-      OSError: if the text can't be written, for example because the disk is full. The
-        error names the file. An existing file is then unchanged.
-    """
+    """Writes a text in UTF-8, completely or not at all; errors name the file."""
+    # Replacing a link would leave the file that it points to unchanged.
     path = pathlib.Path(os.path.realpath(path))
+    # In the same folder, because a file can't be renamed across file systems.
     unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Otherwise a crash could leave an empty file under the final name.
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
+        # The user knows `path`, but not the name of the unfinished file.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Marks the transfers between host and devices that a function intends."""
+"""Marks intended transfers between host and devices."""
 
 import functools
 from collections.abc import Callable
@@ -10,11 +10,9 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def moves_arrays(function: T) -> T:
-    """Allows a function's transfers, even under `jax.transfer_guard("disallow")`.
-
-    The guard finds transfers in a training loop that nobody intended. Reading a table
-    to the host, or bringing rows from there, is the purpose of the decorated function.
-    """
+    """Allows a function's transfers, even under `jax.transfer_guard("disallow")`."""
+    # Users set the guard to find unintended transfers in their loops. Moving rows to
+    # or from the host is the purpose of a decorated function.
 
     @functools.wraps(function)
     def allowed(*args: Any, **kwargs: Any) -> Any:

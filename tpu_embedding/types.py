@@ -1,7 +1,6 @@
 """Data types shared by users, lookups and optimizers.
 
-All are plain data, without mesh or device. The dataclasses and `RowRange` are pytrees,
-so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
+All are pytrees of plain data, without mesh or device.
 """
 
 import dataclasses
@@ -25,10 +24,7 @@ NO_ID_64: Final = np.uint64(2**64 - 1)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
-    """Returns the value that marks a missing id among checked ids of this dtype.
-
-    Checked ids are int32 if they are row numbers, otherwise uint64.
-    """
+    """Finds what marks a missing id among checked ids: int32 rows or uint64 ids."""
     return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
 
 
@@ -42,13 +38,13 @@ AxisSize = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
-    """Ids of a feature with a fixed number of positions per sample, and their weights.
+    """Ids with a fixed number of positions per sample, and their weights.
 
-    A plain array of ids is the same as `DenseIds(ids=array)`.
+    If you have no weights, you can pass a plain array instead.
 
     Attributes:
-      ids: integers `[batch]` or `[batch, valence]`, global. Unused positions of a
-        `[batch, valence]` array hold `PADDING_ROW_ID`.
+      ids: integers `[batch]` or `[batch, valence]`, global. Set unused positions in a
+        `[batch, valence]` array to `PADDING_ROW_ID`.
       weights: float32, shaped like `ids`. Defaults to weight 1 for every id.
 
     Example:
@@ -75,13 +71,13 @@ class DenseIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
-    """Ids of a feature with any number of ids per sample, on the host.
+    """Any number of ids per sample, on the host.
 
-    `tpu_embedding.inputs.prepare_features` converts it to `ShardedRaggedIds`, which has
-    the static shape that a compiled step needs.
+    Compiled steps need static shapes, so convert your batches with
+    `tpu_embedding.inputs.prepare_features`.
 
     Attributes:
-      values: integers `[num_values]`, the ids of all samples, in sample order.
+      values: integers `[num_values]`, all ids in sample order.
       row_splits: integers `[batch + 1]` from 0 to `num_values`, never decreasing;
         sample `i` owns `values[row_splits[i]:row_splits[i + 1]]`.
       weights: float32 `[num_values]`. Defaults to weight 1 for every id.
@@ -103,8 +99,8 @@ class RaggedIds:
         """Makes ragged ids from one list per sample.
 
         Args:
-          lists: `[batch]` lists of ids, of any lengths.
-          weights: `[batch]` lists of numbers, of the same lengths, or None.
+          lists: `[batch]` id lists. Their lengths may differ.
+          weights: `[batch]` lists of numbers with the same lengths, or None.
 
         Raises:
           TypeError: if a sample is a string instead of a list.
@@ -147,8 +143,8 @@ class RaggedIds:
         """Makes ragged ids from flat values, like a TorchRec `KeyedJaggedTensor`.
 
         Args:
-          values: integers `[num_values]`, the ids of all samples, in sample order.
-          lengths: integers `[batch]`, the number of ids of each sample, at least 0.
+          values: integers `[num_values]`, all ids in sample order.
+          lengths: integers `[batch]`, ids per sample, at least 0.
           weights: float32 `[num_values]`, or None.
 
         Raises:
@@ -166,6 +162,7 @@ class RaggedIds:
                 "RaggedIds.from_lengths: lengths must be integers, got dtype "
                 f"{sizes.dtype}."
             )
+        # An empty list makes a float array.
         sizes = sizes.astype(np.int64)
         counts = {"values": len(values)}
         if weights is not None:
@@ -183,10 +180,10 @@ class RaggedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:
-    """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
+    """Ids with their coordinates, as in `tf.sparse.SparseTensor`.
 
-    The arrays are on the host; `tpu_embedding.inputs.prepare_features` converts them
-    for the step.
+    The arrays are on the host. Convert them for your step with
+    `tpu_embedding.inputs.prepare_features`.
 
     Attributes:
       indices: integers `[num_values, rank]`, rank at least 2, in any order. The last
@@ -216,7 +213,7 @@ class SparseIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedRaggedIds:
-    """Ids of a ragged feature, split by shard and padded to a static size.
+    """Ragged ids, split by shard and padded to a static size.
 
     Each shard gets `ceil(batch / num_shards)` consecutive samples. Empty samples fill
     up the last shards.
@@ -224,10 +221,10 @@ class ShardedRaggedIds:
     Attributes:
       values: int32 `[num_shards, values_per_shard]`, global, padded with
         `PADDING_ROW_ID`.
-      row_splits: int32 `[num_shards, samples_per_shard + 1]`, global. The splits of
-        each shard start at 0.
+      row_splits: int32 `[num_shards, samples_per_shard + 1]`, global. In each shard,
+        the splits start at 0.
       weights: float32, shaped like `values`. Defaults to weight 1 for every id.
-      batch_size: number of samples in the batch, without the empty samples.
+      batch_size: samples in the batch, without the empty ones.
 
     Example:
       >>> import tpu_embedding as te
@@ -247,11 +244,11 @@ class ShardedRaggedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowIds:
-    """A feature whose ids have been replaced by row numbers.
+    """Row numbers that replace a feature's ids.
 
-    Lookups take `RowIds` for tables whose ids are not row numbers. They are valid for
-    one step only, because the next step may give the rows to other ids. So keep the ids
-    from one step to the next, never `RowIds`.
+    Lookups take `RowIds` for tables whose ids are not row numbers. Note that they are
+    valid for one step only, because the next step may give the rows to other ids. So
+    keep your ids from one step to the next, never `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
@@ -269,7 +266,6 @@ FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | Row
 
 
 def ids_of(feature: Any) -> Any:
-    """Returns a feature's array of ids, whatever its form."""
     match feature:
         case DenseIds():
             return feature.ids
@@ -279,7 +275,7 @@ def ids_of(feature: Any) -> Any:
 
 
 def with_ids(feature: Any, ids: Any) -> Any:
-    """Returns a feature with other ids in the same positions."""
+    """Replaces a feature's ids; positions and weights stay."""
     match feature:
         case DenseIds():
             return dataclasses.replace(feature, ids=ids)
@@ -289,10 +285,7 @@ def with_ids(feature: Any, ids: Any) -> Any:
 
 
 def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
-    """Returns the sizes of all axes but the last, which holds a sample's ids.
-
-    Returns `(batch,)` for dense ids with one axis, and `()` for a scalar.
-    """
+    """Finds the batch axes: all but the last, except in dense `[batch]` ids."""
     match ids:
         case RaggedIds():
             return (np.shape(ids.row_splits)[0] - 1,)
@@ -305,20 +298,21 @@ def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
 
 
 def is_integer(dtype: Any) -> bool:
-    """Returns True for integers of any width, but not for bools and `timedelta64`."""
+    """Accepts integers of any width, but not bools and `timedelta64`."""
+    # JAX knows int4 and the like, which `np.issubdtype` does not.
     return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowUpdates:
-    """A sparse gradient or update of one stacked table, with distinct rows.
+    """A stacked table's sparse gradient or update, with distinct rows.
 
     Per shard inside `shard_map`. The global view concatenates all shards.
 
     Attributes:
       values: float32 `[num_rows, dim]`; zero in unused positions. It is the first
-        pytree leaf, so code that reads the dtype of the first leaf sees a float.
+        pytree leaf, so code that reads the first dtype sees a float.
       row_ids: int32 `[num_rows]`, row ids within the shard. Unused positions hold
         `PADDING_ROW_ID`.
 
@@ -339,7 +333,7 @@ class RowUpdates:
 
 
 class RowRange(NamedTuple):
-    """Half-open range of a shard's rows, `first_row` to `end_row`; int32 scalars."""
+    """Half-open range of shard rows, `first_row` to `end_row`; int32 scalars."""
 
     first_row: Int[Array, ""]
     end_row: Int[Array, ""]
@@ -348,24 +342,23 @@ class RowRange(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupStats:
-    """Counts of one lookup, for the metrics of the step. Global values.
+    """Counts from one lookup, for metrics. Global values.
 
     Attributes:
       rounds: exchange rounds, int32 scalars by stack name. More than 1 means that skew
-        spilled some ids to later rounds. 0 means that the stack's backend looked rows
-        up without an exchange; for such a backend, 1 or more means that the ids were
+        spilled some ids to later rounds. 0 means that the backend looked rows up
+        without an exchange; with such a backend, 1 or more means that the ids were
         beyond its limits.
-      out_of_range: number of ids outside their table, int32 scalars by feature name.
-        These ids were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
-      num_ids: ids of the batch without padding and dropped ids, int32 scalars by stack
+      out_of_range: ids outside their table, int32 scalars by feature name. These ids
+        were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
+      num_ids: ids in the batch without padding and dropped ids, int32 scalars by stack
         name. Here and in `requested_rows`, stacks whose ids stay on their device are
         missing.
       requested_rows: rows that all devices requested from each shard, int32
         `[num_shards]` by stack name. A device requests equal ids once, unless the
         optimizer needs each occurrence.
-      missing_rows: number of reads that returned NaN because the row was not on its
-        device, int32 scalars by stack name. Only for stacks whose devices may lack
-        rows.
+      missing_rows: reads that returned NaN because the row was not on its device, int32
+        scalars by stack name. Only for stacks whose devices may lack rows.
 
     Example:
       >>> import tpu_embedding as te

@@ -1,6 +1,6 @@
-"""Functions that tell XLA what plain JAX can't express, with the reason for each.
+"""Tells XLA what plain JAX can't express, and replaces JAX's slow operations.
 
-The last functions reimplement JAX operations in forms that suit TPUs.
+The comments say what XLA would do otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,23 +31,23 @@ _MAX_COMPARED: Final = 1024
 
 
 def read_before_write(values: T) -> T:
-    """Returns the values, and computes all of them before any is used.
+    """Computes all values before any is used.
 
-    Pass a table and the rows read from it, and write to the returned table. Otherwise
-    XLA may write first, and copy the whole table to keep the old rows. For updates in a
-    loop, XLA:CPU would copy whole slot variables.
+    Pass a table and the rows read from it, and write to the returned table.
     """
+    # Otherwise XLA may write first, and copy the whole table to keep the old rows. In
+    # loops, XLA:CPU would copy whole slot variables.
     return jax.lax.optimization_barrier(values)
 
 
 def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
-    """Returns `function(carry)` if a condition holds, otherwise the carry.
+    """Updates the carry in place if a condition holds.
 
-    A loop of at most one iteration updates the carry in place. XLA copies the operands
-    of a conditional, so `jax.lax.cond` would copy whole tables. `function` must keep
-    shapes and dtypes.
+    `function` must keep shapes and dtypes.
     """
 
+    # XLA copies the operands of a conditional, so `jax.lax.cond` would copy whole
+    # tables. A loop with at most one iteration doesn't.
     def run_once(state: tuple[Array, T]) -> tuple[Array, T]:
         return jnp.zeros((), bool), function(state[1])
 
@@ -56,39 +56,26 @@ def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
 
 
 def as_variables(values: T) -> T:
-    """Returns constants with their values hidden from XLA.
-
-    Otherwise XLA folds them into the arithmetic, which then rounds differently, or
-    removes operations that have no effect with these values.
-    """
+    """Hides constant values from XLA."""
+    # XLA would fold them into the arithmetic, which then rounds differently, or remove
+    # operations that have no effect with these values.
     return jax.lax.optimization_barrier(values)
 
 
 def computed_apart(values: T) -> T:
-    """Returns the values, computed without fusion into their consumers.
-
-    XLA:CPU fuses arithmetic with the copy, slice or scatter around it. The fused loop
-    runs on one core or without vector instructions. XLA:TPU aborts on some fusions of
-    gathers.
-    """
+    """Keeps values from being fused into their consumers."""
+    # XLA:CPU fuses arithmetic with the copy, slice or scatter around it, and the fused
+    # loop runs on one core or without vector instructions. XLA:TPU aborts on some
+    # fusions of gathers.
     return jax.lax.optimization_barrier(values)
 
 
 def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *row"]:
-    """Returns gathered rows unchanged, through a loop that XLA:CPU vectorizes.
-
-    XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 elements into scalar loads
-    and stores. With that many instructions per row, few row reads overlap. A loop with
-    enough operations per element is not unrolled, and takes a fifth of the time at 64
-    columns and a third at 32. So this function clamps the bits to the range of int32,
-    which changes nothing. The bounds are hidden from XLA, so it keeps the clamps. For
-    rows with fewer than 24 elements, the loop would be slower.
-    `benchmarks/gather_speed.py` measures all lengths with and without it.
-
-    Args:
-      rows: result of a gather. Rows of types other than float32 and int32, or with
-        fewer than 24 or more than 64 elements, are returned directly.
-    """
+    """Copies gathered rows in a loop that XLA:CPU vectorizes; no bit changes."""
+    # XLA:CPU (jax 0.12) unrolls the copy of a row with up to 64 elements into scalar
+    # loads and stores, so few row reads overlap. A loop with enough operations per
+    # element is not unrolled, and takes a fifth of the time at 64 columns and a third
+    # at 32. Below 24 it would be slower (`benchmarks/gather_speed.py`).
     is_word = rows.dtype in (jnp.float32, jnp.int32)
     length = rows.shape[1] if rows.ndim == 2 else 0
     if not is_word or length > _LONGEST_UNROLLED_ROW:
@@ -97,6 +84,8 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
     int32 = jnp.iinfo(jnp.int32)
 
     def clamped(rows: Array) -> Array:
+        # Clamping bits to the int32 range changes nothing. XLA keeps the clamps because
+        # the bounds are hidden.
         low, high = as_variables((jnp.int32(int32.min), jnp.int32(int32.max)))
         words = jax.lax.bitcast_convert_type(rows, jnp.int32)
         for step in range(steps):
@@ -111,16 +100,14 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
 def zeros_unless(
     is_row: Bool[Array, " rows"], rows: Float[Array, "rows dim"]
 ) -> Float[Array, "rows dim"]:
-    """Returns `jnp.where(is_row[:, None], rows, 0.0)` for float32 rows.
-
-    XLA:CPU selects element by element. Clearing a row's bits with one mask takes a
-    tenth less time in a sum of 20 rows.
-    """
+    """Replaces rows with zeros where `is_row` is False; float32 only."""
 
     def select(is_row: Array, rows: Array) -> Array:
         return jnp.where(is_row[:, None], rows, 0.0)
 
     def clear(is_row: Array, rows: Array) -> Array:
+        # XLA:CPU selects element by element. One mask per row takes a tenth less time
+        # in a sum of 20 rows.
         words = jax.lax.bitcast_convert_type(rows, jnp.int32)
         words &= jnp.where(is_row, jnp.int32(-1), jnp.int32(0))[:, None]
         return jax.lax.bitcast_convert_type(words, jnp.float32)
@@ -129,14 +116,10 @@ def zeros_unless(
 
 
 def running_sum(values: Array) -> Int[Array, " n"]:
-    """Returns `jnp.cumsum(values)` of integers or bools `[n]`, as int32.
-
-    XLA:TPU takes 3 s to compile `jnp.cumsum` of 106,496 numbers, and 45 s for 900,000.
-    On TPUs, products with a triangle of ones sum within blocks of 128 numbers. They
-    compile in a second, and take as many cycles as `jnp.cumsum`. CPUs scan all blocks
-    in one loop.
-    """
-    if jax.export.is_symbolic_dim(values.shape[0]):  # It has no number of blocks.
+    """Sums integers or bools like `jnp.cumsum`, but compiles fast on TPUs."""
+    # XLA:TPU compiles `jnp.cumsum` of 106,496 numbers in 3 s, and of 900,000 in 45 s.
+    # A symbolic size has no fixed number of blocks.
+    if jax.export.is_symbolic_dim(values.shape[0]):
         return jnp.cumsum(values, dtype=jnp.int32)
 
     def scan(values: Array) -> Array:
@@ -146,24 +129,27 @@ def running_sum(values: Array) -> Int[Array, " n"]:
 
 
 def sum_in_blocks(values: Array) -> Int[Array, " n"]:
-    """Does the work of `running_sum` on TPUs."""
+    """Does the work of `running_sum` on TPUs, with products instead of a scan."""
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         values, positions = values.astype(jnp.int32), jnp.arange(num_values)
         terms = jnp.where(positions[None, :] < positions[:, None], values[None, :], 0)
         # The values added here cancel those that a longer sum subtracts.
         return jnp.sum(terms, axis=1, dtype=jnp.int32) + values
+    # Products with a triangle of ones sum within blocks. They compile in a second, and
+    # take as many cycles as `jnp.cumsum`.
     blocks = _in_blocks(values, 0)
     triangle = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
 
     def sums(terms: Array, dtype: Any) -> Array:
+        # A lower default precision would round the terms.
         return jnp.dot(
             *(terms.astype(dtype), triangle.astype(dtype)),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         ).astype(jnp.int32)
 
-    if values.dtype == bool:
+    if values.dtype == bool:  # bfloat16 holds 0 and 1, and the sums are float32.
         within = sums(blocks, jnp.bfloat16)
     else:
         # Sums of 128 numbers of 16 bits are below 2**24, so float32 holds them.
@@ -179,26 +165,22 @@ def sum_in_blocks(values: Array) -> Int[Array, " n"]:
 def value_of_range(
     numbers: Int[Array, " n"], starts: Sequence[int], values: Sequence[int]
 ) -> Int[Array, " n"]:
-    """Returns the value of the range that contains each number.
+    """Finds the range that contains each number, and takes its value.
 
-    A range ends where the next one starts. The result is a sum of the steps between
-    values, because TPUs gather single integers slowly.
-
-    Args:
-      numbers: int32 or uint32.
-      starts: first number of each range, in ascending order. A number before the first
-        gets 0.
-      values: value of each range, in the type of the numbers.
+    A range ends where the next one starts. Numbers before the first range get 0. The
+    numbers are int32 or uint32.
 
     Example:
       >>> value_of_range(jnp.arange(6), [0, 2, 5], [10, 7, 8]).tolist()
       [10, 10, 7, 7, 7, 8]
     """
+    # Steps between values need int64: they can exceed the type of the numbers.
     first, value = (
         np.asarray(x, numbers.dtype).astype(np.int64) for x in (starts, values)
     )
     lengths, steps = np.diff(first), np.diff(value)
     is_regular = len({*lengths}) == len({*steps}) == 1
+    # Repeated starts would divide by 0.
     if is_regular and lengths[0] > 0 and first[0] >= 0:
         # Equal ranges with equal steps need one division, not a sum over all ranges.
         begin, length, base, step = (
@@ -206,6 +188,7 @@ def value_of_range(
         )
         number = jnp.minimum((numbers - begin) // length, first.size - 1)
         return jnp.where(numbers < begin, 0, base + number * step)
+    # Sums of steps, because TPUs gather single integers slowly.
     steps = np.diff(value, prepend=0).astype(numbers.dtype)
     is_reached = numbers[:, None] >= first.astype(numbers.dtype)[None, :]
     of_numbers = jnp.where(is_reached, steps[None, :], 0)
@@ -213,10 +196,7 @@ def value_of_range(
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Replaces each negative number with the last non-negative number before it.
-
-    Leading negative numbers become -1. The result is int32.
-    """
+    """Replaces negative numbers with the last non-negative one before, or else -1."""
 
     def scan(values: Array) -> Array:
         def last(before: Array, value: Array) -> Array:
@@ -229,10 +209,8 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
 
 
 def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Does the work of `forward_fill` on TPUs.
-
-    A loop with a step for each number of a block takes 10 times as many cycles.
-    """
+    """Does the work of `forward_fill` on TPUs, with shifts instead of a scan."""
+    # A loop with a step for each number of a block takes 10 times as many cycles.
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         positions = jnp.arange(num_values)
@@ -257,7 +235,7 @@ def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
 def _scan(
     values: Int[Array, " n"], combine: Callable[[Array, Array], Array], neutral: int
 ) -> Int[Array, " n"]:
-    """Combines each number with all before it, first within all blocks at once."""
+    """Combines each number with all before it."""
     num_values = values.shape[0]
     if num_values <= _BLOCK:
         return jax.lax.associative_scan(combine, values)
@@ -266,6 +244,7 @@ def _scan(
         so_far = combine(so_far, terms)
         return so_far, so_far
 
+    # One loop scans all blocks at once: a block is a column, and each step is a vector.
     blocks = _in_blocks(values, neutral).T
     none = jnp.full_like(blocks[0], neutral)
     totals, within = jax.lax.scan(add, none, blocks, unroll=_UNROLL)
@@ -275,7 +254,6 @@ def _scan(
 
 
 def _where_negative(values: Array, replacements: Array) -> Array:
-    """Returns the values, with replacements for negative ones."""
     return jnp.where(values < 0, replacements, values)
 
 

@@ -1,14 +1,12 @@
 """Lookups and updates as functions of explicit arrays, without Flax.
 
-`steps` has the functions of a training step, `derived_state` sets table values, and
-`serving_lookup` looks up rows in exported models. The arrays are the stacked tables and
-slot variables of a plan; `flax_states` lets Flax save them. `insert_ids` and related
-functions are in `tpu_embedding.dynamic`, `top_k` and `expand` in
-`tpu_embedding.recommenders`.
+A training step is in `steps`. The arrays are a plan's stacked tables and slot
+variables.
 """
 
 from typing import TYPE_CHECKING
 
+# Importing it registers tables with `flax.serialization`.
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
 from tpu_embedding.functional.derived_state import (
     finalize_variable_values as finalize_variable_values,
@@ -36,6 +34,7 @@ from tpu_embedding.types import RowIds as RowIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.update.parts import lift_to_rows as lift_to_rows
 
+# Imported on first use, because some of these modules import this package.
 if TYPE_CHECKING:
     from tpu_embedding.dynamic.ids_64 import Ids64 as Ids64
     from tpu_embedding.dynamic.ids_on_host import DynamicRows as DynamicRows

@@ -1,10 +1,8 @@
 """Sets table values together with the optimizer state derived from them.
 
-Most slot variables start as a constant. Some optimizer state starts from the values of
-its table instead: the moving averages of `with_ema` and `adafactor(use_ema=True)`, and
-the sum of squares that Adafactor computes a table's scale from. When the values of a
-table are set, this state is reset to match them. `finalize_variable_values` sets tables
-to their moving averages.
+Moving averages, and the sum of squares behind Adafactor's scale, start from table
+values, so they are reset when a user sets these. `finalize_variable_values` does the
+reverse: it sets tables to their moving averages.
 """
 
 import functools
@@ -60,20 +58,19 @@ def with_table_values(
     plan: EmbeddingPlan,
     slots: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns the stacks with the values of the given tables replaced.
+    """Replaces all values in the given tables.
 
-    With `slots`, optimizer state derived from the old values is reset to match the new
-    ones: the moving averages of all rows of these tables, and Adafactor's scale of
-    a table. Other slot variables don't change.
+    If you pass `slots`, optimizer state derived from the old values is reset to match
+    the new ones: moving averages for all rows, and Adafactor's scale of the table.
+    Other slot variables don't change.
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
       values: table name to real numbers, `[vocabulary_size, *row_shape]`. If a table
-        has a narrow dtype, they are rounded to the nearest numbers of that dtype.
+        has a narrow dtype, they are rounded to nearest.
       plan: plan of the embedding layer.
-      slots: stack name to optimizer state, from `init_slots`; an empty dict before
-        `init_slots` was called. Only needed if an optimizer of these tables derives
-        state from their values.
+      slots: stack name to optimizer state, from `init_slots`, or an empty dict before
+        that. Only needed if the optimizer derives state from table values.
 
     Returns:
       New stacks; with `slots`, `(stacks, slots)`.
@@ -82,8 +79,7 @@ def with_table_values(
       TypeError: if `values` is not a dict, or `plan` is not a plan.
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
         for another plan; if an array has the wrong shape, is complex or not numeric,
-        or is beyond the range of its type; or if `slots` is needed but
-        missing.
+        or is beyond the range of its type; or if `slots` is needed but missing.
 
     Example:
       >>> import tpu_embedding as te
@@ -112,7 +108,6 @@ def with_table_values(
 
 
 def check_has_slots(tables: Collection[str], line: str) -> None:
-    """Raises ValueError if tables with derived state are set without that state."""
     if tables:
         raise ValueError(
             f"The values of the tables {sorted(tables)} must be set together with the "
@@ -122,7 +117,6 @@ def check_has_slots(tables: Collection[str], line: str) -> None:
 
 
 def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
-    """Returns the names of tables whose optimizer derives state from their values."""
     return frozenset(
         table.name
         for stack in plan.trained_stacks
@@ -133,14 +127,12 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _derived_kinds(stack: StackPlan) -> tuple[DerivedKind | None, ...]:
-    """Returns the kind of each node of a rule's state: each sum, and each other leaf.
-
-    State that does not start from table values has the kind None.
-    """
+    """Classifies a rule's state, with a sum as one node. None starts as a constant."""
     rule = probe_rule(stack.optimizer, stack.dim)
     slots = iter(rule.leaves)
     kinds: list[DerivedKind | None] = []
     for node in jax.tree.leaves(rule.state, is_leaf=is_sum):
+        # A sum has several leaves, and all of them must be taken from `slots`.
         first_slot, *_ = [next(slots) for _ in jax.tree.leaves(node)]
         if is_sum(node):
             # Adafactor's other sum, its clock, is a scalar.
@@ -158,16 +150,9 @@ def restarted_slots(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...] = ("slot", "total"),
 ) -> dict[str, Any]:
-    """Returns slots with derived state reset to match the new values of some tables.
+    """Resets derived state to match the values of the tables in `names`.
 
-    A total that still agrees with the values keeps its bits.
-
-    Args:
-      slots: stack name to optimizer state. Stacks may be missing.
-      tables: stack name to packed rows.
-      names: tables whose values were set.
-      plan: plan of the layer.
-      kinds: kinds of state to reset.
+    `slots` may lack stacks. A total that still agrees with the values keeps its bits.
     """
     result = dict(slots)
     for stack in plan.trained_stacks:
@@ -182,6 +167,7 @@ def restarted_slots(
     return result
 
 
+# `is_set` is not static, so one program serves any choice of tables.
 @functools.partial(jax.jit, static_argnames=("stack", "plan", "kinds"))
 def _restarted_state(
     state: Any,
@@ -191,10 +177,7 @@ def _restarted_state(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
-    """Returns a stack's state with the derived state of some tables reset.
-
-    `source` is the stacked table, or a state made from it.
-    """
+    """Resets derived state from the stacked table, or from a state made from it."""
     is_table = isinstance(source, PackedRows)
 
     def restart_shard(state: Any, source: Any, is_set: jax.Array) -> Any:
@@ -227,7 +210,8 @@ def _restarted_state(
 def _restarted_total(
     old: CompensatedSum, measured: CompensatedSum, is_set: jax.Array
 ) -> CompensatedSum:
-    """Returns measured totals, but keeps old totals that agree or were not set."""
+    # A new sum rounds differently from the total that steps have updated. Keeping the
+    # old bits lets a restored run continue exactly.
     is_same = jnp.abs(old.value - measured.value) <= _SAME * jnp.abs(measured.value)
     return jax.tree.map(lambda x, y: jnp.where(is_same | ~is_set, x, y), old, measured)
 
@@ -235,8 +219,6 @@ def _restarted_total(
 def _restarted_slot(
     old: PackedRows, new: PackedRows, is_set: jax.Array, stack: StackPlan
 ) -> PackedRows:
-    """Returns a slot variable with new rows for the tables that were set. Per shard."""
-
     def restart_block(slot: PackedRows, block: tuple[Any, int]) -> PackedRows:
         (start, size), rows = block, _rows_of_block(*block, stack)
         values = store_rows(read_block(new, start, size), slot.layout)
@@ -247,7 +229,7 @@ def _restarted_slot(
 
 
 def _rows_of_block(start: Any, size: int, stack: StackPlan) -> TableRows:
-    """Returns the tables of some rows of this shard, with totals over these rows."""
+    """Matches a block of rows with their tables. Totals are over these rows only."""
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     is_touched = jnp.ones(size, bool)
     return tables_of_rows(row_ids, is_touched, lambda total, _: total, stack)
@@ -256,19 +238,19 @@ def _rows_of_block(start: Any, size: int, stack: StackPlan) -> TableRows:
 def finalize_variable_values(
     params: Any, state: Any, plan: EmbeddingPlan | None = None
 ) -> tuple[Any, Any]:
-    """Sets variables to their optimizer's moving averages, as in Keras.
+    """Sets variables to their moving averages, as in Keras.
 
-    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep such averages; variables
-    of other optimizers don't change. If the latest steps did not look up a row, its
-    average is brought up to date first. The update is in place if the caller's `jit`
-    donates tables and slots. For a whole model, use
-    `tpu_embedding.Optimizer.finalize_variable_values`.
+    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep such averages; with
+    other optimizers, variables don't change. If the latest steps did not look up a row,
+    its average is brought up to date first. The update is in place if your `jit`
+    donates tables and slots. For a whole model, call
+    `tpu_embedding.Optimizer.finalize_variable_values` instead.
 
     Args:
       params: with a plan, the tables, a dict from stack name to packed rows. Without a
-        plan, the pytree of dense parameters that was passed to the optimizer's `init`.
+        plan, the dense parameters that were passed to the optimizer's `init`.
       state: with a plan, the slots, a dict from stack name to optimizer state. Without
-        a plan, the dense optimizer's state, with averages anywhere in it.
+        a plan, the state of the dense optimizer, with averages anywhere in it.
       plan: plan of the layer. Omit it for dense parameters.
 
     Returns:
@@ -301,7 +283,6 @@ def finalize_variable_values(
 
 
 def has_averages(state: Any) -> bool:
-    """Returns True if an optimizer's state holds moving averages of variables."""
     return any(map(_is_averaged, jax.tree.leaves(state, is_leaf=_is_averaged)))
 
 
@@ -329,6 +310,7 @@ def _finalize_shard(
     table: PackedRows, state: Any, stack: StackPlan
 ) -> tuple[PackedRows, Any]:
     """Sets all rows, and the averages, to the averages in the table's dtype."""
+    # A rule keeps one state with averages, inside any wrappers.
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
     (averaged,) = filter(_is_averaged, nodes)
     # Steps that only accumulated gradients left the rows unchanged, but they count in
@@ -337,6 +319,7 @@ def _finalize_shard(
     nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
     count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
 
+    # One pass also measures the squares. Two passes would copy a packed table.
     def finalize_block(
         carry: tuple[PackedRows, PackedRows, Any], block: tuple[Any, int]
     ) -> tuple[PackedRows, PackedRows, Any]:
@@ -349,6 +332,7 @@ def _finalize_shard(
             averaged.average_momentum,
         )
         stored = store_rows(values, table.layout)
+        # A narrow table rounds; the averages must equal the rows as stored.
         values = load_rows(stored, table.layout)
         row_squares = jnp.sum(jnp.square(values), axis=1)
         return (
@@ -378,8 +362,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    `waiting_steps` is the number of steps since the latest update that only accumulated
-    gradients, inside a `MultiSteps`. These steps count in the averages.
+    `waiting_steps` only accumulated gradients since the latest update, inside a
+    `MultiSteps`. They count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

@@ -1,7 +1,6 @@
 """Lets `flax.serialization` save and restore tables and their slot variables.
 
-Flax can only serialize containers that it knows. A table is saved under the name of its
-layout. If the plan of the model has a different layout, the state is rejected.
+Flax can only serialize containers that it knows.
 """
 
 import dataclasses
@@ -15,11 +14,12 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def _state_of_rows(rows: PackedRows) -> dict[str, Any]:
+    # The layout's name, so that a model with another layout can reject the state.
     return {rows.layout.leaf_name: serialization.to_state_dict(rows.lines)}
 
 
 def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
-    """Returns the saved rows, on the devices of the given rows."""
+    """Places the saved rows on the devices that hold `rows`."""
     name = rows.layout.leaf_name
     if set(state) != {name}:
         raise ValueError(

@@ -1,9 +1,8 @@
 """Lookups in exported models: plain gathers from whole tables on one device.
 
-Serving programs have no mesh, stacks or gradients, so `serve` reads one array per
-table, in logical row order. It shares id conversion, out-of-range policies and
-combiners with the training lookup, so serving and training follow the same rules. Batch
-sizes may be symbolic: `jax.export` then makes one program for all batch sizes.
+`serve` shares id conversion, out-of-range policies and combiners with the training
+lookup, so both follow the same rules. Batch sizes may be symbolic: `jax.export` then
+makes one program for all of them.
 """
 
 import dataclasses
@@ -37,12 +36,7 @@ from tpu_embedding.xla import zeros_unless
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedCall:
-    """Inputs of one lookup for serving, used as the exported program's signature.
-
-    Attributes:
-      ids: ids of each input of the plan.
-      plan: plan of the features in the batch.
-    """
+    """Inputs of one lookup, the signature of an exported program."""
 
     ids: list[Any]
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
@@ -52,13 +46,10 @@ def serve(tables: Mapping[str, Array], batch: Batch) -> tuple[Any, ServedCall]:
     """Looks up a batch in whole tables.
 
     Args:
-      tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
-        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. For tables
-        whose ids are not row numbers, also the arrays that `served_rows` reads.
+      tables: table name to rows in logical order: `[vocabulary_size, dim]` floats, or
+        uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. For tables whose ids are
+        not row numbers, also the arrays that `served_rows` reads.
       batch: batch on one shard, from `parse_batch(..., serving=True)`.
-
-    Returns:
-      Activations in the nest of the features, and a record of the call.
     """
     plan, activations = batch.plan, []
     for leaf, feature, shape in zip(
@@ -71,7 +62,7 @@ def serve(tables: Mapping[str, Array], batch: Batch) -> tuple[Any, ServedCall]:
 
 
 def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
-    """Returns the name of the table that a feature reads."""
+    # Only the plan knows the name of a table that its user didn't name.
     tables = plan.stacks[feature.stack_index].tables
     return next(t.name for t in tables if t.row_offset == feature.row_offset)
 
@@ -80,23 +71,22 @@ def rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
     """Gathers rows as float32: ids in bounds, or `PADDING_ROW_ID` for zeros."""
+    # Padding reads the last row, which is then zeroed.
     rows = gather_lines(table, jnp.minimum(row_ids, table.shape[0] - 1))
     rows = _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
     return zeros_unless(row_ids != PADDING_ROW_ID, rows)
 
 
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
-    """Returns `scale * code + bias` for int8 rows."""
+    """Decodes int8 rows as `scale * code + bias`."""
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(jnp.float32)
     scale, bias = rows[:, -SCALE_AND_BIAS_BYTES:-4], rows[:, -4:]
     return codes * _float_of_bytes(scale) + _float_of_bytes(bias)
 
 
 def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
-    """Returns float32 numbers from four bytes each, the lowest first.
-
-    StableHLO's bitcast cannot join bytes if an axis has no fixed size.
-    """
+    """Joins four bytes, the lowest first, to a float32 number."""
+    # StableHLO's bitcast cannot join bytes if an axis has no fixed size.
     ends = ends.astype(jnp.uint32)
     words = ends[:, :1]
     for k in range(1, 4):

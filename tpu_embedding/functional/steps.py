@@ -1,15 +1,8 @@
 """The functional core: lookups and updates on explicit arrays, for your own loop.
 
-    tables = init_tables(plan, key)
-    slots = init_slots(tables, plan)
-    # in the jitted step, with tables and slots donated:
-    result = lookup(tables, features, plan)
-    loss, cotangents = jax.value_and_grad(dense_part)(result.activations)
-    gradients = compute_gradients(result.routing, cotangents, plan)
-    tables, slots = apply_gradients(tables, slots, gradients, plan)
-
-All functions take global arrays, sharded over the plan's mesh, and call `shard_map`
-themselves. The Flax modules of `tpu_embedding.nn` are built from these functions.
+A step calls `lookup`, `compute_gradients` and `apply_gradients`, as in
+docs/concepts/lookup.md. All take global arrays, sharded over the plan's mesh, and call
+`shard_map` themselves. The Flax modules in `tpu_embedding.nn` are built from them.
 
 Users think in features, but a step works on stacks: tables that share an array. So each
 step groups features by stack, and returns results by feature.
@@ -81,10 +74,10 @@ class Routing:
 
     Attributes:
       stacks: stack name to routed ids, without stacks that the batch doesn't use.
-      shapes: sizes of each feature.
-      plan: plan of the batch's features.
+      shapes: feature sizes.
+      plan: plan of the features in the batch.
       raw_feature: the first feature whose rows `lookup` had to find, if any. New ids
-        lack rows, so such a batch cannot be trained on.
+        lack rows, so you can't train on such a batch.
 
     Example:
       >>> import tpu_embedding as te
@@ -107,9 +100,9 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: nest like the batch's features; float32 `[batch, dim]`, or the
-        feature's sequence or output shape. Global.
-      routing: input of `compute_gradients`.
+      activations: nest like the features; float32 `[batch, dim]`, or the sequence or
+        output shape of the feature. Global.
+      routing: input to `compute_gradients`.
       stats: rounds, ids out of range, and rows requested from each shard.
 
     Example:
@@ -129,7 +122,7 @@ class LookupResult:
 
 
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns the shapes of a batch's activations, without a lookup.
+    """Determines activation shapes without a lookup.
 
     Args:
       features: see `lookup`; only shapes and dtypes are read.
@@ -167,13 +160,14 @@ def lookup(
       tables: stack name to packed rows, from `init_tables`.
       features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
         are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
-        `ShardedRaggedIds` from `prepare_features`. Global. Batches are padded to a
-        multiple of the number of devices; activations of the padding are cut off.
+        `ShardedRaggedIds` from `prepare_features`. Global. You can pass any batch size:
+        batches are padded to a multiple of the device count, and the activations are
+        cut back.
       plan: plan of the layer.
 
     Returns:
-      Activations, routing and stats. JAX doesn't differentiate with respect to the
-      tables; use `compute_gradients`.
+      Activations, routing and stats. Note that JAX does not differentiate with respect
+      to the tables; call `compute_gradients`.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
@@ -193,6 +187,7 @@ def lookup(
     plan, raw = batch.plan, batch.raw_feature
     if raw is None:
         return read_rows(tables, route(batch, plan), plan)
+    # New ids lack rows here, so the routing remembers `raw` and rejects gradients.
     features = plan.unflatten(batch.leaves)
     # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
@@ -202,10 +197,10 @@ def lookup(
 
 
 def route(features: Any, plan: EmbeddingPlan) -> Routing:
-    """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
+    """Sends ids to the owners of their rows; the first half of `lookup`.
 
-    It reads no tables. The ids of the next batch can thus be sent while a step runs, as
-    in `tpu_embedding.PipelinedTrainStep` for Flax models.
+    It reads no tables, so you can send the next batch while a step runs. For Flax
+    models, `tpu_embedding.PipelinedTrainStep` does so.
 
     Args:
       features: see `lookup`.
@@ -275,7 +270,7 @@ def _route(
 def read_rows(
     tables: dict[str, PackedRows], routed: Routing, plan: EmbeddingPlan
 ) -> LookupResult:
-    """Reads the rows of a routed batch and combines them; the second half of `lookup`.
+    """Reads and combines the rows for a routed batch; the second half of `lookup`.
 
     Args:
       tables: stack name to packed rows, from `init_tables`.
@@ -350,7 +345,6 @@ def _collect_stats(
     counts: Mapping[str, Mapping[str, Array]],
     plan: EmbeddingPlan,
 ) -> LookupStats:
-    """Adds up the counts of all devices, by stack or feature."""
     out_of_range = {}
     for stack in plan.used_stacks:
         of_features = routings[stack.name].out_of_range
@@ -378,22 +372,22 @@ def _collect_stats(
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> TableGradients:
-    """Returns the tables' sparse gradients.
+    """Computes sparse table gradients.
 
-    The gradients stay sharded like the samples. In this function, the owners of the
-    touched rows receive the gradients of exchange round 1. Skewed batches need more
-    rounds, which `apply_gradients` runs.
+    The gradients stay sharded like the samples. Here, the owners of the touched rows
+    receive exchange round 1. Skewed batches need more rounds, which `apply_gradients`
+    runs.
 
     Args:
       routing: routing from the lookup.
-      cotangents: derivatives of the loss with respect to the activations, in the same
-        nest. None for an activation means zeros, as in TensorFlow.
+      cotangents: loss derivatives with respect to the activations, in the same nest.
+        None for an activation means zeros, as in TensorFlow.
       plan: plan of the layer, or a plan with other features on the same tables.
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
-      if its gradient is zero. `tpu_embedding.gradients.add` sums gradients of several
-      lookups.
+      if its gradient is zero. To sum the gradients of several lookups, call
+      `tpu_embedding.gradients.add`.
 
     Raises:
       TypeError: if the lookup had to find the rows of a feature.
@@ -418,6 +412,8 @@ def compute_gradients(
         features = {feature.name: feature for feature in routing.plan.features}
         raw = features[routing.raw_feature]
         raise unknown_rows(raw)
+    # The batch may lack features, so its own plan describes the routing. The gradients
+    # carry the caller's plan, which is the one that `apply_gradients` gets.
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten(cotangents, "cotangents")
 
@@ -452,14 +448,8 @@ def _cotangent_of_samples(
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> Float[Array, "samples dim"]:
-    """Returns the cotangent of each sample of a feature, padded for all devices.
-
-    A cotangent of None means zeros.
-
-    Raises:
-      ValueError: if the cotangent's shape differs from the activations'.
-    """
-    if cotangent is None:
+    """Brings a cotangent to one row per sample, padded for all devices."""
+    if cotangent is None:  # TensorFlow also sends zeros, so the rows count as touched.
         cotangent = jnp.zeros(shape.output_shape)
     if getattr(cotangent, "shape", None) != shape.output_shape:
         owner = f"cotangent of feature {feature.name!r}"
@@ -467,22 +457,22 @@ def _cotangent_of_samples(
         fix = "Use zeros for an activation that the loss does not use."
         raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
+    # Later stages are float32 only. The padding matches `fill_up`, in whole sequences.
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
     missing = -shape.batch_size % plan.num_shards * max(1, shape.sequence_length)
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
 
 
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns the optimizer state of each stack that has an optimizer.
+    """Initializes the optimizer state for each stack that has an optimizer.
 
     Args:
-      tables: stack name to packed rows. Initial values of slot variables may depend
-        on the rows.
+      tables: stack name to packed rows. Initial slot values may depend on the rows.
       plan: plan of the layer.
 
     Returns:
-      Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
-      like their table; other values are replicated.
+      Stack name to optimizer state. Slot variables are `PackedRows`, sharded like their
+      table; other values are replicated.
 
     Example:
       >>> import tpu_embedding as te
@@ -496,7 +486,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     check_tables(tables, plan.trained_stacks)
     slots = _init_on_devices(tables, plan)
     for stack in plan.trained_stacks:
-        if stack.name not in slots:
+        if stack.name not in slots:  # Its devices don't hold all rows.
             table = tables[stack.name]
             slots[stack.name] = stack.storage.init_state(table, stack)
     return slots
@@ -506,7 +496,6 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 def _init_on_devices(
     tables: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, Any]:
-    """Returns the state of each stack whose rows are all on devices."""
     return {
         stack.name: on_shards(
             functools.partial(init_state, stack=stack),
@@ -528,12 +517,12 @@ def apply_gradients(
     gradient_norm: Any = None,
     only_if: Any = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Updates the touched rows of tables and slot variables, as one step.
+    """Updates the touched rows in tables and slot variables, as one step.
 
-    The update is in place if the caller's `jit` donates tables and slots. Stacks
-    without an optimizer don't change.
+    The update is in place if your `jit` donates tables and slots. Stacks without an
+    optimizer don't change.
 
-    Call it once per step, and sum the gradients of several lookups with
+    Call it once per step, and sum gradients from several lookups with
     `te.gradients.add`. As in TensorFlow and optax, each call is one step for all
     trained tables: step counts and schedules advance even for a table that the step did
     not look up, and with `every_row` the momentum changes such a table.
@@ -543,9 +532,8 @@ def apply_gradients(
       slots: stack name to optimizer state, from `init_slots`.
       gradients: from `compute_gradients`, or a sum of several.
       plan: plan of the layer.
-      gradient_norm: norm of the whole model's gradients, a float32 scalar, for
-        optimizers with `global_clipnorm`. Defaults to the norm of these tables'
-        gradients.
+      gradient_norm: norm over all gradients in the model, a float32 scalar, for
+        optimizers with `global_clipnorm`. Defaults to the norm of `gradients`.
       only_if: bool scalar. If it is False, all rows, slot variables and step counts
         keep their values, as they do if `te.gradients.is_whole(gradients)` is False.
 
@@ -572,6 +560,7 @@ def apply_gradients(
     check_tables(tables, plan.trained_stacks)
     check_slots(slots, plan.trained_stacks)
     _check_states(slots, plan)
+    # A norm runs the later exchange rounds, which the update then runs again.
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
     if may_be_partial(plan):
@@ -618,7 +607,7 @@ def _update_shard(
     only_if: Any,
     stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
-    """Updates a stack; without a gradient if no rows were looked up. Per shard."""
+    """Updates a stack; `gradient` is None if no rows were looked up. Per shard."""
     # How many rows of each table count in totals, if not all rows belong to an id.
     table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
@@ -631,6 +620,7 @@ def _update_shard(
     # Rules with `global_clipnorm` read the squared norm from this context.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
+        # Not in `run_if`: a backend without a fallback skips a step by passing no ids.
         if gradient is not None and stack.backend.replaces_update:
             return stack.backend.update(table, state, gradient, update, stack, only_if)
         if only_if is None:
@@ -640,10 +630,10 @@ def _update_shard(
 
 @functools.partial(jax.jit, static_argnames="plan")
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
-    """Returns False if a learning rate of the next step is NaN or infinite.
+    """Checks that all learning rates of the next step are finite.
 
-    If a rate is not finite, `apply_gradients` doesn't change the rows of its table, but
-    advances the table's step count. So check before each step, as with
+    If a rate is not finite, `apply_gradients` doesn't change the rows in its table, but
+    advances the step count. So check before each step, as with
     `te.gradients.all_finite`.
 
     Args:
@@ -665,6 +655,7 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     result = jnp.ones((), bool)
     for stack in plan.trained_stacks:
         values = values_of(rule_state_of(slots[stack.name]))
+        # None means a constant rate, which was checked when the rule was made.
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values)
         result &= True if is_finite is None else is_finite
     return result
@@ -672,6 +663,7 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
 
 def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
     """Rejects states of other optimizers or storage types."""
+    # `check_slots` compares only layouts, which many optimizers share.
     for stack in plan.trained_stacks:
         expected, given = map(
             structure_of_state, (abstract_state(stack), slots[stack.name])
@@ -685,15 +677,14 @@ def _check_states(slots: dict[str, Any], plan: EmbeddingPlan) -> None:
 
 
 def takes_model_norm(plan: EmbeddingPlan) -> bool:
-    """Returns True if an optimizer of the plan's tables needs the model's norm."""
     return any(stack.optimizer.takes_model_norm for stack in plan.trained_stacks)
 
 
 def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
-    """Rejects gradients of another type, or of another plan."""
     if not isinstance(gradients, TableGradients):
         rule = "be the TableGradients of te.functional.compute_gradients"
         raise invalid("gradients", rule, gradients, kind=TypeError)
+    # Equal stacks suffice, because the features of a lookup may differ.
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
             "gradients must be for the plan's tables, got gradients computed with "

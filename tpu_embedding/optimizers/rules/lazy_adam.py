@@ -204,7 +204,7 @@ class _CatchUpAdam:
                 total += sizes[:, None] / (nu_roots * scales[:, None] + self.epsilon)
             return total
 
-        # A dynamic count, so that steps whose rows skipped little stop early.
+        # A traced count, so that steps whose rows skipped little stop early.
         num_turns = jnp.ceil(jnp.max(num_moves, initial=0) / _STEPS_PER_TURN)
         total = jax.lax.fori_loop(
             0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
