@@ -1,12 +1,8 @@
-"""Ids on the host: reads the user's containers and prepares batches for a step.
+"""Ids on their way into a step: reads user containers and makes static shapes.
 
-`containers` reads one feature's ids from any container. `prepare` checks a batch,
-splits ragged ids by shard, and pads them to a static size. `buffer_sizes` chooses this
-size, equally on all processes of a job.
-
-`shard_inputs` has the rules for shapes and dtypes. It parses the batch of a lookup,
-also inside a compiled step, and turns each feature into the input of each shard. String
-ids are in `tpu_embedding.strings`, unique ids in `tpu_embedding.recommenders`.
+On the host, `containers` reads ids from anything with a clear meaning, `prepare` checks
+a batch and pads ragged ids, and `buffer_sizes` chooses equal sizes on all processes.
+Inside a step, `shard_inputs` parses the batch and splits it by shard.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +15,7 @@ from tpu_embedding.plan.features import InputPlan as InputPlan
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 
+# These modules import this package, so their names are imported on first use.
 if TYPE_CHECKING:
     from tpu_embedding.recommenders.unique_ids import UniqueIds as UniqueIds
     from tpu_embedding.recommenders.unique_ids import unique_ids as unique_ids

@@ -1,13 +1,8 @@
-"""Chooses the static sizes of ragged features, equally on all processes of a job.
+"""Chooses static sizes for ragged features, equally on all processes.
 
-A compiled step needs buffers of a fixed size per ragged feature and shard. Each new
-combination of sizes recompiles the step, so `BufferSizes` remembers sizes from batch to
-batch and changes all of them at once.
-
-Each process knows only the ids of its own samples. Processes with different sizes would
-compile different programs and wait for each other forever. So for each batch, the
-processes exchange their demands, and each chooses sizes from the demands of all. The
-exchange takes some milliseconds in the thread that loads batches, and uses no device.
+New sizes recompile the step, so `BufferSizes` remembers them and changes all at once.
+Processes with different sizes would wait for each other forever, but each knows only
+its own samples. So they exchange their demands before they choose.
 """
 
 import itertools
@@ -36,24 +31,19 @@ _QUIET_GROWTHS: Final = 3
 
 
 class RaggedDemand(NamedTuple):
-    """Facts about one ragged feature in one batch.
+    """What one ragged feature needs in one batch."""
 
-    Attributes:
-      feature_name: name of the feature.
-      expected_valence: see `FeatureConfig`.
-      samples_per_shard: samples per shard, including padding.
-      num_ids: ids of the fullest shard, which the buffer must hold.
-      num_samples: samples of the batch.
-      valence_sum: sum of the numbers of ids per sample.
-      valence_square_sum: sum of their squares.
-    """
+    # A tuple, which `distributed.exchange` sends as JSON.
 
     feature_name: str
     expected_valence: float | int | None
     samples_per_shard: int
+    """Samples per shard, padding included."""
     num_ids: int
+    """Ids in the fullest shard, which the buffer must hold."""
     num_samples: int
     valence_sum: float
+    """Summed ids per sample. Processes can add up sums, but not means and variances."""
     valence_square_sum: float
 
     @property
@@ -68,20 +58,18 @@ class RaggedDemand(NamedTuple):
 class BufferSizes:
     """Buffer sizes of ragged features, remembered from batch to batch.
 
-    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` uses the
-    layer's object. A batch that fits the current sizes uses them. When a feature
-    outgrows its buffer, the buffers of all ragged features are resized together, each
-    with room for at least six standard deviations above the batch's mean. A stationary
-    stream thus settles after a few compilations. No ids are ever lost, and buffers
-    never shrink.
+    Pass one object to all your `prepare_features` calls; `TPUEmbedding.prepare` does
+    this for you. A batch that fits the current sizes uses them. When a feature outgrows
+    its buffer, all ragged buffers are resized together, each with room for at least six
+    standard deviations above the batch mean. A stationary stream thus settles after a
+    few compilations. No ids are ever lost, and buffers never shrink.
 
-    A feature's first size comes from `FeatureConfig.expected_valence` if it is set, and
+    The first size comes from `FeatureConfig.expected_valence` if you set it, and
     otherwise from the first batch. Each batch size and each subset of the ragged
     features has its own sizes.
 
-    The object lives on the host. It can be pickled; a loader process continues with its
-    own copy. Prepare some batches before you start such processes, so that all begin
-    with the same sizes.
+    Note that a loader process continues with its own pickled copy. Prepare some batches
+    before you start such processes, so that all begin with the same sizes.
 
     Example:
       >>> import tpu_embedding as te
@@ -97,15 +85,16 @@ class BufferSizes:
 
     def __init__(self):
         self._sizes: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        # Keys whose sizes come from a file, and which no batch has confirmed yet.
         self._unproven: set[tuple[tuple[str, int], ...]] = set()
         self._combinations: set[tuple[tuple[str, int, int], ...]] = set()
         self._num_growths = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the sizes as JSON values.
+        """Converts the sizes to JSON values.
 
-        Store them with a checkpoint. A loop that resumes with `from_json` pads its
-        batches as before, so sums add in the same order and have the same bits.
+        Store them with your checkpoint. If you resume with `from_json`, batches are
+        padded as before, so sums add in the same order and have the same bits.
 
         Example:
           >>> sizes = BufferSizes()
@@ -118,17 +107,18 @@ class BufferSizes:
 
     @classmethod
     def from_json(cls, document: Any) -> "BufferSizes":
-        """Returns the `BufferSizes` that `to_json` stored.
+        """Restores the `BufferSizes` that `to_json` stored.
 
         Args:
-          document: result of `to_json`, which may have been read from a JSON file.
-            Sizes far above what their first batch needs are dropped.
+          document: result of `to_json`, perhaps read from a JSON file. Sizes far above
+            what their first batch needs are dropped.
 
         Raises:
           ValueError: if the document is not from `to_json`.
         """
         sizes = cls()
         try:
+            # Older documents have more entries per key. JSON makes lists of tuples.
             for key, numbers, *_ in document["buffers"]:
                 key = tuple((str(name), int(samples)) for name, samples in key)
                 numbers = [max(1, int(n)) for n, _ in zip(numbers, key, strict=True)]
@@ -148,10 +138,10 @@ class BufferSizes:
         return len(self._combinations)
 
     def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
-        """Returns each feature's buffer size in ids per shard, enough for the batch.
+        """Chooses buffer sizes that hold the batch, in ids per shard.
 
         Args:
-          demands: demands of all ragged features of one batch.
+          demands: demands for all ragged features in one batch.
 
         Warns:
           UserWarning: at each growth after the third, naming the features that grew.
@@ -165,6 +155,7 @@ class BufferSizes:
         self._unproven.discard(key)
         if sizes is None:
             sizes = list(map(_first_size, demands))
+        # One growth recompiles the step anyway, so resize all features at once.
         elif outgrown := [
             d for d, n in zip(demands, sizes, strict=True) if d.num_ids > n
         ]:
@@ -173,10 +164,11 @@ class BufferSizes:
             if self._num_growths > _QUIET_GROWTHS:
                 _warn_of_growth(dict(zip(demands, sizes, strict=True)), outgrown)
         self._sizes[key] = sizes
+        # A key whose sizes grow compiles again, so count keys together with sizes.
         self._combinations.add(
             tuple((*feature, n) for feature, n in zip(key, sizes, strict=True))
         )
-        return list(sizes)
+        return list(sizes)  # A copy: the stored list must not change.
 
 
 def _first_size(demand: RaggedDemand) -> int:
@@ -197,18 +189,15 @@ def _is_excessive(demand: RaggedDemand, size: int) -> bool:
 
 
 def _expected_size(demand: RaggedDemand) -> int | None:
-    """Returns the size from the feature's `expected_valence`, or None."""
+    """Rounds `expected_valence` to ids per shard. None means it is not set."""
     if demand.expected_valence is None:
         return None
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
 
 
 def _round_up(size: int) -> int:
-    """Rounds a size up, so that slightly different streams share sizes.
-
-    The result is a multiple of an eighth of the largest power of two up to the size,
-    and of 8.
-    """
+    """Rounds a size up, so that similar streams share sizes."""
+    # To a multiple of 8, and of an eighth of the largest power of two up to the size.
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
 
@@ -228,6 +217,8 @@ def _warn_of_growth(
     )
 
 
+# Exchanges need equal names in all processes. Objects have no common name, but every
+# process first uses them in the same order.
 _numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
 _new_numbers = itertools.count(1)
 
@@ -235,12 +226,9 @@ _new_numbers = itertools.count(1)
 def choose_sizes(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None, num_parts: int
 ) -> list[int]:
-    """Returns the buffer size of each ragged feature of a batch, in ids per shard.
+    """Chooses buffer sizes in ids per shard. Without `sizes`, each batch has its own.
 
-    Args:
-      demands: demands of all ragged features in this process's part of the batch.
-      sizes: sizes of earlier batches. If None, each batch has its own.
-      num_parts: number of parts that processes pass, 1 if each passes the whole batch.
+    `num_parts` is 1 if each process passes the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
@@ -258,14 +246,7 @@ def choose_sizes(
 def _agreed(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None
 ) -> list[RaggedDemand]:
-    """Returns the combined demands of all processes for the same batch.
-
-    All processes must use their `BufferSizes` in the same order.
-
-    Raises:
-      RuntimeError: in a process that isn't part of the job, such as a loader.
-      ValueError: if the processes have different features or numbers of samples.
-    """
+    """Combines demands. All processes must use their `BufferSizes` in equal order."""
     if distributed.num_processes() == 1:
         raise RuntimeError(
             "Ragged features with samples='process' must be prepared in the training "
@@ -277,6 +258,8 @@ def _agreed(
         if sizes not in _numbers:
             _numbers[sizes] = next(_new_numbers)
         number = _numbers[sizes]
+    # Through the coordination service: it takes milliseconds in the loading thread and
+    # uses no device, so a step may run meanwhile. JSON makes lists of the tuples.
     by_process = [
         [RaggedDemand(*demand) for demand in process_demands]
         for process_demands in distributed.exchange(
@@ -287,6 +270,7 @@ def _agreed(
         [(demand.feature_name, demand.samples_per_shard) for demand in process_demands]
         for process_demands in by_process
     ]
+    # Every process sees the same lists, so all raise together and none waits.
     for process, process_features in enumerate(features):
         if process_features != features[0]:
             text = (

@@ -1,8 +1,7 @@
-"""Reads one feature's ids or weights from any container with a clear meaning.
+"""Reads ids or weights from any container with a clear meaning.
 
-Each container becomes `DenseIds`, `RaggedIds` or `SparseIds` of NumPy arrays. Ambiguous
-containers are rejected with an error that says how to choose. `prepare` uses this
-module to read integer ids, and `tpu_embedding.strings` uses it to read strings.
+`prepare` reads integers with it, `tpu_embedding.strings` reads strings. If a container
+is ambiguous, the error says how to choose.
 """
 
 import dataclasses
@@ -39,21 +38,9 @@ HostIds = DenseIds | RaggedIds | SparseIds
 
 
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
-    """Reads a container of ids, or of weights in the same form.
+    """Reads ids, or weights in the same form, and checks shapes and row splits.
 
-    Args:
-      ids: array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an object with
-        the fields of `tf.RaggedTensor` or `tf.SparseTensor`.
-      owner: owner of the ids, for errors, such as `"feature 'movie'"`.
-      what: name of the values, for errors.
-
-    Returns:
-      The values as NumPy arrays of any dtype. Row splits, and shapes and dtypes of
-      coordinates, are checked; values and the range of coordinates are not.
-
-    Raises:
-      TypeError: if the container has no clear meaning.
-      ValueError: if its parts do not fit each other.
+    Values and coordinates may be out of range, and values have any dtype.
     """
     if isinstance(ids, DenseIds):
         inner = read_ids(ids.ids, owner, what)
@@ -62,6 +49,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
             name = f"DenseIds.ids of {owner}"
             raise invalid(name, "be an array", ids.ids, fix, TypeError)
         return dataclasses.replace(inner, weights=ids.weights)
+    # By their fields, so that TensorFlow's tensors are read without importing it.
     if hasattr(ids, "values") and hasattr(ids, "row_splits"):
         return _read_ragged(ids, owner, what)
     if all(hasattr(ids, name) for name in ("indices", "values", "dense_shape")):
@@ -69,6 +57,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     if isinstance(ids, list | tuple):
         return _read_lists(list(ids), owner, what)
     array = as_array(ids, owner, what)
+    # An object array may hold uneven lists; as a scalar, it holds an unknown object.
     if array.dtype != object:
         return DenseIds(ids=array)
     if array.ndim:
@@ -85,7 +74,6 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
 
 
 def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
-    """Converts values to a NumPy array, with errors that name their owner."""
     check_unmasked(type(values), f"{what} of {owner}")
     if isinstance(values, jax.core.Tracer):
         fix = "Call prepare outside jit and other transformations of JAX."
@@ -93,6 +81,7 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
         fix = "Prepare the batch before sharding it over processes."
         raise invalid(f"{what} of {owner}", "be on this process", values, fix)
+    # Not by NumPy, which pads strings to the longest one.
     if isinstance(values, list) and values and are_strings(values):
         return _flat_array(values)
     try:
@@ -104,7 +93,7 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
 
 
 def check_unmasked(kind: type, name: str) -> None:
-    """Raises TypeError for a masked array, whose mask would be ignored."""
+    """Rejects masked arrays, whose mask would be ignored."""
     if issubclass(kind, np.ma.MaskedArray):
         fix = f"Write .filled({PADDING_ROW_ID}) for ids, .filled(0) for weights."
         raise invalid(name, "be a plain array", kind, fix, TypeError)
@@ -164,6 +153,7 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
         raise invalid(f"indices of {owner}", rule, indices)
     if not is_integer(indices.dtype):
         raise invalid(f"indices of {owner}", "be integers", indices, kind=TypeError)
+    # Before anything is allocated by the declared shape.
     if min(shape) < 0 or math.prod(shape[:-1]) > MAX_SAMPLES:
         rule = f"be [batch, positions], with at most {MAX_SAMPLES} samples"
         raise invalid(f"dense_shape of {owner}", rule, list(shape))
@@ -178,6 +168,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     for kind in set(map(type, items)):
         check_unmasked(kind, name)
     rows = (item if _is_list(item) else [item] for item in items)
+    # One id tells strings from numbers, without walking all lists in Python.
     first_id = next((row[0] for row in rows if len(row)), None)
     if not isinstance(first_id, str | bytes):
         try:
@@ -213,7 +204,6 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def are_strings(items: list[Any]) -> bool:
-    """Returns True if all items are str or bytes."""
     # Checking each type is much faster than checking each item.
     return all(issubclass(kind, str | bytes) for kind in set(map(type, items)))
 

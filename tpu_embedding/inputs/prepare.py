@@ -1,11 +1,8 @@
 """Checks a batch on the host and pads ragged features to a static size.
 
-Dense int32 ids in range can be passed directly to a jitted step. This module does what
-a jitted step can't: raise an error that names the feature and the id, read 64-bit ids,
-and split ragged features by shard.
-
-Each shard gets `ceil(batch / num_shards)` consecutive samples. Empty samples fill up
-the last shards, and padding fills each shard up to a static size.
+A jitted step takes dense int32 ids as they are. This module does what the step can't:
+raise errors that name the feature and the id, read 64-bit ids, and split ragged ids by
+shard.
 """
 
 import dataclasses
@@ -47,11 +44,11 @@ def prepare_features(
     *,
     samples: Samples = "global",
 ) -> Any:
-    """Checks the ids of a batch on the host and pads them to static shapes.
+    """Checks a batch on the host and pads it to static shapes.
 
     Ragged features are split by shard and padded, without losing ids. Each new padded
-    size recompiles the step, so pass one `BufferSizes` to all calls: sizes then settle
-    after one or two changes. Without a `BufferSizes`, a size starts at
+    size recompiles the step, so pass one `BufferSizes` to all your calls: sizes then
+    settle after one or two changes. Without it, a size starts at
     `FeatureConfig.expected_valence` ids per sample, and doubles until it holds the
     batch.
 
@@ -60,26 +57,25 @@ def prepare_features(
         are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. For tables of 64-bit ids, also pairs of 32-bit words.
+        integer dtype. For tables with 64-bit ids, also pairs of 32-bit words.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
-      weights: the same nest with weights or None per feature, in the form of the ids or
-        as an array, `[num_values]` for ragged and sparse features. Defaults to the
-        weights in the ids' containers.
-      sizes: sizes of earlier batches. By default, each batch has its own.
-      samples: `"global"` if the features have the global batch, `"process"` if they
-        have only this process's samples, `plan.process_samples(batch_size)`. With
-        `"process"`, all processes must call this function for each batch, to agree on
-        sizes of ragged features.
+      weights: the same nest with weights or None per feature, in the same form as the
+        ids or as an array, `[num_values]` for ragged and sparse features. Defaults to
+        the weights in the id containers.
+      sizes: sizes from earlier batches. By default, each batch has its own.
+      samples: `"global"` if you pass the global batch, `"process"` if you pass only the
+        samples for this process, `plan.process_samples(batch_size)`. If `"process"`,
+        all processes must call this function for each batch, to agree on ragged sizes.
 
     Returns:
-      The nest with NumPy arrays: int32 ids, or pairs of words for tables of 64-bit
+      The nest with NumPy arrays: int32 ids, or pairs of words for tables with 64-bit
       ids, and float32 weights. Pass it to the layer, or first to
       `tpu_embedding.inputs.shard_batch` with the same `samples`.
 
     Raises:
       TypeError: if ids are not integers, or their container is ambiguous.
-      ValueError: if the nest has another structure, an id is outside its table and
-        the feature's policy is `"error"`, or shapes do not fit each other.
+      ValueError: if the nest has a different structure, an id is outside its table and
+        the policy is `"error"`, or shapes do not fit each other.
 
     Example:
       >>> import tpu_embedding as te
@@ -101,6 +97,7 @@ def prepare_features(
     for shape, feature in zip(shapes, plan.features, strict=True):
         config = feature.config
         has_shape = config.output_shape is not None and not config.has_own_batch
+        # An output shape has the sizes of the global batch.
         if num_parts > 1 and has_shape:
             rule = f"be 'global', because feature {feature.name!r} has an output_shape"
             raise invalid("samples", rule, "process")
@@ -109,6 +106,7 @@ def prepare_features(
     checked = list(map(_check_values, read, plan.features))
     padded = _pad_ragged(checked, plan.features, num_shards, sizes, num_parts)
     for i, (ids, feature) in enumerate(zip(padded, plan.features, strict=True)):
+        # Plain arrays and `DenseIds` would compile two programs for the same batch.
         if isinstance(ids, DenseIds) and ids.weights is None:
             ids = ids.ids
         padded[i] = feature.inputs.for_step(ids)
@@ -121,17 +119,17 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
     Args:
       batch: nest of arrays on the host.
       plan: plan of the layer.
-      samples: with `"global"`, each process passes the same global batch; an array
-        whose first axis is not a multiple of the number of devices is copied to each
-        device. With `"process"`, each process passes only the samples
-        `plan.process_samples(batch_size)`, in arrays of equal shapes.
+      samples: if `"global"`, each process passes the same global batch; an array whose
+        first axis is not a multiple of the device count is copied to each device. If
+        `"process"`, each process passes only the samples
+        `plan.process_samples(batch_size)`, in arrays with equal shapes.
 
     Returns:
       The nest with global arrays.
 
     Raises:
-      ValueError: if an integer does not fit in 32 bits, or a process's samples cannot
-        be split over its devices.
+      ValueError: if an integer does not fit in 32 bits, or a process cannot split its
+        samples over its devices.
 
     Example:
       >>> import tpu_embedding as te
@@ -171,11 +169,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
-    """Returns the number of parts that a batch is passed in, 1 for `"global"`.
-
-    Raises:
-      ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.
-    """
+    """Counts the parts that a batch is passed in, 1 for `"global"`."""
     if samples not in get_args(Samples):
         fix = "Use 'process' if each process passes only its own samples."
         raise invalid("samples", f"be one of {get_args(Samples)}", samples, fix)
@@ -195,7 +189,6 @@ def _uneven(name: str, num_shards: int, value: Any) -> ValueError:
 
 
 def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
-    """Reads a feature's ids, and its weights in the order of the ids' values."""
     owner = f"feature {feature.name!r}"
     if ids is None:
         fix = "Pass its ids, or leave its key out of the batch."
@@ -217,7 +210,6 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
 
 
 def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
-    """Rejects ragged or sparse weights whose structure differs from the ids'."""
     field = f"Weights of {owner}"
     if type(ids) is not type(weights):
         rule = f"be an array or {type(ids).__name__}, like its ids"
@@ -236,7 +228,7 @@ def _check_same_positions(weights: HostIds, ids: HostIds, owner: str) -> None:
 
 
 def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedIds:
-    """Returns checked ids and float32 weights; sparse ids become dense or ragged."""
+    """Checks ids and weights by value. Sparse ids become dense or ragged."""
     weights = host_ids.weights
     if weights is not None:
         with np.errstate(over="ignore"):  # Overflow gives infinity, rejected below.
@@ -259,18 +251,13 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
 
 
 def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
-    """Turns checked sparse ids into ragged ones, or into dense ones for sequences.
-
-    In a sequence, the last coordinate is the position, so gaps stay empty. In other
-    features, it only orders a sample's ids.
-
-    Raises:
-      ValueError: if a coordinate is outside `dense_shape`, or two ids share a position
-        of a sequence.
-    """
+    """Turns checked sparse ids into ragged ones, or into dense ones for sequences."""
+    # In a sequence, the last coordinate is the position, so gaps stay empty. Otherwise,
+    # it only orders ids within a sample.
     axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
     largest = np.iinfo(np.int64).max  # Of an index; a uint64 size may be larger.
     shape = tuple(min(int(size), largest) for size in ids.dense_shape)
+    # This checks all coordinates in C. Only after an error are they searched.
     try:
         samples = np.ravel_multi_index(axes[:-1], shape[:-1])
         positions = np.ravel_multi_index(axes[-1:], shape[-1:])
@@ -289,6 +276,7 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
             raise invalid(name, f"have at most {most}", batch_size)
         is_kept = positions < length
         targets = samples[is_kept] * np.int64(length) + positions[is_kept]
+        # Coordinates are usually in order, so comparing neighbors avoids most sorts.
         ascending = targets
         if not (targets[1:] > targets[:-1]).all():
             ascending = np.sort(targets)
@@ -302,7 +290,8 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
     # Coordinates are usually in row-major order already. Comparing neighbors shows
-    # whether they are; if not, sort them.
+    # whether they are; if not, sort them. The sort is stable, so ids with equal
+    # coordinates keep their order, as in a batch that is already sorted.
     weights, before, after = ids.weights, samples[:-1], samples[1:]
     in_order = (after > before) | (positions[1:] >= positions[:-1])
     if not in_order.all() or not (after >= before).all():
@@ -321,7 +310,8 @@ def _pad_ragged(
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[Any]:
-    """Splits ragged features by shard, and pads them to sizes chosen together."""
+    # Processes exchange demands once per batch, and a growth resizes all features, so
+    # collect the demands first.
     splits_by_feature, demands = {}, []
     for i, (ids, feature) in enumerate(zip(checked, features, strict=True)):
         if not isinstance(ids, RaggedIds):
@@ -330,6 +320,7 @@ def _pad_ragged(
         batch_size = len(row_splits) - 1
         samples = -(-batch_size // num_shards)
         ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
+        # Past the last sample, splits repeat the last end: empty samples.
         splits = splits_by_feature[i] = row_splits[np.minimum(ends, batch_size)]
         lengths = np.diff(row_splits).astype(np.float64)
         demands.append(
@@ -353,10 +344,7 @@ def _pad_ragged(
 def _pad_to_shards(
     ids: RaggedIds, splits: np.ndarray, size: int, num_parts: int
 ) -> ShardedRaggedIds:
-    """Copies the ids of each shard into a buffer.
-
-    `splits` are the row splits of each shard, int64 `[num_shards, samples + 1]`.
-    """
+    """Copies ids into buffers. `splits` are int64 `[num_shards, samples + 1]`."""
     bounds = np.append(splits[:, 0], splits[-1, -1])
 
     def padded(array: Any, padding: np.generic) -> np.ndarray:

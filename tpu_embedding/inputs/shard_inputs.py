@@ -1,12 +1,8 @@
-"""Parses a batch, and converts its features to the input of each shard.
+"""Parses a batch, and converts its features to shard inputs.
 
-Each function that takes a batch calls `parse_batch` first. Layers and `lookup` pass the
-`Batch` on to other such functions, which don't walk the nest or check a feature again.
-`prepare` reads the user's containers instead, and applies the same rules to them,
-`checked_shape`.
-
-Each shard gets consecutive samples. If the batch size is not a multiple of the number
-of shards, samples without ids fill up the last shards. Their activations are cut off.
+Each function that takes a batch calls `parse_batch` first, and passes on the `Batch`.
+Each shard gets consecutive samples. Samples without ids fill up the last shards, and
+their activations are cut off.
 """
 
 import dataclasses
@@ -43,51 +39,38 @@ from tpu_embedding.xla import running_sum
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureShape:
-    """The sizes of one feature in one batch.
-
-    Attributes:
-      batch_size: samples of the batch.
-      sequence_length: ids per sample that are looked up one by one. 0 means that a
-        sample's ids are combined.
-      output_shape: shape of the activations, `dim` included.
-      default_id: row of samples without ids, or None.
-    """
+    """The sizes of one feature in one batch."""
 
     batch_size: AxisSize
     sequence_length: int
+    """Ids per sample that are looked up one by one. 0 means that they are combined."""
     output_shape: tuple[AxisSize, ...]
+    """Shape of the activations, `dim` included."""
     default_id: int | None = None
+    """Row for samples without ids."""
 
     @property
     def num_rows(self) -> AxisSize:
-        """Rows of the activations: one per sample, or one per id of a sequence."""
+        """Activation rows: one per sample, or one per sequence position."""
         return self.batch_size * max(1, self.sequence_length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A batch of a lookup. All lists are in the order of the plan's features.
-
-    Attributes:
-      plan: plan of the batch's features.
-      leaves: ids of each feature as the user passed them, with their weights.
-      ids: row numbers of each feature. Features that need `find_rows` hold their leaf.
-      shapes: sizes of each feature.
-      raw_feature: the first feature that needs `find_rows`, if any.
-    """
+    """A parsed batch, with one entry per feature in plan order."""
 
     plan: EmbeddingPlan
+    """Only the features that the batch holds."""
     leaves: list[Any]
+    """Ids as the user passed them, with their weights."""
     ids: list[Any]
+    """Row numbers. Features that need `find_rows` hold their leaf."""
     shapes: tuple[FeatureShape, ...]
     raw_feature: FeaturePlan | None
+    """The first feature that needs `find_rows`, if any."""
 
     def row_numbers(self) -> list[Any]:
-        """Returns the row numbers of each feature.
-
-        Raises:
-          TypeError: if a feature needs `find_rows`.
-        """
+        """Lists row numbers by feature. Raises if a feature needs `find_rows`."""
         if self.raw_feature is not None:
             raise unknown_rows(self.raw_feature)
         return self.ids
@@ -96,20 +79,9 @@ class Batch:
 def parse_batch(
     features: Any, plan: EmbeddingPlan, weights: Any = None, *, serving: bool = False
 ) -> Batch:
-    """Parses the arguments of a lookup.
-
-    Args:
-      features: nest like `feature_config`, whose dicts may lack keys; or a `Batch`,
-        which is returned.
-      plan: plan of the layer.
-      weights: the same nest with an array or None per dense feature.
-      serving: True in exported programs. They have one shard, and each feature may have
-        its own batch size.
-
-    Raises:
-      TypeError: if ids are not integers, or ragged ids were not prepared.
-      ValueError: if the nest or a shape doesn't fit the plan.
-    """
+    """Parses the arguments to a lookup, unless they are already a `Batch`."""
+    # Exported programs (`serving`) have one shard, and each feature may have its own
+    # batch size.
     if isinstance(features, Batch):
         return features
     plan, leaves = plan.match(features)
@@ -122,7 +94,7 @@ def parse_batch(
         if not needs_rows(leaf, feature):
             leaf = rows_of_ids(leaf, feature)
         elif raw_feature is None:
-            raw_feature = feature
+            raw_feature = feature  # No error yet: the caller may find the rows.
         ids.append(leaf)
         shapes.append(feature_shape(leaf, feature, num_shards))
     if not serving:
@@ -137,7 +109,6 @@ def parse_batch(
 
 
 def _with_weights(ids: Any, weights: Any, feature: FeaturePlan) -> Any:
-    """Adds weights to dense ids; None adds none."""
     if weights is None:
         return ids
     if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
@@ -148,12 +119,6 @@ def _with_weights(ids: Any, weights: Any, feature: FeaturePlan) -> Any:
 
 
 def feature_shape(ids: Any, feature: FeaturePlan, num_shards: int) -> FeatureShape:
-    """Checks the form of a feature in a lookup and returns its sizes.
-
-    Raises:
-      TypeError: if the ids are not integers, or ragged ids were not prepared.
-      ValueError: if the shape of the ids does not fit the feature's configuration.
-    """
     check_prepared(ids, feature)
     shape = checked_shape(ids, feature)
     if isinstance(ids, ShardedRaggedIds) and ids.values.shape[0] != num_shards:
@@ -163,7 +128,7 @@ def feature_shape(ids: Any, feature: FeaturePlan, num_shards: int) -> FeatureSha
 
 
 def check_prepared(ids: Any, feature: FeaturePlan) -> None:
-    """Raises TypeError for ids without a static shape."""
+    """Rejects ids without a static shape."""
     if isinstance(ids, RaggedIds | SparseIds):
         fix = "Pass the batch through te.inputs.prepare_features on the host first."
         rule = "have the same size in each batch"
@@ -171,14 +136,7 @@ def check_prepared(ids: Any, feature: FeaturePlan) -> None:
 
 
 def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
-    """Checks the form of a feature on the host or in a lookup and returns its sizes.
-
-    It reads only shapes and dtypes.
-
-    Raises:
-      TypeError: if ids are not integers, or weights not real numbers.
-      ValueError: if a shape does not fit the feature's configuration.
-    """
+    """Checks shapes and dtypes, on the host or in a lookup, and finds the sizes."""
     values, config = ids_of(ids), feature.config
     name = f"Ids of feature {feature.name!r}"
     _check_ids(values, feature)
@@ -209,6 +167,7 @@ def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
         # One output per sample combines its ids. A multiple returns sequences.
         num_outputs = math.prod(output_shape)
         length = 0 if num_outputs == batch_size else num_outputs // batch_size
+        # Ids with more than two axes are combined, or looked up one by one.
         has_deep_ids = is_dense and values.ndim > 2
         if num_outputs % batch_size or (
             length and has_deep_ids and num_outputs != math.prod(values.shape)
@@ -232,10 +191,7 @@ def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
 def check_equal_batches(
     shapes: Sequence[FeatureShape], features: Sequence[FeaturePlan]
 ) -> None:
-    """Raises ValueError if features without an output shape have unequal batches.
-
-    Symbolic sizes in exported programs are not compared.
-    """
+    # Symbolic sizes in exported programs can't be compared.
     known = {
         feature.name: shape.batch_size
         for shape, feature in zip(shapes, features, strict=True)
@@ -253,7 +209,6 @@ def check_equal_batches(
 
 
 def _check_ids(ids: Any, feature: FeaturePlan) -> None:
-    """Rejects ids that are not an array of integers with a batch axis."""
     # Series of pandas and tensors of PyTorch also have a dtype.
     arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
     is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
@@ -279,7 +234,6 @@ def _check_ids(ids: Any, feature: FeaturePlan) -> None:
 def _check_weights(
     weights: Any, shape: tuple[AxisSize, ...], feature: FeaturePlan
 ) -> None:
-    """Rejects weights that are not real numbers in the shape of the ids."""
     field = f"Weights of feature {feature.name!r}"
     if not hasattr(weights, "dtype"):
         fix = "Pass other forms through prepare."
@@ -296,12 +250,10 @@ def _check_weights(
 
 
 def fill_up(ids: FeatureIds, num_shards: int) -> DenseIds | ShardedRaggedIds:
-    """Returns int32 ids and float32 weights that can be split by shard. Global.
+    """Makes int32 ids and float32 weights that can be split by shard. Global.
 
-    Returns:
-      Ragged ids in their form, or dense ids of shape
-      `[padded batch, valence]`, with a valence of at least 1 and
-      padding in the last shards. A call with such a result changes nothing.
+    Ragged ids keep their form. Dense ids become `[padded batch, valence]`, with a
+    valence of at least 1 and padding in the last shards. A second call changes nothing.
     """
     values = _to_int32(ids_of(ids))
     axes = values.shape
@@ -335,10 +287,9 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts the result of `fill_up` to a `FeatureInput`. Per shard.
+    """Converts a result from `fill_up` to a `FeatureInput`. Per shard.
 
-    `sample_axes` are the mesh axes that split the samples. Without them, there is one
-    shard.
+    `sample_axes` are the mesh axes that split the samples; empty for one shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)
@@ -346,16 +297,19 @@ def to_feature_input(
     weights: Any = filled.weights
     sample_ids, valence = None, 1
     if isinstance(filled, DenseIds):
-        # The first ids of all samples come first, then the second ids, and so on.
+        # The first ids of all samples come first, then the second ids, and so on. A TPU
+        # adds such blocks without moving them.
         num_samples, valence = ids.shape
         ids, weights = ids.T, None if weights is None else weights.T
     else:
         ids, row_splits = ids.reshape(-1), filled.row_splits[0]
         num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
+        # Positions past the last id of the shard may hold anything.
         ids = jnp.where(sample_ids < num_samples, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
-            # Each sample gets an extra position for the default id.
+            # Each sample gets an extra position for the default id, after its own ids.
+            # Which samples need it is only known once ids are checked.
             size = ids.shape[0] + num_samples
             positions = jnp.arange(ids.shape[0]) + sample_ids
 
@@ -371,7 +325,8 @@ def to_feature_input(
     is_sample = None
     num_shards = math.prod(map(jax.lax.axis_size, sample_axes))
     if shape.default_id is not None and num_shards * num_samples != shape.batch_size:
-        # Padding samples get no default id.
+        # Samples that only fill up the batch get no default id, or else they would
+        # touch its row.
         first = jax.lax.axis_index(sample_axes) * num_samples
         numbers = first + jnp.arange(num_samples, dtype=jnp.int32)
         is_sample = numbers < shape.batch_size
@@ -388,7 +343,7 @@ def to_feature_input(
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
-    """Pads or truncates samples to the length; each position becomes a sample."""
+    """Pads or truncates samples to the sequence length. Each position is a sample."""
     ids, length = ids_of(filled), shape.sequence_length
     if isinstance(filled, DenseIds):
         num_samples = ids.shape[0]
@@ -400,7 +355,8 @@ def _to_sequences(
         num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
-        # Positions beyond the length would be in the next sample, so drop them.
+        # A position beyond the length would be in the next sample. Moved past the
+        # last sample, it is out of bounds and dropped.
         starts = jnp.where(positions < length, sample_ids, num_samples) * length
         sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
         ids = sequences.at[starts + positions].set(ids, mode="drop")
@@ -414,11 +370,9 @@ def _to_sequences(
 
 
 def _to_int32(ids: IdArray) -> Array:
-    """Converts ids of any integer type to int32.
-
-    Ids that don't fit in int32 stay out of range at the same end, so clipping finds the
-    right row. NumPy converts its own 64-bit ids, because JAX would truncate them.
-    """
+    """Converts ids from any integer type to int32."""
+    # Ids that don't fit stay out of range at the same end, so that clipping finds the
+    # right row. NumPy converts its own 64-bit ids, because JAX would truncate them.
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)
     xp = np if isinstance(ids, np.ndarray) else jnp
@@ -429,15 +383,14 @@ def _to_int32(ids: IdArray) -> Array:
 
 
 def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
-    """Returns the sample of each value.
-
-    Positions past the last value get the number of samples.
-    """
+    """Finds the sample that owns each value; past the last value, `num_samples`."""
+    # Counting ends takes one scatter and one sum. Ends at `num_values` are dropped.
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)
 
 
 def positions_of(row_splits: Array, num_values: AxisSize) -> Array:
-    """Returns the position of each value in its sample."""
+    """Numbers the values within their samples."""
+    # Always in bounds, so `clip` spares the masks of the default mode.
     starts = row_splits.at[sample_ids_of(row_splits, num_values)].get(mode="clip")
     return jnp.arange(num_values, dtype=jnp.int32) - starts

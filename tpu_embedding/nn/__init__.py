@@ -1,17 +1,8 @@
-"""Flax modules on top of the functional core.
+"""The embedding layer for Flax: lookups, gradients and train steps inside a model.
 
-The names imported here are public as `te.nn`; `te` also exports the names that every
-program needs. `te.linen` is the folder `linen/`.
-
-* `embedding`: the NNX layer `TPUEmbedding`.
-* `training`: `value_and_grad` and `grad`.
-* `optimizer`: `Optimizer`, for tables and dense parameters.
-* `recording`: records the lookups of a loss to compute gradients of tables.
-* `model_tables`: the step on all tables of a model, for NNX and Linen.
-* `pipeline`: train steps that look ahead or set hyper-parameters before each step.
-* `linen/`: the same for Flax Linen.
-
-Interactions, ranking losses and `top_k` are in `tpu_embedding.recommenders`.
+Users meet `embedding` (the NNX layer), `training` (its gradients), `optimizer` and
+`pipeline`, or `linen/`. All build on `recording`: JAX derivatives are never sparse, so
+layers record their lookups, and table gradients are computed from these records.
 """
 
 from typing import TYPE_CHECKING
@@ -28,6 +19,7 @@ from tpu_embedding.nn.training import grad as grad
 from tpu_embedding.nn.training import put_on_mesh as put_on_mesh
 from tpu_embedding.nn.training import value_and_grad as value_and_grad
 
+# `recommenders` imports this package, so its names are imported on first use.
 if TYPE_CHECKING:
     from tpu_embedding.recommenders.feature_interactions import (
         DotInteraction as DotInteraction,

@@ -1,12 +1,8 @@
 """Checks what the dense optimizer means for the tables, which it never sees.
 
-An optax wrapper that is meant for the whole model, such as a clip
-by global norm, would act on the dense parameters alone. `te.Optimizer` and
-`te.linen.TrainState` apply such a wrapper to the tables as well if they can. Otherwise
-they raise an error or warn, when they are made.
-
-Most wrappers show in the optimizer's state. A clip leaves no state, but its functions
-still have its name.
+An optax wrapper meant for the whole model, such as a clip by global norm, would act on
+the dense parameters alone. `te.Optimizer` and `te.linen.TrainState` extend it to the
+tables if they can. Otherwise they raise or warn when they are made.
 """
 
 import warnings
@@ -40,27 +36,18 @@ def check_dense_optimizer(
     slots: Mapping[str, Any],
     stacklevel: int,
 ) -> None:
-    """Checks the dense optimizer, and warns of what it leaves to the tables.
+    """Rejects dense optimizers that tables can't follow; warns if parts miss them.
 
-    Args:
-      owner: name of the caller, for the errors.
-      tx: the dense optimizer.
-      opt_state: its initial state.
-      plans: path of each layer to its plan.
-      slots: path of each layer to the slot variables of its stacks.
-      stacklevel: frames between this function and the user's line.
-
-    Raises:
-      ValueError: if `tx` collects gradients but a table's optimizer does not; if it
-        skips steps for a part of the parameters, or while it collects gradients; or if
-        it is `optax.lookahead`.
+    `stacklevel` counts the frames between this function and the user's line.
     """
+    # optax.lookahead updates pairs of fast and slow parameters, not arrays.
     if find_state(opt_state, ("LookaheadState",)):
         raise ValueError(
             "The optimizer of the dense parameters must take plain arrays, got "
             f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
         )
     _check_collects(opt_state, plans, slots)
+    # Tables take part in skipped steps, but only if the skip covers all parameters.
     if _skips_part(opt_state):
         raise ValueError(
             f"{owner}: tx must skip steps that are not finite for all parameters, got "
@@ -69,6 +56,8 @@ def check_dense_optimizer(
             "optimizer inside, or te.gradients.update_if(te.gradients.all_finite("
             "gradients), update, state)."
         )
+    # Most wrappers show in the state. A clip leaves no state, but its functions have
+    # its name. It only misses the tables, so a warning is enough.
     for name in sorted({*_names(tx.update)} & {*_OF_WHOLE_MODEL}):
         warnings.warn(
             f"{owner}: optax.{name} in tx sees only the dense parameters, not the "
@@ -94,14 +83,16 @@ def check_dense_optimizer(
 
 
 def with_extra_args(tx: Any) -> Any:
-    """Returns an optimizer that accepts, and may ignore, arguments such as `value`."""
+    """Lets an optimizer accept, and perhaps ignore, arguments such as `value`."""
     # optax.MultiSteps is not a GradientTransformation, and passes the arguments on.
     is_plain = isinstance(tx, optax.GradientTransformation)
     return optax.with_extra_args_support(tx) if is_plain else tx
 
 
 def skips_steps(opt_state: Any) -> bool:
-    """Returns True if a dense optimizer skips steps whose gradients are not finite."""
+    """Tells if a dense optimizer skips steps with gradients that are not finite."""
+    # Only optax.chain has a plain tuple as its state. Below any other wrapper, such as
+    # optax.partition, a skip may cover only some parameters.
     is_chain = type(opt_state) is tuple
     nodes = opt_state if is_chain else (opt_state,)
     return any(
@@ -110,23 +101,24 @@ def skips_steps(opt_state: Any) -> bool:
 
 
 def _skips_part(opt_state: Any) -> bool:
-    """Returns True if a wrapper skips only some parameters, or while it collects."""
+    """Tells if a wrapper skips only some parameters, or skips while it collects."""
     is_multi_steps = lambda node: hasattr(node, "skip_state")  # noqa: E731
     nodes = jax.tree.leaves(opt_state, is_leaf=is_multi_steps)
-    # MultiSteps(should_skip_update_fn=...) keeps the function's findings.
+    # MultiSteps(should_skip_update_fn=...) keeps the findings of its function; without
+    # one, `skip_state` is empty.
     if any(is_multi_steps(node) and node.skip_state for node in nodes):
         return True
     return bool(find_state(opt_state, (_SKIPPING,))) and not skips_steps(opt_state)
 
 
 def _names(function: Any) -> Iterator[str]:
-    """Yields the names of functions that made a transformation's functions.
-
-    A wrapper such as `optax.chain` keeps what it wraps in its functions' closures.
-    """
+    """Yields the names of the optax functions that built a transformation."""
+    # A wrapper such as optax.chain keeps what it wraps in closures. The name before the
+    # first dot is the public function: "clip_by_global_norm.<locals>.update_fn".
     waiting, seen = [function], set()
     while waiting:
         value = waiting.pop()
+        # By identity: values may be unhashable, and closures can contain themselves.
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -143,7 +135,6 @@ def _names(function: Any) -> Iterator[str]:
 def _check_collects(
     opt_state: Any, plans: Mapping[str, EmbeddingPlan], slots: Mapping[str, Any]
 ) -> None:
-    """Raises if dense parameters step less often than a table."""
     each_step = [
         stack
         for path, plan in plans.items()

@@ -1,8 +1,7 @@
 """The Flax NNX layer: tables as variables, and lookups.
 
-The arithmetic is in `tpu_embedding.functional`. For gradients,
-`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`. The
-Linen layer also uses the warning about unintended pooling.
+`tpu_embedding.functional` does the arithmetic. The layer answers a call in one of three
+ways: plainly, inside a loss for `recording.py`, and inside an exported program.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ from tpu_embedding.types import LookupStats
 
 
 def no_stats(plan: EmbeddingPlan) -> LookupStats:
-    """Returns zeros for each stack and feature, before the first lookup."""
+    """Makes zero counts for every stack and feature."""
     return LookupStats(
         rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
         out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
@@ -71,9 +70,7 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
 def warn_of_pooled_ids(batch: Batch, stacklevel: int) -> None:
     """Warns about ids `[batch, n]` if neither feature nor table sets a combiner.
 
-    For such ids, `nnx.Embed` returns `[batch, n, dim]`, but this layer returns
-    `[batch, dim]`. NumPy ids that are padded with negative numbers cause no warning,
-    because users want such bags pooled.
+    For such ids, `nnx.Embed` returns `[batch, n, dim]`, but this layer `[batch, dim]`.
     """
     features = batch.plan.features
     if all(x.says_combiner for x in features) or is_mapped(batch.leaves):
@@ -84,6 +81,7 @@ def warn_of_pooled_ids(batch: Batch, stacklevel: int) -> None:
         is_matrix = isinstance(ids, jax.Array | np.ndarray) and ids.ndim == 2
         if feature.says_combiner or is_sequence or not is_matrix or ids.shape[1] < 2:
             continue
+        # Ids padded with negative numbers are bags, which users want pooled.
         if isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and np.any(ids < 0):
             continue
         num_samples, length = ids.shape
@@ -99,13 +97,12 @@ def warn_of_pooled_ids(batch: Batch, stacklevel: int) -> None:
 
 
 class ShortRepr(nnx.Module):
-    """A module that prints facts about its tables instead of all its variables.
+    """A module that prints facts about its tables instead of all its variables."""
 
-    Flax prints every attribute of a module, and a plan prints a kilobyte per feature.
-    """
+    # Flax prints every attribute, and a plan prints a kilobyte per feature.
 
     def _repr_facts(self) -> Mapping[str, Any]:
-        """Returns what `print` and `nnx.display` show, by name."""
+        """Names the facts that `print` and `nnx.display` show."""
         raise NotImplementedError
 
     def __nnx_repr__(self) -> Iterator[Any]:
@@ -113,6 +110,7 @@ class ShortRepr(nnx.Module):
         yield next(all_parts)  # the type, and the sizes of the variables
         all_parts.close()
         for name, fact in self._repr_facts().items():
+            # A raw string prints without quotes.
             yield reprlib.Attr(name, fact, use_raw_value=isinstance(fact, str))
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
@@ -148,7 +146,7 @@ RNGS: Final = ArgumentType(nnx.Rngs, "an nnx.Rngs")
 
 
 class EmbeddingTables(nnx.Variable):
-    """The stacked tables of a layer: stack name to `PackedRows`.
+    """Stacked tables in a layer: stack name to `PackedRows`.
 
     Example:
       >>> import tpu_embedding as te
@@ -161,7 +159,7 @@ class EmbeddingTables(nnx.Variable):
 
 
 class LookupStatsVariable(nnx.Variable):
-    """`LookupStats` of the latest lookup.
+    """`LookupStats` from the latest lookup in a layer.
 
     Example:
       >>> import tpu_embedding as te
@@ -176,11 +174,11 @@ class LookupStatsVariable(nnx.Variable):
 
 
 class DynamicStatsVariable(nnx.Variable):
-    """`DynamicStats` of the latest `insert_ids`, by table name."""
+    """`DynamicStats` from the latest `insert_ids`, by table name."""
 
 
 class RecordedCalls(nnx.Variable):
-    """Taps of the calls inside an inner transformation, then their records."""
+    """Taps for calls in inner transformations, then the records of these calls."""
 
 
 LAYER_VARIABLES: Final = (
@@ -193,13 +191,11 @@ LAYER_VARIABLES: Final = (
 
 
 class LayerBufferSizes(BufferSizes):
-    """A layer's buffer sizes on the host, which compiled steps do not depend on.
+    """Buffer sizes that a layer keeps on the host. Compiled steps ignore them."""
 
-    All objects of this class compare equal, so models with equal plans share compiled
-    steps. Flax then gives a model the attributes of the model that was compiled, so the
-    two models share one object of sizes.
-    """
-
+    # All objects are equal, or else a second model with the same plan would compile
+    # every step again. Flax then gives a model the attributes of the model that was
+    # compiled, so the two models share one object.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerBufferSizes)
 
@@ -224,28 +220,29 @@ _ATTRIBUTES: Final = {
 
 @right_names(features="feature_config", **dict.fromkeys(_TABLE_FIELDS, _MAKE_FEATURES))
 class TPUEmbedding(ShortRepr):
-    """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
+    """Embedding tables sharded over a mesh, for lookups inside any `nnx.Module`.
 
-    The tables are `te.nn.EmbeddingTables`, not `nnx.Param`, so
-    `nnx.state(model, nnx.Param)` leaves them out. With tables, four tasks need
-    different code:
+    Call it with a batch in the same nest as your `feature_config`. Train it with
+    `te.value_and_grad` and `te.Optimizer`. Note that the tables are
+    `te.nn.EmbeddingTables`, not `nnx.Param`, so `nnx.state(model, nnx.Param)` leaves
+    them out. Four tasks need different code:
 
     * moving averages: `te.optimizers.with_ema(rule)`, then
       `te.Optimizer.finalize_variable_values` on a copy;
     * checkpoints: `te.save(directory, (model, optimizer))`;
-    * norm of the weights:
+    * weight norm:
       `optax.tree.norm(nnx.state(model, (nnx.Param, te.nn.EmbeddingTables)))`;
-    * number of parameters: add `vocabulary_size * dim` per table.
+    * parameter count: add `vocabulary_size * dim` per table.
 
     Attributes:
       plan: stacking, sharding and packing; `print(layer.plan)` shows it.
       tables: the stacked tables.
-      stats: rounds, out-of-range ids and other counts of the latest lookup.
-      dynamic_stats: hits, new ids and evictions per table of the latest `insert_ids`;
-        only with dynamic tables.
-      buffer_sizes: sizes of ragged features, remembered by `prepare`.
+      stats: rounds, out-of-range ids and other counts from the latest lookup.
+      dynamic_stats: hits, new ids and evictions per table from the latest
+        `insert_ids`; only with dynamic tables.
+      buffer_sizes: ragged feature sizes, remembered by `prepare`.
       tables_with_derived_state: names of tables whose optimizer derives state from
-        their values, so that values and state must be set together.
+        their values, so you must set values and state together.
 
     Example:
       >>> import numpy as np
@@ -276,20 +273,20 @@ class TPUEmbedding(ShortRepr):
 
         Args:
           feature_config: nest of `FeatureConfig`; activations have the same nest. May
-            be None if a plan is passed.
-          optimizer: optimizer of all tables that don't set one: a row-local optax
-            transformation, one of `tpu_embedding.optimizers`, a name, or a Keras
+            be None if you pass a `plan`.
+          optimizer: trains all tables that do not set one: a row-local optax
+            transformation, a `tpu_embedding.optimizers` rule, a name, or a Keras
             optimizer. Without it, these tables are not trained.
           mesh: devices to shard tables and batch over. Defaults to all devices, on one
             axis.
           plan: from `make_plan` with the same `feature_config`. It replaces `optimizer`
             and `mesh`, and has more options.
-          embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
-            member. `"UNSUPPORTED"` replicates all tables; `"V1"` and `"V2"` shard them.
-            Not allowed with a `plan`, which sets the placement.
-          pipeline_execution_with_tensor_core: TensorFlow's argument; must be False. For
+          embedding_feature: `"UNSUPPORTED"`, `"V1"` or `"V2"` as in TensorFlow, or the
+            enum member. `"UNSUPPORTED"` replicates all tables; `"V1"` and `"V2"` shard
+            them. Not allowed with a `plan`, which sets the placement.
+          pipeline_execution_with_tensor_core: a TensorFlow argument; must be False. For
             pipelining, see `tpu_embedding.PipelinedTrainStep`.
-          rngs: the stream `params` provides the key of the tables.
+          rngs: provides the key for the tables, from its stream `params`.
 
         Raises:
           TypeError: if an argument has the wrong type.
@@ -335,7 +332,8 @@ class TPUEmbedding(ShortRepr):
         if counts:
             self.dynamic_stats = DynamicStatsVariable(replicate_on_mesh(counts, plan))
         self.buffer_sizes = LayerBufferSizes()
-        # `te.Optimizer` sets it.
+        # `te.Optimizer` sets it. Names compare by value, so models with equal plans
+        # share compiled steps.
         self.tables_with_derived_state: frozenset[str] = frozenset()
         # Inside `te.value_and_grad` or an export, `recorded` holds taps or tables, then
         # the records of calls in inner transformations.
@@ -358,17 +356,17 @@ class TPUEmbedding(ShortRepr):
         Args:
           features: nest like `feature_config`, whose dicts may lack keys; see
             `tpu_embedding.functional.lookup`.
-          weights: the same nest with an array or None per dense feature. Pass weights
-            of ragged features to `prepare`.
-          serving_config: nest of `FeatureConfig` for the layer's tables that replaces
+          weights: the same nest with an array or None per dense feature. If your
+            features are ragged, pass their weights to `prepare` instead.
+          serving_config: nest of `FeatureConfig` for the same tables, which replaces
             `feature_config` in this call. `stats` ignores features with other names.
 
         Returns:
-          Activations in the nest of the features: float32 `[batch, dim]`, or the
-          feature's sequence or output shape. Global.
+          Global activations in the feature nest: float32 `[batch, dim]`, or the
+          sequence or output shape that a feature sets.
 
         Raises:
-          TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+          TypeError, ValueError: if a feature dtype or shape does not fit its config.
         """
         plan = self.plan
         if serving_config is not None:
@@ -379,6 +377,7 @@ class TPUEmbedding(ShortRepr):
             warn_of_pooled_ids(batch, stacklevel=2)
         if self.recording != "off":
             return self._record_call(batch)
+        # Fixed tables lose nothing in `nnx.grad`, so only trained ones raise.
         if self.plan.trained_stacks and self._is_differentiated():
             raise ValueError(USE_VALUE_AND_GRAD)
         result = self._look_up(batch)
@@ -388,7 +387,7 @@ class TPUEmbedding(ShortRepr):
     if not TYPE_CHECKING:  # Type checkers would take any name.
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, with a hint for other libraries' attributes."""
+            """Adds a hint to the error if other libraries have the attribute."""
             text = f"'TPUEmbedding' object has no attribute {name!r}"
             if name in _ATTRIBUTES:
                 text = f"{text}: {_ATTRIBUTES[name]}."
@@ -402,13 +401,12 @@ class TPUEmbedding(ShortRepr):
         )
 
     def _repr_facts(self) -> dict[str, Any]:
-        """Returns what `print(model)` shows of the layer."""
         return {"plan": repr(self.plan)}
 
     def expand(self, values: jax.Array, index: Any) -> Any:
-        """Gathers the values of unique ids into the positions of the samples.
+        """Gathers values of unique ids into sample positions.
 
-        Calls `te.functional.expand` on the layer's devices, or on one device in an
+        Calls `te.functional.expand` on the layer devices, or on one device in an
         exported model.
 
         Args:
@@ -419,7 +417,7 @@ class TPUEmbedding(ShortRepr):
         return functional.expand(values, index, plan)
 
     def _look_up(self, batch: Batch) -> functional.LookupResult:
-        """Returns the lookup that a pipelined step prefetched, or looks up a batch."""
+        """Takes the lookup that a pipelined step prefetched, or looks up the batch."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
             self.prefetched.set_value(())  # The first call uses it.
@@ -430,12 +428,14 @@ class TPUEmbedding(ShortRepr):
                 jnp.shape(x) == jnp.shape(y)
                 for x, y in zip(leaves, call_leaves, strict=True)
             )
+            # Only the call that starts a pipeline reads the comparison; XLA removes it
+            # from later steps, which look up again only if a shape differs.
             agrees = jnp.array(fits)
             if fits:
                 equal = map(jnp.array_equal, leaves, call_leaves)
                 agrees = jnp.all(jnp.array(list(equal)))
             recorder = recorder_of_trace(self.recorder_number)
-            if recorder is None:
+            if recorder is None:  # The result must leave an inner `nnx.jit`.
                 self.features_agree.set_value((agrees,))
             elif self.path in recorder.agreements:
                 fits = False  # Another copy of the layer has used the lookup.
@@ -465,7 +465,7 @@ class TPUEmbedding(ShortRepr):
         return activations
 
     def record(self, record: Any) -> None:
-        """Stores the record of a call, for all copies of the layer if possible.
+        """Stores a call record, for all copies of the layer if possible.
 
         Raises:
           ValueError: if an inner transformation would lose the record.
@@ -474,6 +474,8 @@ class TPUEmbedding(ShortRepr):
         if recorder is not None:
             recorder.calls[self.path, "outer"].append(record)
             return
+        # Only variables leave an inner transformation, so copies don't share them. A
+        # transformation that maps the call or hides the variable loses the record.
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
         try:
@@ -489,13 +491,16 @@ class TPUEmbedding(ShortRepr):
         *,
         samples: Samples = "global",
     ) -> Any:
-        """Checks a batch on the host; see `tpu_embedding.inputs.prepare_features`.
+        """Checks a batch on the host and pads it to static shapes.
+
+        See `tpu_embedding.inputs.prepare_features`.
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.
           weights: the same nest with weights or None per feature.
           serving_config: see `__call__`.
-          samples: `"global"`, or `"process"` for this process's samples.
+          samples: `"global"`, or `"process"` if you pass only the samples for this
+            process.
         """
         plan = self.plan
         if serving_config is not None:
@@ -505,11 +510,13 @@ class TPUEmbedding(ShortRepr):
         )
 
     def embedding_tables(self) -> dict[str, Any]:
-        """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
+        """Reads all tables as NumPy arrays `[vocabulary_size, dim]`, by name."""
         return unstack_tables(self.tables.get_value(), self.plan)
 
     def set_embedding_tables(self, values: dict[str, Any]) -> None:
-        """Replaces the values of some tables; see `with_table_values`.
+        """Replaces the values of some tables.
+
+        See `tpu_embedding.functional.with_table_values`.
 
         Args:
           values: table name to real numbers `[vocabulary_size, dim]`.
@@ -517,7 +524,7 @@ class TPUEmbedding(ShortRepr):
         Raises:
           TypeError: if `values` is not a dict.
           ValueError: if a table is unknown or an array does not fit; or if an optimizer
-            derives state from these values, as `adafactor` does. Then call
+            derives state from these values, as `adafactor` does. If so, call
             `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
@@ -531,12 +538,10 @@ class TPUEmbedding(ShortRepr):
         self.tables.set_value(tables)
 
     def _is_differentiated(self) -> bool:
-        """Returns True if `nnx.grad` or the like differentiates this layer's model.
-
-        `nnx.grad` returns no gradients of tables, so the tables would never train. A
-        function that closes over the layer may be differentiated with respect to its
-        own arguments, such as weights of ids.
-        """
+        """Tells if `nnx.grad` or the like differentiates the model with this layer."""
+        # `nnx.grad` leaves out the tables, so they would never train. However, a
+        # function that closes over the layer may be differentiated with respect to its
+        # own arguments, such as id weights.
         if not is_differentiated():
             return False
         try:
@@ -547,11 +552,9 @@ class TPUEmbedding(ShortRepr):
         return True
 
     def _keep_stats(self, stats: LookupStats) -> None:
-        """Stores the stats, with an entry per stack and feature of the plan.
-
-        The structure of the stats never depends on what a call looks up, so a jitted
-        step that reads them doesn't recompile.
-        """
+        """Stores the stats, with an entry per stack and feature of the plan."""
+        # The structure never depends on what a call looks up, or else a jitted step
+        # that takes the layer would recompile.
         if is_mapped(stats):  # `nnx.vmap` would add an axis to the counts.
             return
         if stats.out_of_range.keys() != {x.name for x in self.plan.features}:
@@ -583,16 +586,16 @@ class TPUEmbedding(ShortRepr):
 
         Args:
           recording: how to answer calls.
-          path: path of the layer.
+          path: layer path.
           recorder: an open recorder.
-          taps_or_tables: taps of the calls in inner transformations, or served tables.
+          taps_or_tables: taps for calls in inner transformations, or served tables.
         """
         self.recording = recording
         self.path, self.recorder_number = path, recorder.number
         self.recorded.set_value((taps_or_tables,))
 
     def stop_recording(self, recorder: Recorder) -> None:
-        """Passes the records of calls in inner transformations to the recorder."""
+        """Hands records from inner transformations to the recorder."""
         _, *inner_calls = self.recorded.get_value()
         recorder.calls[self.path, "inner"].extend(inner_calls)
         if self.path in recorder.agreements:
@@ -604,7 +607,6 @@ class TPUEmbedding(ShortRepr):
 
 
 def _check_arguments(pipeline_execution_with_tensor_core: bool, rngs: Any) -> None:
-    """Rejects a layer inside Linen modules, and arguments that no plan needs."""
     if current_linen_module() is not None:
         raise ValueError(
             "te.TPUEmbedding cannot be made inside a Linen module, such as "

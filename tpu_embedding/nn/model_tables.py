@@ -1,7 +1,7 @@
-"""Training steps on the tables of all layers of a model.
+"""Train steps on all layers in a model, shared by NNX and Linen.
 
-The NNX `Optimizer` and the Linen `TrainState` store tables and slot variables in
-different places, but share these steps.
+The NNX `Optimizer` and the Linen `TrainState` store their arrays in different places.
+Both load a `ModelState`, change it, and store the result.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerTables:
-    """The tables of one layer, with the plan that places them.
+    """Tables of one layer, with the plan that places them.
 
     Attributes:
       stacks: stack name to packed rows.
@@ -58,17 +58,12 @@ ModelTables = Mapping[str, LayerTables]
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The tables and slot variables of all layers, by the layers' paths.
-
-    The NNX `Optimizer` and the Linen `TrainState` load one, and store the new one that
-    each method returns.
-    """
+    """Tables and slot variables by layer path. Each method makes a new state."""
 
     tables: ModelTables
     slots: dict[str, Any]
 
     def with_layer(self, path: str, stacks: dict[str, PackedRows], slots: Any) -> Self:
-        """Returns the state with one layer's stacks and slot variables replaced."""
         layer = dataclasses.replace(self.tables[path], stacks=stacks)
         return type(self)({**self.tables, path: layer}, {**self.slots, path: slots})
 
@@ -78,25 +73,18 @@ class ModelState:
         opt_state: Any,
         update_dense: Callable[[Any], _Result],
     ) -> tuple[Self, _Result, Any]:
-        """Updates the dense parameters and the tables, as one step.
+        """Updates dense parameters and tables as one step.
 
         The whole step is skipped if a lookup could not read all its rows, or if the
         dense optimizer skips steps that are not finite and any gradient is not finite.
 
-        Args:
-          gradients: gradients of the whole model. Layers without gradients also step.
-          opt_state: state of the dense optimizer.
-          update_dense: updates the dense parameters, given their gradients. During this
-            call, an optimizer with `global_clipnorm` can read the norm of the model's
-            gradients.
-
         Returns:
-          New state, the result of `update_dense`, and a bool scalar. If it is False,
-          the caller must drop the dense update. It is None if the dense update always
-          counts.
+          New state, the result from `update_dense`, and a bool scalar. If it is False,
+          the caller must drop the dense update. None means the dense update counts.
         """
         plans = [tables.plan for tables in self.tables.values()]
         norm = only_if = keep_dense = None
+        # A norm merges the rows that all devices sent, so compute it only on demand.
         if any(map(steps.takes_model_norm, plans)):
             norm = global_norm(gradients)
         if any(map(may_be_partial, plans)):
@@ -105,13 +93,16 @@ class ModelState:
         if skips_steps(opt_state):
             finite = all_finite(gradients)
             only_if = finite if only_if is None else only_if & finite
-            # The dense optimizer decides by its own gradients, and counts skipped
-            # steps. Lookups that fail are not in this count, which the caller drops.
+            # The dense optimizer decides from its own gradients and counts skipped
+            # steps, so make them NaN if a table gradient isn't finite. After a failed
+            # lookup, the caller drops its new state, count included.
             dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
+        # A dense optimizer with `global_clipnorm` reads the model norm in this context.
         with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
             try:
                 result = update_dense(dense)
             except TypeError as error:
+                # Python says this if an optax rule misses an argument such as `value`.
                 if "required keyword-only argument" not in str(error):
                     raise
                 raise TypeError(
@@ -121,6 +112,7 @@ class ModelState:
                     "extra_args={'value': loss})."
                 ) from error
         state = self
+        # Layers without gradients also step, to advance their counts and schedules.
         for path, layer in self.tables.items():
             new = functional.apply_gradients(
                 layer.stacks,
@@ -134,14 +126,7 @@ class ModelState:
         return state, result, keep_dense
 
     def layer_of_new_ids(self, path: str | None, owner: str) -> str:
-        """Returns the path of the layer that assigns rows to new ids.
-
-        If the path is None, there must be only one such layer.
-
-        Raises:
-          ValueError: if no such layer has the path, or if the path is None and there
-            are several such layers.
-        """
+        """Finds the layer that assigns rows to new ids. None means the only one."""
         fitting = [
             path
             for path, layer in self.tables.items()
@@ -158,7 +143,7 @@ class ModelState:
         return path
 
     def with_table_values(self, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Returns the state with the values of some tables replaced, by layer path."""
+        """Replaces table values, given by layer path and table name."""
         state = self
         for path, layer_values in values.items():
             stacks, plan = self.tables[path].stacks, self.tables[path].plan
@@ -171,13 +156,9 @@ class ModelState:
     def finalize_variable_values(
         self, params: Any, opt_state: Any
     ) -> tuple[Self, Any, Any]:
-        """Sets tables and dense parameters to their moving averages.
+        """Sets tables and dense parameters to their moving averages, if they have any.
 
-        Tables and dense parameters without averages don't change, as in Keras without
-        `use_ema`.
-
-        Returns:
-          New state, new dense parameters, and new state of the dense optimizer.
+        Results are the new state, dense parameters and dense optimizer state.
         """
         state = self
         for path, layer in self.tables.items():
@@ -189,7 +170,6 @@ class ModelState:
 
 
 def init_model_slots(tables: ModelTables) -> dict[str, Any]:
-    """Returns the slot variables of all layers before the first step."""
     return {
         path: functional.init_slots(layer.stacks, layer.plan)
         for path, layer in tables.items()
@@ -197,20 +177,16 @@ def init_model_slots(tables: ModelTables) -> dict[str, Any]:
 
 
 def keep_if(condition: Any, new: Any, old: Any) -> Any:
-    """Returns the new arrays if a condition holds or is None, else the old arrays."""
+    """Selects new arrays if the condition holds or is None, otherwise old ones."""
     if condition is None:
         return new
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
 def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Gradients:
-    """Returns the gradients, or raises if they lack the tables.
+    """Rejects gradients without tables, such as the result from `nnx.grad`.
 
-    The error shows two lines of code: `compute` computes gradients, and `line` calls
-    the owner.
-
-    Raises:
-      TypeError: if the gradients are not `Gradients`.
+    The error shows two code lines: `compute` computes gradients, `line` calls `owner`.
     """
     if not isinstance(gradients, Gradients):
         name = "nothing" if gradients is None else type(gradients).__name__
@@ -225,7 +201,6 @@ def check_gradients(gradients: Any, owner: str, compute: str, line: str) -> Grad
 def check_names(
     owner: str, got: Iterable[str], kind: str, known: Iterable[str]
 ) -> None:
-    """Raises ValueError if a name is not one of the model's."""
     unknown = sorted(set(got) - set(known))
     if unknown:
         raise ValueError(
@@ -237,14 +212,9 @@ def check_names(
 def features_by_layer(
     features: Any, paths: Collection[str], owner: str
 ) -> dict[str, Any]:
-    """Returns the result of a user's `features_of` by layer path.
-
-    If there is one layer, the result is its features. Otherwise it is a dict by path,
-    which may leave layers out.
-
-    Raises:
-      ValueError: if there are several layers, and the features are not such a dict.
-    """
+    """Maps layer paths to what a user-defined `features_of` returned."""
+    # With one layer, the features may themselves be a dict, so don't look inside.
+    # Several layers need a dict by path, which may leave some out.
     if len(paths) == 1:
         return dict.fromkeys(paths, features)
     if not isinstance(features, Mapping) or not set(features) <= set(paths):

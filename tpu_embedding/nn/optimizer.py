@@ -1,4 +1,8 @@
-"""Updates an NNX model: optax updates dense parameters, row rules update tables."""
+"""The optimizer for an NNX model: optax for dense parameters, row rules for tables.
+
+Each method loads a `ModelState` from Flax variables, and stores the new state that
+`model_tables` computes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +43,7 @@ from tpu_embedding.transfers import moves_arrays
 
 
 class SlotVariables(nnx.Variable):
-    """Optimizer state of all tables: layer path to stack name to state.
+    """Optimizer state for all tables: layer path to stack name to state.
 
     Example:
       >>> import tpu_embedding as te
@@ -55,12 +59,14 @@ class SlotVariables(nnx.Variable):
 
 @right_names(optimizer="tx", argnums="wrt=filter, of the dense parameters")
 class Optimizer(ShortRepr):
-    """Optimizer of a whole model: optax for dense parameters, row rules for tables.
+    """Optimizer for a whole model: optax for dense parameters, row rules for tables.
+
+    Use it like `nnx.Optimizer`, with gradients from `te.value_and_grad`.
 
     Attributes:
-      dense: the `nnx.Optimizer` of the dense parameters.
-      slots: slot variables and step counts of the tables.
-      plans: path and plan of each layer.
+      dense: the `nnx.Optimizer` for the dense parameters.
+      slots: table slot variables and step counts.
+      plans: path and plan for each layer.
 
     Example:
       >>> import tpu_embedding as te
@@ -86,20 +92,19 @@ class Optimizer(ShortRepr):
         """Creates the optimizer's state and puts the model on the mesh.
 
         Arrays not yet on a mesh, such as dense parameters, are replicated over the
-        layers' mesh. The first step then has the same shardings as the second, so the
-        step compiles once.
+        layer mesh, so your step compiles once.
 
         Args:
           model: owns at least one `TPUEmbedding`.
-          tx: optimizer of the dense parameters. It does not see the tables, so clip the
-            gradients of the whole model with `te.gradients.clip_by_global_norm`.
-            `optax.apply_if_finite(tx, n)` skips whole steps: a gradient that is not
-            finite changes neither tables nor dense parameters.
-          wrt: filter of the dense parameters.
+          tx: optimizer for the dense parameters. It does not see the tables, so clip
+            with `te.gradients.clip_by_global_norm` if you want the norm to cover the
+            whole model. However, `optax.apply_if_finite(tx, n)` skips whole steps: a
+            gradient that is not finite changes neither tables nor dense parameters.
+          wrt: selects the dense parameters, as in Flax.
 
         Raises:
           ValueError: if the model has no `TPUEmbedding`, or if `tx` accumulates
-            gradients over several steps, as `optax.MultiSteps` does, but the tables'
+            gradients over several steps, as `optax.MultiSteps` does, but the table
             optimizers do not.
 
         Warns:
@@ -109,7 +114,8 @@ class Optimizer(ShortRepr):
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
         check_filter("te.Optimizer", wrt, model)
-        plan = next(iter(layers.values())).plan
+        plan = next(iter(layers.values())).plan  # All layers have one mesh.
+        # Before optax makes its state, which then starts on the mesh.
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
@@ -118,27 +124,28 @@ class Optimizer(ShortRepr):
             "te.Optimizer", tx, self.dense.opt_state, dict(self.plans), slots, 7
         )
         self.slots = SlotVariables(slots)
+        # From now on, `layer.set_embedding_tables` rejects these tables.
         for layer in layers.values():
             layer.tables_with_derived_state |= tables_with_derived_state(layer.plan)
+        # Step counts are still on one device.
         put_on_mesh(self, plan)
 
     @property
     def step(self) -> nnx.Variable:
-        """The number of updates, stored in `dense`."""
+        """Number of updates, stored in `dense`."""
         return self.dense.step
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        """The optimizer of the dense parameters."""
+        """The optimizer for the dense parameters."""
         return self.dense.tx
 
     @property
     def opt_state(self) -> Any:
-        """The state of `tx`. The tables' state is in `slots`."""
+        """The state that `tx` keeps. Table state is in `slots`."""
         return self.dense.opt_state
 
     def _repr_facts(self) -> dict[str, Any]:
-        """Returns what `print(optimizer)` shows."""
         num_arrays = len(jax.tree.leaves(nnx.state(self.dense)))
         facts = {path or "layer": repr(plan) for path, plan in self.plans}
         return {"dense": f"step and state of tx in {num_arrays} arrays", **facts}
@@ -151,14 +158,14 @@ class Optimizer(ShortRepr):
     ) -> None:
         """Applies gradients to the model in place.
 
-        Under `jit`, donate model and optimizer. Each call is one step for all tables of
-        all layers: step counts and schedules advance even for a table that the loss did
-        not look up.
+        Under `jit`, donate model and optimizer. Each call is one step for all tables in
+        all layers: step counts and schedules advance even for a table that your loss
+        did not look up.
 
         Args:
-          model: the model this optimizer was made for.
+          model: the model you made this optimizer for.
           gradients: from `tpu_embedding.value_and_grad`.
-          **extra_args: what `tx` needs besides gradients, such as `value=loss` for
+          **extra_args: what `tx` needs besides gradients, for example `value=loss` for
             `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
 
         Raises:
@@ -185,7 +192,8 @@ class Optimizer(ShortRepr):
 
         old = jax.tree.leaves(dense_state())
         # The dense update is a callback because it may need the model's norm. It
-        # changes the model in place and returns None.
+        # changes the model in place and returns None, so the old arrays are kept for a
+        # step that turns out to be skipped.
         state, _, keep_dense = state.apply_gradients(
             gradients,
             self.dense.opt_state,
@@ -206,21 +214,21 @@ class Optimizer(ShortRepr):
         layer: str | None = None,
         now: Any = None,
     ) -> Any:
-        """Assigns rows to new ids of dynamic tables; call it first in a train step.
+        """Assigns rows to new ids in dynamic tables; call it first in a train step.
 
         The rows and their slot variables get new initial values. The layer's
         `dynamic_stats` has the counts.
 
         Args:
-          model: the model this optimizer was made for; it changes in place.
+          model: the model you made this optimizer for; it changes in place.
           features: batch of the layer, from its `prepare`.
           layer: path of the layer. Defaults to the only one with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the step
             number. See `tpu_embedding.functional.insert_ids`.
 
         Returns:
-          The batch with row numbers for features of dynamic tables. Pass it to the
-          layer inside the loss.
+          The batch with row numbers instead of ids for dynamic tables. Pass it to the
+          layer inside your loss.
 
         Raises:
           ValueError: if the model or the optimizer has no such layer.
@@ -241,21 +249,23 @@ class Optimizer(ShortRepr):
         stacks, plan = state.tables[path].stacks, state.tables[path].plan
         result = functional.insert_ids(stacks, state.slots[path], features, plan, now)
         self._store(layers, state.with_layer(path, result.tables, result.slots))
+        # The stats cover only tables that the batch reads. The variable keeps all
+        # tables, so that its structure, and a compiled step with it, doesn't change.
         stats = layers[path].dynamic_stats
         stats.set_value(stats.get_value() | result.stats)
         return result.features
 
     def finalize_variable_values(self, model: nnx.Module) -> None:
-        """Sets the model to its optimizers' moving averages.
+        """Sets tables and dense parameters to their moving averages.
 
         Call it after the last step, as Keras does at the end of `fit`. To evaluate the
         averages earlier, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
         `te.optimizers.with_ema` adds averages to any optimizer; tables and dense
-        parameters without them don't change. Under `jit`, donate model and optimizer;
+        parameters without them do not change. Under `jit`, donate model and optimizer;
         otherwise the tables are briefly in memory twice.
 
         Args:
-          model: the model this optimizer was made for; it changes in place.
+          model: the model you made this optimizer for; it changes in place.
 
         Example:
           >>> import jax.numpy as jnp
@@ -270,6 +280,8 @@ class Optimizer(ShortRepr):
         """
         layers, state = self._load(model, "finalize_variable_values")
         params = nnx.state(model, self.dense.wrt)
+        # Flax wraps each array of an optax state in a variable. The averages need plain
+        # arrays, in the same state classes.
         variables, structure = jax.tree.flatten(
             (params, self.dense.opt_state),
             is_leaf=lambda x: isinstance(x, nnx.Variable),
@@ -283,14 +295,14 @@ class Optimizer(ShortRepr):
         nnx.update(model, params)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Changes hyper-parameters of the tables' optimizers without recompiling.
+        """Changes table hyper-parameters without recompiling.
 
         Args:
-          **values: see `tpu_embedding.optimizers.with_hyperparameters`. The
-            hyper-parameters of the dense optimizer are in `dense.opt_state`.
+          **values: see `tpu_embedding.optimizers.with_hyperparameters`. To change a
+            dense hyper-parameter, set it in `dense.opt_state`.
 
         Raises:
-          ValueError: if no table's optimizer has such a hyper-parameter.
+          ValueError: if no table optimizer has such a hyper-parameter.
 
         Example:
           >>> import tpu_embedding as te
@@ -305,7 +317,7 @@ class Optimizer(ShortRepr):
         self.slots.set_value(with_hyperparameters(self.slots.get_value(), **values))
 
     def slot_values(self, parts: StateParts = "rows") -> dict[str, dict[str, Any]]:
-        """Returns the slot variables of each table, by table and name.
+        """Reads slot variables, by table and slot name.
 
         Args:
           parts: see `tpu_embedding.functional.slot_values`.
@@ -334,15 +346,15 @@ class Optimizer(ShortRepr):
     def set_embedding_tables(
         self, model: nnx.Module, values: Mapping[str, Any]
     ) -> None:
-        """Replaces the values of some tables and resets the state derived from them.
+        """Replaces table values and resets the state derived from them.
 
-        The moving averages of all rows of these tables, and Adafactor's scale of a
-        table, are reset to match the new values. Other slot variables don't change.
+        The moving averages of all rows in these tables, and Adafactor's scale of a
+        table, are reset to match the new values. Other slot variables do not change.
 
         Args:
-          model: the model this optimizer was made for; it changes in place.
+          model: the model you made this optimizer for; it changes in place.
           values: table name to real numbers `[vocabulary_size, dim]`. If layers share a
-            table name, the keys are `"path of the layer/table name"`.
+            table name, write `"path/to/layer/table name"` as the key.
 
         Raises:
           TypeError: if `values` is not a dict.
@@ -368,12 +380,13 @@ class Optimizer(ShortRepr):
         """Replaces some slot variables, as `te.functional.with_slot_values` does.
 
         Args:
-          values: like the result of `slot_values`; tables and slots may be missing.
+          values: like the result from `slot_values`; you can leave out tables and
+            slots.
 
         Raises:
-          TypeError: if `values`, or a table's values, are not a dict.
-          ValueError: if a table or slot is unknown, or a value is not an array of real
-            numbers in the slot's shape.
+          TypeError: if `values`, or its values, are not dicts.
+          ValueError: if a table or slot is unknown, or an array does not hold real
+            numbers in the slot shape.
         """
         line = "values={'movie': {'accumulators': array}}, by table and slot name"
         check_mapping("values", values, line)
@@ -386,7 +399,6 @@ class Optimizer(ShortRepr):
     def _load(
         self, model: nnx.Module, method: str
     ) -> tuple[dict[str, TPUEmbedding], ModelState]:
-        """Returns the layers of a model and their state; rejects a wrong model."""
         layers, slots = embedding_layers(model), dict(self.slots.get_value())
         if set(layers) != set(slots):
             raise ValueError(
@@ -402,7 +414,7 @@ class Optimizer(ShortRepr):
         self.slots.set_value(state.slots)
 
     def _by_layer(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Returns the values of each layer by table name; rejects unknown keys."""
+        """Groups values by layer path and table name. Rejects unknown keys."""
         keys = self._table_keys()
         check_names("Values", values, "tables", keys.values())
         by_layer: dict[str, dict[str, Any]] = {path: {} for path, _ in self.plans}
@@ -412,7 +424,7 @@ class Optimizer(ShortRepr):
         return by_layer
 
     def _table_keys(self) -> dict[tuple[str, str], str]:
-        """Returns the shortest key of each table, by layer and name."""
+        """Finds the shortest unique key for each table, by layer path and name."""
         keys = [
             (path, table.name)
             for path, plan in self.plans

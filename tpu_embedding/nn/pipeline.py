@@ -1,14 +1,7 @@
 """Train steps that look ahead, or set hyper-parameters before each step.
 
-`PipelinedTrainStep` compiles one program that trains on a batch and starts the lookup
-of the next one.
-
-* `mode="exact"` flattens, deduplicates, routes and exchanges the ids of the next batch
-  early. It reads the rows after the update, so results equal a plain loop's.
-* `mode="stale"` also reads the rows early, before the update. Activations are one
-  update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
-
-`set_each_step` is for hyper-parameters such as TensorFlow's callable learning rates.
+Between two calls to a `PipelinedTrainStep`, routed ids (`"exact"`) or rows (`"stale"`)
+are in flight. Routed ids depend on no table, so an early start does not change results.
 """
 
 import functools
@@ -40,27 +33,27 @@ from tpu_embedding.xla import read_before_write
 def set_each_step(
     step: Callable[..., Any], **functions: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Returns a train step that first sets table hyper-parameters from functions.
+    """Wraps a train step to set table hyper-parameters before each call.
 
-    TensorFlow calls a learning rate such as `lambda: rate` on the host in each step.
-    In JAX, steps are compiled, so the functions must be called outside of the step. The
-    tables' optimizer must hold the value in its state, with `optax.inject_hyperparams`.
-    New values take effect in the next step, without recompilation.
+    Use it for a callable learning rate such as `lambda: rate`, which TensorFlow calls
+    on the host in each step. A JAX step is compiled, so the functions are called
+    outside of it. Your table optimizer must hold the value in its state, with
+    `optax.inject_hyperparams`. New values then take effect without recompilation.
 
     Args:
-      step: compiled train step, or any function that runs one. One of its arguments
-        must be a `tpu_embedding.Optimizer` or a `tpu_embedding.linen.TrainState`.
-      **functions: name of a hyper-parameter to a function without arguments that
-        returns its value. Each is called once per step, and must return equal values
-        in all processes.
+      step: compiled train step, or any function that runs one. Pass it a
+        `tpu_embedding.Optimizer` or a `tpu_embedding.linen.TrainState`.
+      **functions: hyper-parameter name to a function without arguments that returns
+        the value. Each is called once per step, and must return equal values in all
+        processes.
 
     Returns:
-      A function with the arguments and results of `step`. Do not compile it.
+      A function with the same arguments and results as `step`. Do not compile it.
 
     Raises:
       TypeError: if one of `functions` is not a function without arguments. The returned
-        step raises it if no argument holds the tables' optimizers, or under `jit`.
-      ValueError: when called, if no table's optimizer has such a hyper-parameter.
+        step raises it if no argument holds table optimizers, or under `jit`.
+      ValueError: when called, if no table optimizer has such a hyper-parameter.
 
     Example:
       >>> import optax
@@ -84,6 +77,7 @@ def set_each_step(
     for name, function in functions.items():
         _check_takes_nothing(name, function)
 
+    # Without `updated=()`, the internals of a jitted step would be copied as well.
     @functools.wraps(step, updated=())
     def step_with_values(*args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *kwargs.values()]
@@ -110,7 +104,7 @@ def set_each_step(
 
 
 def _with_values(argument: Any, values: dict[str, Any]) -> Any:
-    """Returns a step's argument, with new values if it has the tables' optimizers."""
+    """Sets new values if a step argument has table optimizers."""
     if isinstance(argument, Optimizer):
         argument.set_hyperparameters(**values)
     elif _has_optimizers(argument):
@@ -119,13 +113,12 @@ def _with_values(argument: Any, values: dict[str, Any]) -> Any:
 
 
 def _has_optimizers(argument: Any) -> bool:
-    """Returns True for an `Optimizer` and for a Linen `TrainState`."""
+    # Found by its method, so that NNX programs don't import Linen.
     is_train_state = hasattr(type(argument), "with_hyperparameters")
     return isinstance(argument, Optimizer) or is_train_state
 
 
 def _check_takes_nothing(name: str, function: Any) -> None:
-    """Raises TypeError for a value that cannot be called without arguments."""
     fix = "Set a number with optimizer.set_hyperparameters"
     if callable(function):
         try:
@@ -145,15 +138,18 @@ InFlight = dict[str, Any]
 
 
 class PipelinedTrainStep:
-    """A train step that also starts the lookup of the next batch.
+    """A train step that also starts the lookup for the next batch.
 
-    Each call trains on a batch and returns its loss. In mode `"exact"`, model and
-    optimizer equal a plain loop's after every call.
+    Each call trains on a batch and returns its loss. You choose what starts early:
+
+    * `mode="exact"` deduplicates, routes and exchanges the next ids. Rows are read
+      after the update, so model and optimizer equal a plain loop after every call.
+    * `mode="stale"` also reads the rows, before the update. Activations are one update
+      old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
-    optimizer. Batches of one shape compile three programs: the lookup of the first
-    batch, the step of all calls but the last, and the step of the last call. Each new
-    shape compiles again.
+    optimizer. If your batches have one shape, it compiles three programs: for the first
+    lookup, for the last call, and for all calls before. Each new shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
@@ -190,15 +186,14 @@ class PipelinedTrainStep:
 
         Args:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
-          features_of: function from a batch to the features of the layer's first call
-            in the loss. For a model with several layers, it returns a dict from layer
-            path to the features of each layer's first call. Later calls, and layers
-            that the dict leaves out, are looked up in the step itself.
-          mode: `"exact"` for a plain loop's results, `"stale"` to read rows before the
-            previous batch's update.
-          wrt: filter of the dense parameters.
+          features_of: maps a batch to the features that your loss first passes to the
+            layer. If your model has several layers, it returns a dict from layer path
+            to such features. Later calls, and layers that the dict leaves out, are
+            looked up in the step itself.
+          mode: what starts early, `"exact"` or `"stale"`.
+          wrt: selects the dense parameters.
           has_aux: whether `loss_fn` returns a second value.
-          transform_gradients: function applied before the update, such as
+          transform_gradients: applied before the update, for example
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`.
 
         Raises:
@@ -217,33 +212,33 @@ class PipelinedTrainStep:
     def __call__(
         self, model: nnx.Module, optimizer: Optimizer, batch: Any, next_batch: Any
     ) -> Any:
-        """Trains on a batch and starts the lookup of the next one.
+        """Trains on a batch and starts the lookup for the next one.
 
         Args:
           model: owns at least one `TPUEmbedding`. Model and optimizer are updated in
             place.
-          optimizer: optimizer of the model.
-          batch: batch to train on, the same object as the previous call's `next_batch`
-            if there was one. Two batches are alive at a time, so a loader that reuses
-            its buffers must copy them.
-          next_batch: batch of the next call. Pass None with the last batch, and before
-            anything else changes the model. In mode `"stale"`, its rows are read before
-            this call's update.
+          optimizer: made for this model.
+          batch: batch to train on, the same object that you passed as `next_batch`
+            before, if any. Two batches are alive at a time, so copy them if your loader
+            reuses its buffers.
+          next_batch: batch for the next call. Pass None with the last batch, and before
+            anything else changes the model.
 
         Returns:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is not the previous call's `next_batch`; if, in the
-            first call, the loss calls a layer with features that differ from the result
-            of `features_of`; or, in mode `"stale"`, if `optimizer` is a different
-            object or was changed since the previous call. A change of table values is
-            not noticed: the batch in flight keeps the old rows.
+          ValueError: if `batch` is not the announced one; if, in the first call, the
+            loss calls a layer with features that differ from the result of
+            `features_of`; or, in mode `"stale"`, if `optimizer` is a different object
+            or has changed since the previous call. However, a change to table values
+            goes unnoticed: the batch in flight keeps the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
         if self._pending is None:
             own_batch = jax.tree.map(_own_copy, batch)
+            # Checked once: in later steps, reading an agreement would wait for devices.
             in_flight, agreements = begin(graph, state, own_batch)
             for path, agrees in agreements.items():
                 if not agrees:
@@ -274,7 +269,6 @@ class PipelinedTrainStep:
     def _check_pending(
         self, pending: "_Pending", optimizer: Optimizer, batch: Any
     ) -> None:
-        """Rejects a batch that was not announced, and outdated rows."""
         if pending.announced is not batch:
             raise ValueError(
                 "PipelinedTrainStep must be called with the next_batch of the previous "
@@ -283,7 +277,7 @@ class PipelinedTrainStep:
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
             )
-        # Each update makes a new array.
+        # Each update makes a new array, so identity shows it without reading a count.
         is_same = optimizer.dense.step.get_value() is pending.num_steps
         if self._mode == "stale" and not is_same:
             raise ValueError(
@@ -297,10 +291,7 @@ class PipelinedTrainStep:
     def _compile_lazily(
         self, model: nnx.Module, optimizer: Optimizer
     ) -> tuple[Any, Any]:
-        """Returns the jitted functions that begin the pipeline and advance it.
-
-        The first call moves single-device variables to the mesh.
-        """
+        """Jits the functions that begin and advance the pipeline, once per model."""
         leaves, structure = jax.tree.flatten(nnx.state((model, optimizer)))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise ValueError(
@@ -320,6 +311,7 @@ class PipelinedTrainStep:
                     f"{vocabulary.instead_of_row_numbers}"
                 )
         plan = plans[0]  # All layers of a model have one mesh and one hardware.
+        # From the first call on, the arrays have the shardings of the results below.
         for module in (model, optimizer):
             put_on_mesh(module, plan)
         # Argument 0 is the graph of model and optimizer, argument 1 their arrays.
@@ -340,16 +332,12 @@ class PipelinedTrainStep:
     def _begin(
         self, graph: nnx.GraphDef, state: nnx.State, batch: Any
     ) -> tuple[InFlight, dict[str, Any]]:
-        """Starts the lookup of a batch, without a step.
-
-        Returns:
-          What is in flight; and, by layer path, whether the loss calls the layer with
-          the features of `features_of`. XLA removes everything else that the loss
-          computes, except prints.
-        """
+        """Starts the lookup for a batch, and checks `features_of` for each layer."""
         model, _ = nnx.merge(graph, state)
         routed = self._route(model, batch)
         lookups = _read(model, routed)
+        # Only the comparison of features is used. XLA removes the rest of the loss,
+        # except prints.
         self._compute_with(model, batch, lookups)
         agreements = _take_agreements(model)
         in_flight = routed if self._mode == "exact" else lookups
@@ -363,13 +351,8 @@ class PipelinedTrainStep:
         batch: Any,
         next_batch: Any,
     ) -> tuple[nnx.State, InFlight, Any]:
-        """Trains on a batch and starts the lookup of the next one, if any.
-
-        Returns:
-          New state; what is in flight for the next batch; and the loss, or
-          `(loss, aux)`.
-        """
         model, optimizer = nnx.merge(graph, state)
+        # Routing needs no table, so it need not wait for the update.
         begun = {} if next_batch is None else self._route(model, next_batch)
         if self._mode == "exact":
             in_flight = _read(model, in_flight)
@@ -382,26 +365,24 @@ class PipelinedTrainStep:
             for path, stacks in tables.items():
                 layers[path].tables.set_value(stacks)
         result, gradients = self._compute_with(model, batch, in_flight)
-        _take_agreements(model)
+        _take_agreements(model)  # Unused here, but the layers must forget them.
         if self._transform_gradients is not None:
             gradients = self._transform_gradients(gradients)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), begun, result
 
     def _compute_with(self, model: nnx.Module, batch: Any, lookups: InFlight) -> Any:
-        """Returns the loss of a batch and its gradients, with prefetched lookups."""
         layers = embedding_layers(model)
         for path, features in self._features(model, batch).items():
             layers[path].prefetched.set_value((features, lookups[path]))
         return self._compute(model, batch)
 
     def _features(self, model: nnx.Module, batch: Any) -> dict[str, Any]:
-        """Returns the features to look up early, by layer path."""
         features, layers = self._features_of(batch), embedding_layers(model)
         return features_by_layer(features, layers, "PipelinedTrainStep")
 
     def _route(self, model: nnx.Module, batch: Any) -> InFlight:
-        """Sends the ids of a batch to the owners of their rows."""
+        """Sends batch ids to the devices that own their rows."""
         plans = {path: layer.plan for path, layer in embedding_layers(model).items()}
         return {
             path: _by_sample(functional.route(features, plans[path]), plans[path])
@@ -410,19 +391,15 @@ class PipelinedTrainStep:
 
 
 class _Pending(NamedTuple):
-    """The batch whose lookup has begun.
-
-    Attributes:
-      announced: the user's batch.
-      batch: batch for the loss, with copies of host memory.
-      in_flight: what the program returned for it.
-      num_steps: array of the optimizer's step count, compared by identity.
-    """
+    """The batch whose lookup has begun."""
 
     announced: Any
+    """The batch as the user passed it, compared by identity."""
     batch: Any
+    """The batch for the loss, with copies of host memory."""
     in_flight: InFlight
     num_steps: jax.Array
+    """The step count of the optimizer, compared by identity."""
 
 
 def _own_copy(leaf: Any) -> Any:
@@ -431,10 +408,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _take_agreements(model: nnx.Module) -> dict[str, Any]:
-    """Returns whether each layer was called with the prefetched features.
-
-    Clears these values in the layers.
-    """
+    """Collects, and clears, which layers were called with the prefetched features."""
     agreements = {}
     for path, layer in embedding_layers(model).items():
         # Empty if the loss has not called the layer.
@@ -444,7 +418,7 @@ def _take_agreements(model: nnx.Module) -> dict[str, Any]:
 
 
 def _read(model: nnx.Module, routed: InFlight) -> InFlight:
-    """Reads the rows of routed ids from the model's tables."""
+    """Reads the rows for routed ids from the model."""
     layers = {path: embedding_layers(model)[path] for path in routed}
     return {
         path: _by_sample(
@@ -456,5 +430,5 @@ def _read(model: nnx.Module, routed: InFlight) -> InFlight:
 
 
 def _by_sample(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Keeps arrays of samples on their devices between two programs."""
+    """Keeps sample arrays on their devices between two programs."""
     return jax.tree.map(lambda leaf: constrain_samples(leaf, plan), tree)

@@ -1,18 +1,8 @@
-"""Records the lookups of a loss to compute gradients of tables.
+"""Records the lookups in a loss, because JAX can't return sparse derivatives.
 
-A table's gradient is sparse, so JAX cannot return it as a derivative. Flax layers
-record their calls instead. Each call gets *taps*: arrays of zeros, one per activation,
-whose derivatives equal the activations' derivatives. A call's routing and the
-derivatives of its taps give the gradients of the tables.
-
-A loss runs twice. The first run finds the calls and the shapes of their taps; its
-lookups are zeros. JAX's trace of this run shows every call, even if the record of the
-call was lost. It also shows whether the loss reads a table without a lookup.
-
-All copies of a layer share one `Recorder`, which numbers their calls. Inside an inner
-transformation such as `nnx.jit`, a record must leave the transformation as a value of
-its trace. In that case, the NNX layer numbers its records itself and stores them in a
-variable.
+Each layer call gets *taps*: zeros with the same derivatives as its activations. These
+and the recorded routing give the table gradients (docs/concepts/structure.md, "The path
+of a gradient"). A loss runs twice: first to find the calls and the tap shapes.
 """
 
 import contextlib
@@ -64,38 +54,36 @@ Calls = dict[tuple[str, Where], list[Any]]
 
 
 class Recorder:
-    """The calls of a model's layers in one run of a loss or of a served method.
+    """The layer calls in one run of a loss or a served method.
 
-    Attributes:
-      number: number that layers find the recorder by. Layers store the number, not the
-        object. It is equal in all copies of a layer, and in every run, so JAX compiles
-        an inner `nnx.jit` once.
-      taps: taps of all calls. None in the run that finds their shapes, and when a
-        method is served.
-      calls: records of all calls. Layers collect the inner ones until the run ends.
-      agreements: path of each layer that used its prefetched lookup, to whether the
-        call had the same features.
+    `taps` is None in the run that finds tap shapes, and when a method is served.
     """
 
     def __init__(self, number: int, paths: Iterable[str], taps: Calls | None):
         self._trace = current_trace()
+        # Layers store the number and not the recorder. It is equal in all copies of a
+        # layer, whose calls the recorder thus numbers together, and in every run, so
+        # JAX compiles an inner `nnx.jit` once.
         self.number, self.taps = number, taps
+        # From an inner transformation such as `nnx.jit`, a record can only leave as a
+        # value of its trace. Layers collect these inner records until the run ends.
         self.calls: Calls = {(path, x): [] for path in paths for x in get_args(Where)}
+        # Path of each layer that used its prefetched lookup, to whether the call had
+        # the same features.
         self.agreements: dict[str, jax.Array] = {}
 
     def is_current(self) -> bool:
-        """Returns True outside of inner transformations."""
+        """Tells if the caller is outside of inner transformations."""
         return current_trace() == self._trace
 
     def taps_of(self, path: str, where: Where) -> list[Any] | None:
-        """Returns the taps of a layer's calls."""
         return None if self.taps is None else self.taps[path, where]
 
     def all_calls(self, path: str) -> list[Any]:
-        """Returns the records of a layer's calls."""
         return self.calls[path, "outer"] + self.calls[path, "inner"]
 
 
+# Several can be open: a loss may contain `te.value_and_grad` for a different model.
 _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
     "open_recorders", default=()
 )
@@ -114,7 +102,7 @@ def open_recorder(paths: Iterable[str], taps: Calls | None) -> Iterator[Recorder
 
 
 def recorder_of_trace(number: int) -> Recorder | None:
-    """Returns the open recorder with this number, or None in inner transformations."""
+    """Finds the open recorder with this number, or None in inner transformations."""
     open_recorders = _OPEN_RECORDERS.get()
     if number < len(open_recorders) and open_recorders[number].is_current():
         return open_recorders[number]
@@ -128,24 +116,11 @@ def differentiate(
     plans: dict[str, EmbeddingPlan],
     has_aux: bool,
 ) -> tuple[Any, Any, Gradients]:
-    """Computes a loss and its gradients with respect to dense parameters and tables.
+    """Computes the result of a loss, with all gradients.
 
-    Args:
-      call_loss: `(dense, tables, recorder) -> (result, rest)`: the result of the user's
-        loss, and what else to return of the second run. Layers answer with the
-        recorder. In the first run, the records are the activations of each call. In the
-        second run, the taps have their structure, and the records are the routings.
-      dense: pytree of the dense parameters.
-      tables: pytree of the tables.
-      plans: path of each layer to its plan.
-      has_aux: whether the result is a pair of the loss and a second value.
-
-    Returns:
-      The result of the loss, the rest and the gradients.
-
-    Raises:
-      TypeError: if the result has the wrong number of values or no scalar loss.
-      ValueError: if a call's record is lost, or the loss reads tables without a lookup.
+    `call_loss` maps `(dense, tables, recorder)` to `(result, rest)`: what the user loss
+    returned, and what else to keep from the second run. The recorder gets activations
+    in the first run, routings in the second.
     """
 
     def run(dense: Any, tables: Any, taps: Any) -> tuple[Any, Any]:
@@ -156,6 +131,7 @@ def differentiate(
 
     with user_mesh(plans.values()):
         taps = zeros_like(_find_calls(run, dense, tables))
+        # Argument 1 is left out: the tables' gradients come from the taps.
         compute = jax.value_and_grad(run, argnums=(0, 2), has_aux=True)
         (loss, (aux, rest, calls)), (by_dense, by_taps) = compute(dense, tables, taps)
         if any(len(calls[key]) != len(taps[key]) for key in taps):
@@ -177,17 +153,19 @@ def differentiate(
 
 
 def _find_calls(run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any) -> Calls:
-    """Returns the shapes of each call's activations, without computing them.
-
-    Traces the forward derivative of the loss with respect to the tables. In this run,
-    lookups don't read the tables. If there is a derivative, the loss itself reads them.
-    """
+    """Finds the activation shapes for each call, without computing them."""
+    # The trace of a forward derivative also shows two errors. Lookups don't read tables
+    # in this run, so if there is a derivative, the loss itself reads them. And a call
+    # whose record was lost, in a copy or a transformation, is still in the trace.
 
     def find(dense: Any, tables: Any) -> Any:
         def loss_and_calls(tables: Any) -> Any:
             loss, (*_, calls) = run(dense, tables, None)
+            # Only the loss counts: `aux` may read tables, for a metric.
             return without_derivative(READ_WITHOUT_LOOKUP, loss), calls
 
+        # Only the presence of a tangent counts, so any float array will do. JAX demands
+        # float0 for integers.
         tangents = jax.tree.map(
             lambda leaf: (
                 leaf
@@ -215,11 +193,7 @@ _RUN_ONCE: Final = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
 
 
 def _count_calls(jaxpr: Any) -> int:
-    """Returns the number of layer calls that a trace makes.
-
-    Raises:
-      ValueError: if a call is in a loop or the like, or only in some branches.
-    """
+    """Counts layer calls in a trace; rejects calls in loops or only some branches."""
     count = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive is _call:
@@ -230,6 +204,7 @@ def _count_calls(jaxpr: Any) -> int:
             for leaf in jax.tree.leaves(list(equation.params.values()))
             if hasattr(leaf, "eqns")
         ]
+        # One branch runs, and each makes equally many calls.
         if equation.primitive.name == "cond" and len(set(inner)) == 1:
             count += inner[0]
         elif any(inner) and equation.primitive.name not in _RUN_ONCE:
@@ -240,7 +215,6 @@ def _count_calls(jaxpr: Any) -> int:
 
 
 def _loss_of(result: Any, has_aux: bool) -> Any:
-    """Returns the scalar loss in a loss function's result, or raises TypeError."""
     owner = "value_and_grad: loss_fn"
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         rule = "return a pair (loss, aux) with has_aux=True"
@@ -262,28 +236,17 @@ def answer_call(
     batch: Batch,
     look_up: Callable[[], steps.LookupResult],
 ) -> tuple[Any, LookupStats | None]:
-    """Answers one call of a layer inside a loss.
+    """Answers one layer call inside a loss, and adds its record to `records`.
 
-    Args:
-      taps: the taps of each call, or None in the run that finds their shapes.
-      records: the records of the calls before. This call's routing is added; in the run
-        that finds shapes, zeros instead.
-      batch: batch of the call.
-      look_up: function that looks up the batch.
-
-    Returns:
-      Activations and stats. In the run that finds shapes, the activations are zeros,
-      and the stats are None.
-
-    Raises:
-      TypeError: if the features hold ids whose rows are not known.
-      ValueError: if an earlier run of the loss made fewer calls.
+    The record is the routing. In the run that finds shapes, `taps` is None, record and
+    activations are zeros, and the stats are None.
     """
     batch.row_numbers()  # raises unless rows are known
     if taps is None:
         zeros = zeros_like(steps.activation_shapes(batch, batch.plan))
         records.append(zeros)
         leaves, structure = jax.tree.flatten(zeros)
+        # Through the primitive, so that the trace shows the call.
         return structure.unflatten(_call.bind(*leaves)), None
     if len(records) >= len(taps):
         raise ValueError(UNEQUAL_RUNS)
@@ -293,16 +256,17 @@ def answer_call(
 
 
 def is_mapped(tree: Any) -> bool:
-    """Returns True if `jax.vmap` or `nnx.vmap` maps an array of a pytree."""
+    """Tells if `jax.vmap` or `nnx.vmap` maps an array in a pytree."""
     # JAX does not export the class of such tracers.
     return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(tree))
 
 
 def is_differentiated() -> bool:
-    """Returns True inside a function that `jax.grad` or the like differentiates."""
+    """Tells if `jax.grad` or the like differentiates the calling function."""
     # JAX exports neither the traces nor their classes.
     reference = getattr(current_trace(), "_trace_ref", lambda: None)
     trace = reference()
+    # An inner transformation such as `vmap` has the derivative's trace as its parent.
     while trace is not None:
         if type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
             return True
@@ -312,7 +276,7 @@ def is_differentiated() -> bool:
 
 @jax.custom_vjp
 def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
-    """Returns the activation, and copies its derivative to the tap."""
+    """Passes the activation on, and copies its derivative to the tap."""
     del tap
     return activation
 
@@ -334,7 +298,9 @@ _attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
 def guard_activation(
     message: str, activation: jax.Array, guard: jax.Array
 ) -> jax.Array:
-    """Returns the activation; raises the message if the guard is differentiated."""
+    """Passes the activation on; raises the message if the guard is differentiated."""
+    # The guard is a Linen parameter: plain `jax.grad` differentiates it, as all of
+    # `params`, and would leave out the tables.
     del message, guard
     return activation
 
@@ -342,6 +308,7 @@ def guard_activation(
 def _guard_jvp(message, primals, tangents):
     activation, _ = primals
     by_activation, by_guard = tangents
+    # `symbolic_zeros` tells a guard without derivative from a derivative of zeros.
     if not isinstance(by_guard, SymbolicZero):
         raise ValueError(message)
     if isinstance(by_activation, SymbolicZero):
@@ -354,7 +321,7 @@ guard_activation.defjvp(_guard_jvp, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivative(message: str, tree: Any) -> Any:
-    """Returns the arrays of a pytree; raises the message if they are differentiated."""
+    """Passes arrays on; raises the message if they are differentiated."""
     del message
     return tree
 
@@ -366,14 +333,13 @@ def _reject_derivative(message, primals, tangents):
 
 
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
-    """Replicates single-device arrays over the mesh, except tables.
+    """Replicates single-device arrays over the mesh, except tables."""
 
-    The first step then has the same shardings as the second, so it compiles once.
-    """
-
+    # The first step then has the same shardings as the second, so it compiles once.
     def place(leaf):
         if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
             return leaf
+        # Committed arrays stay: the user has placed them, perhaps sharded.
         if isinstance(leaf, Tracer) or leaf.committed:
             return leaf
         return replicate(leaf, plan)

@@ -1,4 +1,8 @@
-"""Computes a loss of an NNX model and its gradients, including tables."""
+"""Computes a loss and its gradients for an NNX model, tables included.
+
+`value_and_grad` lets copied layers record their calls while `recording.differentiate`
+runs the loss.
+"""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -57,15 +61,18 @@ def value_and_grad(
     wrt: nnx.filterlib.Filter = nnx.Param,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """Returns a function that computes a loss and its gradients.
+    """Makes a function that computes a loss and its gradients, tables included.
+
+    Use it instead of `nnx.value_and_grad`, which would leave out the tables.
 
     Args:
       loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`. The
-        model is an `nnx.Module` with `TPUEmbedding` layers. It may call each layer any
-        number of times; gradients of all calls are added row by row. Changes to the
+        model is an `nnx.Module` with `TPUEmbedding` layers. You can call each layer any
+        number of times; gradients from all calls are added row by row. Changes to the
         model in the loss (batch statistics, random streams, lookup statistics) are
         kept, except batch statistics if `te.gradients.is_whole` is False.
-      wrt: filter of the dense parameters. False computes only the tables' gradients.
+      wrt: selects the dense parameters, as in Flax. False computes only table
+        gradients.
       has_aux: whether `loss_fn` returns a second value.
 
     Returns:
@@ -110,6 +117,8 @@ def value_and_grad(
         def call_loss(
             dense: nnx.State, tables: nnx.State, recorder: Recorder
         ) -> tuple[Any, nnx.State]:
+            # A copy, because the loss runs twice, and its traces must not leave values
+            # in the user's variables.
             copy = nnx.merge(graph, dense, tables, others, copy=True)
             copied_layers = embedding_layers(copy)
             for path, layer in copied_layers.items():
@@ -132,7 +141,8 @@ def value_and_grad(
             call_loss, dense, tables, plans, has_aux
         )
         if any(may_be_partial(plan) for plan in plans.values()):
-            # A lookup that failed made the running statistics NaN.
+            # A lookup that failed made the running statistics NaN. The optimizer skips
+            # such a step, but can't restore them.
             stats = (nnx.filter_state(x, nnx.BatchStat) for x in (new_rest, others))
             new_rest = nnx.merge_state(new_rest, keep_if(is_whole(gradients), *stats))
         nnx.update(model, new_rest)
@@ -148,7 +158,7 @@ def grad(
     wrt: nnx.filterlib.Filter = nnx.Param,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function that computes the gradients of a loss, without its value.
+    """Makes a function that computes gradients without the value of the loss.
 
     Args:
       loss_fn: see `value_and_grad`.
@@ -178,12 +188,7 @@ def grad(
 
 
 def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
-    """Rejects a `wrt` that is not a filter, or selects more than dense parameters.
-
-    Raises:
-      TypeError: if it is not a filter.
-      ValueError: if it selects tables or variables that are not floats.
-    """
+    """Rejects a `wrt` that is not a filter, or selects tables or integers."""
     # FILTER leaves out the type bool, because True would pass and select everything.
     if not (wrt is None or wrt is False or callable(wrt)):
         check_type(f"{owner}: wrt", FILTER, wrt, "wrt=nnx.Param, or leave it out")
@@ -204,14 +209,9 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
-    """Returns the model's `TPUEmbedding` layers by their path, at least one.
+    """Finds the `TPUEmbedding` layers by path, at least one.
 
-    For the errors, Flax must have a function with the name of `owner`, and `line` is
-    the correct call.
-
-    Raises:
-      TypeError: if the model is not a Flax module.
-      ValueError: if the model has no `TPUEmbedding` layer.
+    For the errors, `owner` must have a namesake in Flax, and `line` is the right call.
     """
     layers = embedding_layers(model)
     if not layers:
@@ -221,15 +221,12 @@ def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmb
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
-    """Returns the model's `TPUEmbedding` layers by their path, `"a/b"`.
-
-    Raises:
-      ValueError: if two layers have the same path because a key contains a slash.
-    """
+    """Finds the `TPUEmbedding` layers by path, `"a/b"`."""
     layers: dict[str, TPUEmbedding] = {}
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, TPUEmbedding):
             path = "/".join(map(str, keys))
+            # A key that contains a slash can repeat a path.
             if path in layers:
                 raise ValueError(
                     f"Two TPUEmbedding layers of the {type(model).__name__} have the "
@@ -240,7 +237,6 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
 
 
 def tables_of_layers(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTables]:
-    """Returns the current tables of layers, by path."""
     return {
         path: LayerTables(layer.tables.get_value(), layer.plan)
         for path, layer in layers.items()
@@ -248,15 +244,15 @@ def tables_of_layers(layers: Mapping[str, TPUEmbedding]) -> dict[str, LayerTable
 
 
 def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
-    """Replicates a model's single-device arrays over the mesh, except tables.
+    """Replicates single-device arrays over the mesh, except tables.
 
-    `te.Optimizer` does this itself. Call it for a model without an optimizer, such as a
-    restored model in evaluation. Otherwise the first compiled call moves the arrays to
-    the mesh, and the second recompiles.
+    `te.Optimizer` does this for you. Call it for a model without an optimizer, for
+    example a restored model in evaluation. Otherwise the first compiled call moves the
+    arrays to the mesh, and the second recompiles.
 
     Args:
       module: a model, which changes in place.
-      plan: plan of a layer. Defaults to the plan of the model's first layer.
+      plan: plan of a layer. Defaults to the first layer in the model.
 
     Raises:
       ValueError: if there is neither a plan nor a layer.

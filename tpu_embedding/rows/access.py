@@ -191,8 +191,8 @@ def set_rows(
         old = gather_rows(packed, row_ids)
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return add_to_rows(packed, row_ids, values - old)
-    # A TPU adds on SparseCores, and can't overwrite rows that share a line. `new - old`
-    # could round or overflow, but `-old` leaves exactly 0.
+    # Overwriting would need the line's other rows, so this also adds. `new - old` could
+    # round or overflow, but `-old` leaves exactly 0.
     packed, old = _clear_non_finite(packed, row_ids, old)
     return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
 

@@ -1,7 +1,7 @@
 """Finds tables in TensorFlow checkpoints, written by TPUEmbedding or the TFRS layer.
 
 Keys are object paths, such as `model/emb/_tpu_embedding/movie`. Each table, or each
-stack on SparseCores, is a variable. TPUEmbedding saves slots as siblings
+stack on newer TPUs, is a variable. TPUEmbedding saves slots as siblings
 (`movie/accumulators`), and Keras optimizers, which TFRS uses, below the variable.
 Tested with files from TensorFlow 2.21.
 """

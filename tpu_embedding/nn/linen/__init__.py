@@ -1,9 +1,6 @@
-"""Embedding tables in Flax Linen models: layer, gradients and train state.
+"""Embedding tables in Flax Linen models, public as `te.linen`.
 
-The names imported here are public, as `te.linen`.
-
-* `layer`: the layer `TPUEmbedding`. `variables`: tables in a dict of variables.
-* `training`: `value_and_grad` and `TrainState`.
+`variables` finds the tables in a dict, `layer` looks them up, `training` updates them.
 """
 
 from typing import TYPE_CHECKING

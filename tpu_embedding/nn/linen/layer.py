@@ -1,7 +1,7 @@
 """The Flax Linen layer: tables in their own collection, and lookups.
 
-`value_and_grad` calls the loss with variables that contain *recording* tables. A layer
-with recording tables passes the routing of each call to the recorder.
+A Linen layer has no state in which to record. Instead, `value_and_grad` calls the loss
+with *recording* tables in the variables, which answer the layer.
 """
 
 import dataclasses
@@ -44,20 +44,15 @@ NO_DERIVATIVE: Final = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordingTables:
-    """Tables that record the calls of their layer.
-
-    Attributes:
-      tables: tables of the layer.
-      path: path of the layer.
-      recorder: records the calls of this run of the loss.
-    """
+    """Tables that record the calls of their layer."""
 
     tables: LayerTables
     path: str = dataclasses.field(metadata={"static": True})
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, batch: Batch) -> Any:
-        """Returns activations and stats. Without a lookup, the stats are None."""
+        """Answers a call with activations and stats. No lookup means no stats."""
+        # Inside a transformation, the record could not leave the trace.
         if not self.recorder.is_current():
             raise ValueError(
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
@@ -75,10 +70,10 @@ class RecordingTables:
 
 
 class TPUEmbedding(nn.Module):
-    """Embedding tables sharded over a mesh, looked up inside any Linen module.
+    """Embedding tables sharded over a mesh, for lookups inside any Linen module.
 
-    The tables are in the collection `embedding_tables`, apart from `params`. A lookup
-    sows its `LookupStats` as `lookup_stats` into the collection `intermediates`.
+    Note that the tables are in the collection `embedding_tables`, apart from `params`.
+    A lookup sows its `LookupStats` as `lookup_stats` into `intermediates`.
 
     Attributes:
       plan: from `tpu_embedding.make_plan`, with features, optimizers and mesh.
@@ -113,25 +108,27 @@ class TPUEmbedding(nn.Module):
         """Looks up a batch.
 
         Args:
-          features: nest like the plan's `feature_config`, whose dicts may lack keys.
-            See `tpu_embedding.functional.lookup`. Ragged features come from
-            `tpu_embedding.inputs.prepare_features`.
+          features: nest like the `feature_config` in your plan, whose dicts may lack
+            keys. See `tpu_embedding.functional.lookup`. Pass ragged features through
+            `tpu_embedding.inputs.prepare_features` first.
           weights: the same nest with an array or None per dense feature.
-          serving_config: nest of `FeatureConfig` for the plan's tables that replaces
+          serving_config: nest of `FeatureConfig` for the same tables, which replaces
             `feature_config` in this call.
 
         Returns:
-          Activations in the nest of the features: float32 `[batch, dim]`, or the
-          feature's sequence or output shape. Global.
+          Global activations in the feature nest: float32 `[batch, dim]`, or the
+          sequence or output shape that a feature sets.
 
         Raises:
-          TypeError, ValueError: if a feature's dtype or shape does not fit its config,
-            or the variables lack the tables or hold another plan's tables.
+          TypeError, ValueError: if a feature dtype or shape does not fit its config, or
+            the variables lack the tables or hold tables from a different plan.
         """
         tables = self._tables()
         plan = self.plan
         if serving_config is not None:
             plan = plan.with_features(serving_config)
+        # Plain `jax.grad` differentiates `params`, which lack the tables. The guard is
+        # a parameter, so its derivative shows such a mistake.
         guard = None
         if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))
@@ -152,7 +149,6 @@ class TPUEmbedding(nn.Module):
         return activations
 
     def _tables(self) -> LayerTables | RecordingTables:
-        """Returns the layer's tables from the variables; creates them in `init`."""
         name = "/".join(self.path)
         if not self.has_variable(TABLES, "tables") and not (
             self.is_initializing() and self.is_mutable_collection(TABLES)

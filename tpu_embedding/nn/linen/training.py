@@ -1,7 +1,6 @@
-"""Gradients and updates of a Linen model with embedding layers.
+"""Gradients and updates for a Linen model with embedding layers.
 
-`value_and_grad` and `TrainState` work like their namesakes in JAX and Flax. optax
-updates dense parameters as usual; each layer's row rules update its tables.
+`value_and_grad` and `TrainState` work like their namesakes in JAX and Flax.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,17 +43,17 @@ from tpu_embedding.transfers import moves_arrays
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """Returns a function that computes a loss and its gradients.
+    """Makes a function that computes a loss and its gradients, tables included.
 
     Args:
       loss_fn: `(variables, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
-        It calls `model.apply(variables, ...)`, any number of times.
+        Call `model.apply(variables, ...)` in it, any number of times.
       has_aux: whether `loss_fn` returns a second value.
 
     Returns:
       `(variables, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux),
-      Gradients)`. Gradients cover the collection `params` and the tables of each layer.
-      The variables are all collections from `model.init`.
+      Gradients)`. Gradients cover the collection `params` and all tables. Pass all
+      collections from `model.init` as the variables.
 
     Raises:
       ValueError: when called, if the variables lack tables, or the loss calls a
@@ -93,15 +92,15 @@ def value_and_grad(
 
 
 class TrainState(struct.PyTreeNode):
-    """State of a training run: everything a step changes. Donate it under `jit`.
+    """Everything that a train step changes. Donate it under `jit`.
 
     Attributes:
       step: number of updates.
       apply_fn: usually `model.apply`.
-      variables: all collections of the model, tables included.
-      tx: optimizer of the dense parameters.
+      variables: all model collections, tables included.
+      tx: optimizer for the dense parameters.
       opt_state: state of `tx`.
-      slots: optimizer state of the tables, by layer path and stack name.
+      slots: optimizer state for the tables, by layer path and stack name.
 
     Example:
       >>> import tpu_embedding as te
@@ -139,18 +138,18 @@ class TrainState(struct.PyTreeNode):
         tx: optax.GradientTransformation,
         **fields: Any,
     ) -> "TrainState":
-        """Returns the state before the first step, on the mesh of the tables.
+        """Creates the state before the first step, on the mesh of the tables.
 
         Args:
           apply_fn: usually `model.apply`.
           variables: from `model.init`.
-          tx: optimizer of the dense parameters. The plan has the tables' optimizers.
-          **fields: fields of a subclass.
+          tx: optimizer for the dense parameters. The plan has the table optimizers.
+          **fields: your own fields, if you subclass.
 
         Raises:
           ValueError: if the variables lack tables, or if `tx` accumulates gradients
-            over several steps, as `optax.MultiSteps` does, but the tables'
-            optimizers do not.
+            over several steps, as `optax.MultiSteps` does, but the table optimizers do
+            not.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
@@ -180,12 +179,12 @@ class TrainState(struct.PyTreeNode):
         updates: Mapping[str, Any] | None = None,
         extra_args: Mapping[str, Any] | None = None,
     ) -> "TrainState":
-        """Returns the state after one step of all layers.
+        """Takes one step with all layers.
 
         Args:
-          grads: from `tpu_embedding.linen.value_and_grad`. Step counts of a layer
-            without a gradient also advance.
-          updates: new values of collections such as `batch_stats`, from
+          grads: from `tpu_embedding.linen.value_and_grad`. Step counts advance even for
+            a layer without a gradient.
+          updates: new values for collections such as `batch_stats`, from
             `model.apply(..., mutable=["batch_stats"])`.
           extra_args: what `tx` needs besides gradients, such as `{"value": loss}` for
             `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
@@ -193,8 +192,8 @@ class TrainState(struct.PyTreeNode):
         Raises:
           TypeError: if the gradients lack the tables, or if `tx` needs an argument that
             is missing.
-          ValueError: if they belong to other layers or another plan, or the updates
-            name a collection that the state does not have.
+          ValueError: if they belong to different layers or to a different plan, or the
+            updates name a collection that the state does not have.
         """
         check_gradients(
             grads,
@@ -216,6 +215,7 @@ class TrainState(struct.PyTreeNode):
                 dense, self.opt_state, params, **(extra_args or {})
             ),
         )
+        # A failed lookup makes new batch statistics NaN, so keep the old ones as well.
         updates = dict(updates or {})
         old = {name: self.variables[name] for name in updates}
         variables = {**self.variables, **keep_if(keep_dense, updates, old)}
@@ -237,7 +237,7 @@ class TrainState(struct.PyTreeNode):
         now: Any = None,
         with_stats: bool = False,
     ) -> tuple[Any, ...]:
-        """Assigns rows to new ids of dynamic tables; call it first in a train step.
+        """Assigns rows to new ids in dynamic tables; call it first in a train step.
 
         Args:
           features: batch of the layer, from `prepare_features`.
@@ -247,8 +247,8 @@ class TrainState(struct.PyTreeNode):
           with_stats: whether to also return counts.
 
         Returns:
-          New state, and the batch with row numbers, which the loss passes to the layer.
-          With `with_stats`, also the `te.functional.DynamicStats` by table name.
+          New state, and the batch with row numbers. Pass it to the layer in your loss.
+          If `with_stats`, also `te.functional.DynamicStats` by table name.
 
         Raises:
           ValueError: if the variables have no such layer, or if `layer` is missing and
@@ -266,10 +266,10 @@ class TrainState(struct.PyTreeNode):
         return state, result.features
 
     def finalize_variable_values(self) -> "TrainState":
-        """Returns the state with variables set to their moving averages.
+        """Sets variables to their moving averages.
 
-        `with_ema` and `adafactor(use_ema=True)` keep averages. Tables and dense
-        parameters of other optimizers don't change.
+        `with_ema` and `adafactor(use_ema=True)` keep averages. Variables without them
+        do not change.
         """
         state = ModelState(layer_tables(self.variables), self.slots)
         state, params, opt_state = state.finalize_variable_values(
@@ -283,28 +283,27 @@ class TrainState(struct.PyTreeNode):
     def with_embedding_tables(
         self, values: Mapping[str, Mapping[str, Any]]
     ) -> "TrainState":
-        """Returns the state with the values of some tables replaced.
+        """Replaces table values and resets the state derived from them.
 
-        Optimizer state derived from the old values is reset to match the new ones, as
-        in `te.Optimizer.set_embedding_tables`.
+        See `te.Optimizer.set_embedding_tables`.
 
         Args:
           values: layer path to table name to array `[vocabulary_size, dim]`.
 
         Raises:
-          TypeError: if `values`, or a layer's values, are not a dict.
+          TypeError: if `values`, or its values, are not dicts.
           ValueError: if a layer or table is unknown, or an array has the wrong shape.
         """
         variables, slots = with_embedding_tables(self.variables, values, self.slots)
         return self.replace(variables=variables, slots=slots)
 
     def with_hyperparameters(self, **values: Any) -> "TrainState":
-        """Returns the state with changed hyper-parameters of the tables' optimizers.
+        """Changes table hyper-parameters without recompiling.
 
         Args:
           **values: see `tpu_embedding.optimizers.with_hyperparameters`.
 
         Raises:
-          ValueError: if no table's optimizer has such a hyper-parameter.
+          ValueError: if no table optimizer has such a hyper-parameter.
         """
         return self.replace(slots=with_hyperparameters(self.slots, **values))

@@ -1,4 +1,4 @@
-"""Reads, replaces and saves the tables in a Linen model's variables."""
+"""Finds, replaces and saves the tables in the variables of a Linen model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,14 +29,13 @@ _SET_WITH_SLOTS: Final = (
 
 
 def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Returns the values of all tables.
+    """Reads all tables as NumPy arrays.
 
     Args:
       variables: from `model.init`, or `state.variables`.
 
     Returns:
-      For each layer path, a dict that maps table names to NumPy arrays,
-      `[vocabulary_size, dim]`.
+      Layer path to table name to NumPy array `[vocabulary_size, dim]`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,23 +57,23 @@ def with_embedding_tables(
     values: Mapping[str, Mapping[str, Any]],
     slots: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns the variables with the values of some tables replaced.
+    """Replaces table values in variables.
 
-    With `slots`, optimizer state derived from the old values is reset to match the new
-    ones, as in `tpu_embedding.functional.with_table_values`.
+    If you pass `slots`, optimizer state derived from the old values is reset to match
+    the new ones, as in `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
       slots: layer path to stack name to optimizer state, like `state.slots`; an empty
-        dict before there is a `TrainState`. Only needed if an optimizer of these tables
-        derives state from their values, as `adafactor` does.
+        dict before you have a `TrainState`. Only needed if an optimizer derives state
+        from the values, as `adafactor` does.
 
     Returns:
       New variables; with `slots`, `(variables, slots)`.
 
     Raises:
-      TypeError: if `values`, or a layer's values, are not a dict.
+      TypeError: if `values`, or its values, are not dicts.
       ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
         `slots` is needed but missing. For a `TrainState`, call its
         `with_embedding_tables`.
@@ -106,11 +105,7 @@ def with_embedding_tables(
 
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
-    """Returns the tables of each layer by its path in the model, `"a/b"`.
-
-    Raises:
-      ValueError: if there are none.
-    """
+    """Finds the tables by layer path, `"a/b"`, in at least one layer."""
     layers: dict[str, LayerTables] = {}
     if isinstance(variables, Mapping):
         map_tables(layers.setdefault, variables)
@@ -127,11 +122,12 @@ def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
 def map_tables(
     function: Callable[[str, LayerTables], Any], variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the variables with all tables replaced by `function(path, tables)`."""
+    """Replaces all tables in the variables with `function(path, tables)`."""
 
     def replace(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, LayerTables):
             return leaf
+        # The last key is the variable, "tables"; those before are the layer path.
         return function("/".join(str(key.key) for key in keys[:-1]), leaf)
 
     tables = jax.tree_util.tree_map_with_path(
@@ -143,7 +139,6 @@ def map_tables(
 
 
 def with_tables(variables: Mapping[str, Any], tables: ModelTables) -> dict[str, Any]:
-    """Returns the variables with the tables of all layers replaced."""
     return map_tables(lambda path, _: tables[path], variables)
 
 
