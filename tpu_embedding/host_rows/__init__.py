@@ -1,1 +1,1 @@
-"""Rows of tables in host memory, with a cache of some on the devices."""
+"""Tables larger than device memory: all rows on hosts, some cached on devices."""

@@ -1,20 +1,8 @@
-"""Finds, on the host, the rows that a batch's lookup reads.
+"""Finds, on the host, which rows a batch reads, before its step runs.
 
-The devices cache only some of these rows, so a batch's rows must be known before its
-step runs. This module repeats in NumPy the rules of `inputs/shard_inputs.py` (padding,
-truncated sequences) and `lookup/_forward.py` (ids outside the table, weights, default
-ids). It makes few passes over the ids and compiles nothing. Tests compare its results
-with the compiled stages.
-
-This module can't predict the lookup in two cases:
-
-* CPUs and TPUs flush weights below the smallest normal float32 to zero; other devices
-  may not. A lookup may therefore drop an id with such a weight, and read the default
-  row if the sample has no other ids. This module returns the id's row and the default
-  row, which is a superset of the rows read.
-* NumPy ids that don't fit in int32 count as outside their table, as in a lookup without
-  `jax.jit`. With `jax.jit` and without `jax_enable_x64`, JAX truncates 64-bit arguments
-  before this library sees them. `prepare_features` replaces such ids.
+NumPy repeats the rules in `inputs/shard_inputs.py` (padding, truncated sequences) and
+`lookup/_forward.py` (ids outside the table, weights, default ids), in few passes and
+without compiling. Tests compare the results with the compiled stages.
 """
 
 import math
@@ -43,31 +31,17 @@ _SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
 
 
 RowsOfShards = list[np.ndarray]
-"""Sorted unique local rows, int32, for each of some shards of a stack."""
+"""Sorted unique local rows, int32, one array per shard."""
 
 
 @moves_arrays
 def rows_of_batch(
     features: Any, plan: EmbeddingPlan, stacks: Collection[str]
 ) -> dict[str, RowsOfShards]:
-    """Finds the rows that a batch's lookup reads, for the given stacks.
+    """Finds the rows that a lookup reads from the named stacks, by shard.
 
-    Works on several features at once, in threads.
-
-    Args:
-      features: global batch for `lookup`, prepared or not, as NumPy arrays or as JAX
-        arrays. Of JAX arrays on several processes, only the samples on this process's
-        devices are read. Dicts may omit features.
-      plan: plan of the layer.
-      stacks: names of stacks. Features of other stacks are skipped.
-
-    Returns:
-      A dict from stack name to the local rows that the batch reads from each shard.
-      They don't share memory with the batch.
-
-    Raises:
-      TypeError, ValueError: if a feature's dtype, form or shape doesn't match its
-        config, as in the lookup.
+    If JAX arrays span several processes, only the samples on own devices count. A wrong
+    dtype, form or shape raises, as in a lookup. Results don't share the batch's memory.
 
     Example:
       >>> import numpy as np
@@ -92,6 +66,7 @@ def rows_of_batch(
     rows_by_feature = iter(all_tasks and in_threads(_rows_by_shard, all_tasks))
     rows: dict[str, RowsOfShards] = {}
     for name, tasks_of_stack in tasks.items():
+        # A dict batch may omit all features of a stack.
         nothing = [_NO_ROWS] * stack_of[name].num_shards
         by_feature = [next(rows_by_feature) for _ in tasks_of_stack] or [nothing]
         by_shard = list(zip(*by_feature, strict=True))
@@ -100,28 +75,24 @@ def rows_of_batch(
 
 
 def united_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Merges int32 arrays of sorted unique rows."""
+    """Merges arrays that are already sorted and unique."""
     return rows[0] if len(rows) == 1 else unique_rows(rows)
 
 
 def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Sorts and deduplicates the rows of several arrays.
-
-    Takes 2 to 3 ns per row on machines where NumPy sorts with vector instructions (AVX2
-    or newer). `np.unique` hashes, and takes 40 to 160 ns per row. Sorting slices in two
-    threads and merging them is not faster. To use more threads, call this function for
-    several features or shards at once: NumPy releases the GIL.
-
-    Args:
-      rows: int32 arrays of any shape. `PADDING_ROW_ID` is dropped.
-    """
+    """Sorts and deduplicates int32 arrays of any shape, without `PADDING_ROW_ID`."""
+    # A copy, because `_unique` sorts in place. `_NO_ROWS` allows an empty list.
     unique = _unique(np.concatenate([_NO_ROWS, *(x.reshape(-1) for x in rows)]))
+    # The padding id is the largest int32.
     has_padding = len(unique) and unique[-1] == PADDING_ROW_ID
     return unique[:-1] if has_padding else unique
 
 
 def _unique(values: np.ndarray) -> np.ndarray:
-    """Sorts an array in place, and returns its unique values."""
+    """Deduplicates an array, which it sorts in place."""
+    # With vector instructions (AVX2 or newer), a sort takes 2 to 3 ns per value.
+    # `np.unique` hashes, and takes 40 to 160 ns. Sorting slices in threads and merging
+    # them is not faster; run several calls at once instead, as NumPy releases the GIL.
     values.sort()
     is_first = np.empty(len(values), bool)
     is_first[:1] = True
@@ -132,13 +103,13 @@ def _unique(values: np.ndarray) -> np.ndarray:
 def _rows_by_shard(
     task: tuple[StackPlan, Any, FeatureShape, FeaturePlan],
 ) -> RowsOfShards:
-    """Splits the rows that a feature reads by owner, as sorted local rows."""
     stack, ids, shape, feature = task
     rows = _rows_of_feature(jax.tree.map(_own_samples, ids), shape, feature)
     if stack.num_shards == 1:
         return [unique_rows([rows])]
-    # One sort by (shard, local row) deduplicates the rows and splits them by owner.
-    # Unsigned, since a stack of 2**31 rows and its padding need 32 bits.
+    # Row `r` is local row `r // n` on shard `r % n`. One sort by (shard, local row)
+    # deduplicates the rows and splits them by owner. Unsigned, since a stack of 2**31
+    # rows and its padding need 32 bits.
     rows = rows.view(np.uint32)
     num_shards, size = np.uint32(stack.num_shards), np.uint32(stack.rows_per_shard)
     local = rows // num_shards
@@ -155,23 +126,30 @@ def _own_samples(array: Any) -> Any:
     """Copies the samples on this process's devices to the host."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return array
+    # By position: several devices may hold the same samples, in any order.
     data = {x.index[0].start or 0: x.data for x in array.addressable_shards}
     return np.concatenate([np.asarray(data[start]) for start in sorted(data)])
 
 
 def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.ndarray:
-    """Finds the stack rows that a feature reads, int32 `[rows read]`."""
+    """Lists the stack rows that a feature reads, int32, with duplicates."""
     values, weights, row_splits = _by_sample(ids, shape)
     if values.dtype.itemsize < 4:  # NumPy can't compare int4, for example.
         values = values.astype(np.int32)
+    # Ids beyond int32 match no row, as in a lookup outside `jax.jit`. Inside, without
+    # `jax_enable_x64`, JAX truncates them before this library sees them, so the lookup
+    # can differ. `prepare_features` replaces such ids.
     is_row = (values >= 0) & (values < feature.num_rows)
     if feature.config.out_of_range_ids == "clip" and not is_row.all():
-        is_row = values != PADDING_ROW_ID
+        is_row = values != PADDING_ROW_ID  # Padding must not become the last row.
         values = np.clip(values, 0, feature.num_rows - 1)
     is_surely_row = is_row
     if weights is not None and leaves_out_weights(feature):
         with np.errstate(over="ignore", under="ignore"):
             weights = weights.astype(np.float32, copy=False)
+        # CPUs and TPUs flush weights below the smallest normal float32 to zero, and so
+        # drop the id; other devices may keep it. So find both rows: the id's own, and
+        # the default that the sample reads if it has no other ids.
         # Comparisons with NaN are false, so ids with a NaN weight are kept.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
         is_row = is_row & ~(weights <= 0)
@@ -182,6 +160,7 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
         np.cumsum(is_surely_row, dtype=np.int32, out=rows_before[1:])
         real_splits = row_splits[: shape.batch_size + 1]  # The rest is padding.
         if not np.diff(rows_before[real_splits]).all():
+            # NumPy would promote uint64 ids and a Python int to float64.
             rows = np.append(rows, values.dtype.type(shape.default_id))
     return rows.astype(np.int32, copy=False) + np.int32(feature.row_offset)
 
@@ -191,9 +170,7 @@ def _by_sample(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """Flattens ids in sample order, with their weights and row splits.
 
-    `ids` may have only some samples of the batch. Sequences are truncated to the
-    feature's sequence length. Their weights are `None`, because a sequence lookup
-    ignores weights.
+    Sequences are truncated to the feature's sequence length.
     """
     length = shape.sequence_length
     if not isinstance(ids, ShardedRaggedIds):
@@ -219,5 +196,6 @@ def _by_sample(
         if length and lengths.max() > length:
             starts = np.repeat(row_splits[:-1], lengths)
             values = values[np.arange(values.size) - starts < length]
+    # A sequence lookup ignores weights.
     weights = None if length else getattr(ids, "weights", None)
     return values, None if weights is None else flat(weights), row_splits

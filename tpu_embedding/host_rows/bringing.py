@@ -1,4 +1,4 @@
-"""Code shared by the three forms of `host_rows`: the feed and a model's exchanges."""
+"""Opens feeds and brings rows, for NNX, Linen and functional `host_rows` alike."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,14 +20,14 @@ Batch = TypeVar("Batch")
 def open_feed(
     batches: Iterable[Batch], layers: ModelTables, features_of: Callable[[Batch], Any]
 ) -> Iterator[Iterable[tuple[Batch, Mapping[Key, FetchedRows]]]]:
-    """Opens a feed of the model's host rows, and closes the feed on exit."""
+    """Opens a feed for the model's host rows, and closes it on exit."""
     hosts: dict[Key, HostStack] = {
         (path, name): rows.host
         for path, tables in layers.items()
         for name, rows in tables.stacks.items()
         if isinstance(rows, MappedRows)
     }
-    if not hosts:
+    if not hosts:  # So that a loop works with any placement.
         yield ((batch, {}) for batch in batches)
         return
     plans = {path: tables.plan for path, tables in layers.items()}
@@ -44,6 +44,8 @@ def open_feed(
     feed = Feed(batches, hosts, rows_of)
     try:
         yield feed
+        # Only after the last batch: it waits for messages from all processes, and an
+        # exception or a `break` may happen in one alone.
         feed.check_end()
     finally:
         feed.close()
@@ -56,15 +58,10 @@ def rows_brought(
     fetched: Mapping[Key, FetchedRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Brings fetched rows into tables and slot variables, and returns them by layer.
+    """Brings fetched rows into tables and slot variables, both donated.
 
-    Args:
-      layers: tables of the model; donated.
-      slots: slot variables by layer; donated. Layers may be missing.
-      fetched: exchanges by layer and stack. If `None`, this function only checks the
-        steps so far.
-      lost_reads: number of missing rows that the latest lookup read, by layer and
-        stack.
+    `slots` may lack layers. If `fetched` is None, this only checks the steps so far.
+    `lost_reads` counts missing rows that the latest lookup read, by layer and stack.
     """
     stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
     new_slots = {path: dict(states) for path, states in slots.items()}

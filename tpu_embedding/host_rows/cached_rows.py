@@ -1,9 +1,8 @@
 """Rows on the host, and the slots in which each device caches some of them.
 
-Caching a row doesn't change its row id, the device that owns it or its position in any
-sort. A lookup and an update turn row ids into slots once per round, by `locate`. All
-other code sees the same row ids as with all rows on the devices, so sums, rules and
-random bits are the same bit for bit.
+Only `locate`, which lookups and updates call once per round, turns row ids into slots.
+All other code sees the same row ids and owners as with all rows on the devices, so
+sums, rules and random bits are equal bit for bit.
 """
 
 import dataclasses
@@ -24,54 +23,42 @@ if TYPE_CHECKING:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows(PackedRows):
-    """The cached rows of a slot variable, addressed by cache slot.
-
-    Attributes:
-      lines: the cached rows of each shard.
-      layout: packing of a shard's cached rows.
-      host: all rows of the stack, on the host. The field is static, so a step
-        recompiles for another model's rows.
-      column: index of this slot variable in the host's records; the table has index 0.
-      owner: number of the optimizer state that the slot variable belongs to; 0 for the
-        table.
-      version: int32 `[1]` per shard, incremented by every exchange. The host keeps the
-        same count to detect stale copies, whose slots may hold other rows by now.
-    """
+    """Cached rows of a slot variable, addressed by cache slot."""
 
     holds_all_rows: ClassVar[bool] = False
 
+    # Static, so a step recompiles for a different model's rows.
     host: "HostStack"
+    # Index in the host's records; the table has index 0.
     column: int
+    # int32 `[1]` per shard. Each exchange increments it, and the host keeps the same
+    # count to detect stale copies, whose slots may hold other rows by now.
     version: Any
+    # Number of the optimizer state that this belongs to; 0 for the table.
     owner: int = 0
 
     def read_windows(self, windows, exchange, receivers):
-        """Flushes the cache, then yields the windows' blocks from the host."""
         return self.host.read_windows(self, windows, exchange, receivers)
 
     def write_windows(self, windows, exchange, read):
-        """Replaces the windows' rows on the host and in the cache."""
         return self.host.write_windows(self, windows, exchange, read)
 
     def tree_flatten_with_keys(self):
-        """Returns the arrays with their names, and the static fields."""
         leaves, static = self.tree_flatten()
+        # A checkpointer that matches arrays by name must not take a cache for a table.
         names = f"cached_{self.layout.leaf_name}", *self.ARRAYS[1:]
         keys = map(jax.tree_util.GetAttrKey, names)
         return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self):
-        """Returns the arrays and the static fields."""
         static = self.layout, self.host, self.column, self.owner
         return tuple(getattr(self, name) for name in self.ARRAYS), static
 
     def check_current(self):
-        """Raises ValueError if the host has newer rows than these."""
         self.host.check_current(self)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Returns the rows with these arrays."""
         layout, host, column, owner = static
         fields = dict(zip(cls.ARRAYS, leaves, strict=True))
         return cls(layout=layout, host=host, column=column, owner=owner, **fields)
@@ -83,28 +70,24 @@ class CachedRows(PackedRows):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedRows(CachedRows):
-    """The cached rows of a table and the slot of each row, per shard or global.
-
-    Attributes:
-      slot_of_row: int32 `[rows of the shard]`; -1 for rows that aren't cached.
-      num_lost: int32 `[1]` per shard, number of updates dropped because their row
-        wasn't cached.
-    """
+    """A table's cached rows, with the slot of each row. Per shard or global."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version", "slot_of_row", "num_lost")
 
+    # int32 by local row; -1 for rows that aren't cached.
     slot_of_row: Any
+    # int32 `[1]` per shard: updates dropped so far because their row wasn't cached.
     num_lost: Any
 
     def locate(self, row_ids):
-        """Finds the slots of rows: `PADDING_ROW_ID` for rows that aren't cached.
-
-        The returned copy has counted these rows in `num_lost`.
-        """
+        """Finds cache slots, and counts rows without one in the returned copy."""
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
+        # Padding stays padding: only -1, a row that isn't cached, counts as lost.
         slots = jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
         num_lost = self.num_lost + jnp.sum(slots < 0, dtype=jnp.int32)
+        # Writes drop this id, and reads give NaN for it. A gather at -1 would be out of
+        # bounds, which `gather_in_bounds` doesn't allow.
         places = jnp.where(slots >= 0, slots, PADDING_ROW_ID)
         return dataclasses.replace(self, num_lost=num_lost), places
 

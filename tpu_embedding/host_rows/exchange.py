@@ -1,8 +1,7 @@
-"""The program that swaps rows between the devices' caches and the host.
+"""The program that swaps cached rows for rows from the host.
 
-Each device reads `K` rows from slots of its cache, then fills those slots with rows
-from the host. A row is transferred as a record: the bits of the table's row and of its
-slot variables.
+Each device reads `K` rows from its cache, then fills their slots with rows from the
+host. Rows travel as records; see `records.py`.
 """
 
 import dataclasses
@@ -25,14 +24,11 @@ from tpu_embedding.xla import read_before_write
 
 @functools.cache
 def swap_program(hardware: HardwareInfo) -> Any:
-    """Compiles `_swap_rows` with the hardware's compiler options.
-
-    Without these options, TPUs scatter into packed rows on the TensorCore.
-    """
     return jax.jit(
         _swap_rows,
         static_argnames="plan",
         donate_argnums=(0, 1),
+        # Without these, TPUs scatter into packed rows on the TensorCore.
         compiler_options=dict(hardware.compiler_options),
     )
 
@@ -44,18 +40,10 @@ def _swap_rows(
     records: UInt32[Array, "rows words"],
     plan: EmbeddingPlan,
 ) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
-    """Swaps rows of a stack in place. All arrays are global.
+    """Swaps rows in place, and returns the previous records. Global.
 
-    Args:
-      table: rows of the table; donated.
-      slots: slot variables of the table; donated.
-      moves: `3 * K` integers per shard: the slots, the local rows that enter, and the
-        local rows that leave. Unused positions hold `PADDING_ROW_ID`.
-      records: `K` records per shard, one for each slot in `moves`.
-      plan: plan of the layer.
-
-    Returns:
-      The table, its slot variables, and the slots' previous records.
+    Per shard, `moves` has `K` slots, the local rows that enter, and the local rows that
+    leave, all padded with `PADDING_ROW_ID`.
     """
     spec = plan.sample_spec
     arrays = [table, *slots]
@@ -63,20 +51,24 @@ def _swap_rows(
     def swap(arrays, moves, records):
         at, fetched, left = moves.reshape(3, -1)
         old = [gather_rows(rows, at) for rows in arrays]
+        # XLA might write the slots first, and copy the cache to keep their old rows.
         old, arrays = read_before_write((old, arrays))
         new, first = [], 0
         for rows in arrays:
             dim = rows.layout.dim
+            # Narrow means bfloat16 here: the placement rejects int8.
             num_words = -(-dim // 2) if rows.layout.narrow_dtype else dim
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
             changed = set_rows(rows, at, values)
+            # A copy that misses this exchange keeps its version, and the host notices.
             new.append(dataclasses.replace(changed, version=rows.version + 1))
             first += num_words
         words = [_words_of_rows(x, y.layout) for x, y in zip(old, arrays, strict=True)]
         table: MappedRows = arrays[0]
         slot_of_row = table.slot_of_row
         for row_ids, slot in ((left, jnp.full_like(at, -1)), (fetched, at)):
+            # Padding is past the end of the map, so it is dropped.
             slot_of_row = slot_of_row.at[row_ids].set(
                 slot, mode="drop", wrap_negative_indices=False
             )
@@ -91,11 +83,12 @@ def _swap_rows(
 
 
 def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
-    """Casts rows to their bits. Two bfloat16 elements share a word."""
     words = jax.lax.bitcast_convert_type(rows, jnp.uint32)
     words = words.reshape(words.shape[0], layout.dim)
     if layout.narrow_dtype is None:
         return words
+    # bfloat16 rows were read as float32, so their bits are the upper half. Two elements
+    # share a word, the first one in the lower half, as in `words_of_file_rows`.
     words = jnp.pad(words >> 16, ((0, 0), (0, layout.dim % 2)))
     return words[:, ::2] | words[:, 1::2] << 16
 
@@ -103,7 +96,7 @@ def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
 def _rows_of_words(
     words: UInt32[Array, "rows words"], layout: RowLayout, dtype: Any
 ) -> Array:
-    """Casts bits to rows, the inverse of `_words_of_rows`."""
+    """Inverts `_words_of_rows`."""
     if layout.narrow_dtype is not None:
         pairs = jnp.stack([words << 16, words & jnp.uint32(0xFFFF0000)], axis=2)
         words = pairs.reshape(words.shape[0], -1)[:, : layout.dim]

@@ -1,18 +1,8 @@
 """Prefetches the rows of upcoming batches while a step computes.
 
-Turn `t` of the loop, before the step of batch `t`:
-
-    finder thread     find the rows of the samples of batch `t + window + 4`
-    main thread       receive what processes sent in the last turn: the rows of batch
-                      `t + window + 2`, and the numbers of exchanges of batch `t`
-                      send the rows of `t + window + 3`, and the numbers of `t + 1`
-                      run the exchanges of batch `t`
-    planner thread    plan batch `t + 2`
-    reader thread     read the rows of batch `t + 1`, and start their transfer
-    writer thread     write the rows that left with batch `t - 1`
-
-Only the main thread runs programs on the devices, and all processes run the same ones.
-`HostStack` states the rules that keep the threads in order.
+Only the main thread runs programs on the devices, so that all processes run them in the
+same order. Other threads find, plan, read and write rows: `Feed.__iter__` lists what
+happens in a turn, and `stack.py` the rules that keep them in order.
 """
 
 import collections
@@ -35,7 +25,7 @@ from tpu_embedding.host_rows.worker import ENDING, Worker
 from tpu_embedding.transfers import moves_arrays
 
 BATCHES_PLANNED: Final = 3
-"""Number of batches with plans: the next batch, and two more for the threads."""
+"""How many batches have plans: the next batch, and two more for the threads."""
 
 BATCHES_FETCHED: Final = 3
 """Most batches whose rows are read before their turn."""
@@ -45,21 +35,18 @@ _loops: Final = itertools.count()
 
 Batch = TypeVar("Batch")
 Key = tuple[str, str]
-"""The path of a layer, and the name of a stack."""
+"""Layer path and stack name."""
 Plans = dict[Key, list[BatchPlan]]
-"""A batch's plans of the own shards, by stack."""
+"""Plans for the own shards, by stack."""
 
 
 class _Coming(NamedTuple):
-    """A drawn batch and its rows.
-
-    Attributes:
-      found: rows of this process's samples, by stack, for all shards.
-      rows: rows of all samples, by stack, for the own shards.
-    """
+    """A drawn batch and its rows."""
 
     batch: Any
+    # What own samples read, from all shards.
     found: Future[dict[Key, RowsOfShards]]
+    # What all samples read, from own shards.
     rows: Future[dict[Key, RowsOfShards]]
 
 
@@ -67,16 +54,7 @@ class Feed(Generic[Batch]):
     """An iterable of batches and the exchanges that bring their rows.
 
     The caller must run a batch's exchanges before drawing the next batch, and call
-    `close` at the end.
-
-    Args:
-      batches: batches on the host. Each is drawn `window + 4` batches early.
-      hosts: host rows by stack.
-      rows_of: returns the rows of a batch's samples in this process, for all shards.
-        Called in a thread, in the order of the batches.
-
-    Attributes:
-      is_closed: True after `close`.
+    `close` at the end. A thread calls `rows_of` in batch order.
     """
 
     def __init__(
@@ -104,6 +82,7 @@ class Feed(Generic[Batch]):
         self.is_closed = False
         self._stopped = threading.Event()
         self._thread = threading.get_ident()
+        # All processes open their loops in the same order, so they agree on the number.
         self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
         self._planner = Worker("host_rows_planner")
         self._reader = Worker("host_rows_reader")
@@ -111,6 +90,15 @@ class Feed(Generic[Batch]):
         self._finder = Worker("host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
+        # Turn `t`, before the step of batch `t`:
+        #   finder thread   find what this process reads in batch `t + window + 4`
+        #   main thread     receive last turn's messages: the rows of `t + window + 2`,
+        #                   and how many exchanges `t` needs; send the rows of
+        #                   `t + window + 3` and the numbers of `t + 1`; exchange `t`
+        #   planner thread  plan `t + 2`
+        #   reader thread   read the rows of `t + 1`, and start their transfer
+        #   writer thread   write the rows that left with `t - 1`
+        #
         # A generator, because a StopIteration of `rows_of` must not end the loop.
         while True:
             has_batch = self._draw()
@@ -118,7 +106,7 @@ class Feed(Generic[Batch]):
                 self._hosts[key].check_brought(rows)
             if not self._has_sent:
                 self._start()
-            numbers = self._receive()
+            numbers = self._receive()  # Also at the end: each message is received once.
             if not has_batch:
                 return
             self._work_ahead(least=1)
@@ -135,7 +123,8 @@ class Feed(Generic[Batch]):
             yield coming.batch, self._brought_last
 
     def check_end(self) -> None:
-        """Raises errors of the last steps. Called once, after the last batch."""
+        """Raises errors from the last steps."""
+        # The writer notices lost rows, so wait for it before telling other processes.
         for host in self._hosts.values():
             host.wait_for_writer()
         self._send(None, lists=False)
@@ -143,11 +132,13 @@ class Feed(Generic[Batch]):
         self._has_ended = True
 
     def _draw(self) -> bool:
-        """Draws batches ahead, and returns False at the end."""
+        """Draws batches ahead. False means that none is left."""
         if any(host.feed is not self for host in self._hosts.values()):
             self._claim()
         while len(self._coming) < self._window + 5:
             found: Future[dict[Key, RowsOfShards]] = Future()
+            # `next` may wait for processes that have no more batches, for example in
+            # `prepare`. The watch thread compares this number with theirs.
             self._messenger.num_awaited = self._turn + len(self._coming) + 1
             try:
                 batch = next(self._source)
@@ -170,14 +161,17 @@ class Feed(Generic[Batch]):
     @moves_arrays
     def _claim(self) -> None:
         """Starts, or resumes after another pipeline ran or the tables changed."""
+        # Claiming undoes all plans, so everything planned or read so far is void.
         for host in self._hosts.values():
             host.claim(self)
         self._next_to_enter = {
             key: host.shards.planners[0].next_batch for key, host in self._hosts.items()
         }
+        # A new event, because calls queued before the stop must still see theirs set.
         self._stopped = threading.Event()
         self._plans.clear()
         self._fetched.clear()
+        # Batch numbers may have changed, so stamp the coming batches again.
         num_received = self._num_listed - self._turn - self._has_sent
         for coming in itertools.islice(self._coming, max(0, num_received)):
             self._planner.submit(self._enter, coming)
@@ -193,10 +187,12 @@ class Feed(Generic[Batch]):
         self._send(self._plans[0] if self._plans else None, lists=False)
 
     def _work_ahead(self, least: int) -> None:
-        """Starts to plan batches, and to read the rows of at least some of them."""
+        """Starts to plan batches, and to read rows for `least` of them or more."""
         while len(self._plans) < min(BATCHES_PLANNED, len(self._coming)):
             coming = self._coming[len(self._plans)]
             self._plans.append(self._planner.submit(self._plan, coming, self._stopped))
+        # Processes agree on K with the first batch that has rows. Until then, read only
+        # a batch whose numbers have arrived.
         if all(host.exchange_rows for host in self._hosts.values()):
             least = BATCHES_FETCHED
         while len(self._fetched) < min(least, len(self._plans)):
@@ -208,6 +204,8 @@ class Feed(Generic[Batch]):
     @moves_arrays
     def _send(self, plans: Future[Plans] | None, *, lists: bool = True) -> None:
         """Sends the sizes of a batch's plans, and the rows of a later batch."""
+        # An error travels in the header, and `_receive` raises it in all processes.
+        # Raised here, it would leave other processes waiting for this message.
         self._own_error = None
         numbers, found = [0] * 2 * len(self._hosts), {}
         try:
@@ -236,11 +234,7 @@ class Feed(Generic[Batch]):
 
     @moves_arrays
     def _receive(self) -> list[int]:
-        """Receives what `_send` sent, and returns the numbers of exchanges by stack.
-
-        Raises:
-          Exception: this process's error, or RuntimeError if another one has one.
-        """
+        """Counts exchanges by stack, or raises in all processes if any has an error."""
         headers, rows = self._messenger.receive()
         self._has_sent = False
         has_error, has_batch, *sizes = zip(*headers, strict=True)
@@ -263,6 +257,7 @@ class Feed(Generic[Batch]):
             coming = self._coming[number]
             self._planner.submit(self._merge, coming, rows, unequal)
             self._planner.submit(self._enter, coming)
+        # The busiest process decides: all must run equally many programs.
         most = iter(map(max, sizes))
         return [host.agree(next(most), next(most)) for host in self._hosts.values()]
 
@@ -274,7 +269,6 @@ class Feed(Generic[Batch]):
     def _merge(
         self, coming: _Coming, received: ReceivedRows, unequal: ValueError | None
     ) -> None:
-        """Sets the rows of a batch to those that all processes have found."""
         try:
             coming.found.result()
             if unequal is not None:
@@ -313,7 +307,7 @@ class Feed(Generic[Batch]):
         }
 
     def stop(self) -> None:
-        """Cancels pending fetches. The caller must undo their plans."""
+        """Cancels pending fetches, and waits. The caller must undo their plans."""
         self._stopped.set()
         for host in self._hosts.values():
             host.wake()
@@ -321,7 +315,7 @@ class Feed(Generic[Batch]):
         self._reader.wait()
 
     def pin(self, host: HostStack) -> None:
-        """Keeps rows of the last two batches cached, since these may be untrained."""
+        """Pins the last two batches, which may still be untrained."""
         for rows_by_stack in self._handed_out:
             for key, rows in rows_by_stack.items():
                 if self._hosts[key] is host:
@@ -332,17 +326,13 @@ class Feed(Generic[Batch]):
 
     @moves_arrays
     def close(self) -> None:
-        """Ends the pipeline, at the end of the batches or earlier.
-
-        The garbage collector may call this in any thread, while the main thread runs
-        another pipeline. Then this method only stops the fetches, and the next `claim`
-        does the rest.
-        """
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
         self.is_closed = True
-        if not self._has_ended:
+        if not self._has_ended:  # Other processes may wait for more messages.
             self._messenger.post_last("messages", self._messenger.num_sent)
+        # The garbage collector may call this in any thread, while the main thread runs
+        # another pipeline. Then only stop the fetches; the next `claim` does the rest.
         if threading.get_ident() == self._thread:
             for host in self._hosts.values():
                 if host.feed is self:
@@ -352,9 +342,9 @@ class Feed(Generic[Batch]):
             for worker in (self._finder, self._planner, self._reader):
                 worker.end()
         self._stopped.set()
-        self._messenger.close()  # Last, since the others may wait for a lost process.
+        self._messenger.close()  # Last: the other threads may wait for a lost process.
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
-    """Finds the busiest own shard's number of rows, and of rows that enter."""
+    """Finds the most rows on an own shard, and the most that are missing."""
     return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

@@ -1,4 +1,4 @@
-"""`te.functional.host_rows`, which brings each batch's rows into tables and slots."""
+"""`te.functional.host_rows`, for tables and slots in your own variables."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,14 +21,14 @@ def host_rows(
 ) -> Iterator[tuple[Batch, Callable[..., tuple[Any, Any]]]]:
     """Yields each batch with a function that brings its rows into tables and slots.
 
-    Before the batch's step, call `tables, slots = bring(tables, slots)`, which donates
-    its arguments. See `te.host_rows`.
+    Before each step, call `tables, slots = bring(tables, slots)`. Note that it donates
+    its arguments, so you can use only the results.
 
     Args:
       batches: see `te.host_rows`.
-      tables: dict from stack name to packed rows, from `init_tables`.
-      plan: plan of the layer.
-      features_of: returns a batch's features, in the form that `lookup` accepts.
+      tables: packed rows by stack name, from `init_tables`.
+      plan: the layer's plan.
+      features_of: returns the features in a batch, in the form that `lookup` accepts.
 
     Yields:
       A batch and its `bring` function.

@@ -1,8 +1,8 @@
-"""Fills the stores of a stack with initial rows and slot variables, block by block.
+"""Fills a stack's stores with initial rows and slot variables, block by block.
 
-The values equal those from `te.functional.init_tables` and `init_slots` bit for bit,
-although the devices hold only one block of each shard's local rows at a time.
-`init_state` sums totals over the same blocks in the same order.
+Results equal `te.functional.init_tables` and `init_slots` bit for bit, although the
+devices hold only one block at a time. So totals add the same blocks as in `init_state`,
+in the same order.
 """
 
 import dataclasses
@@ -31,26 +31,19 @@ from tpu_embedding.update import totals
 from tpu_embedding.xla import run_if
 
 _BLOCK_BYTES: Final = 2**22
-"""Bytes of float32 rows that a device computes at once."""
+"""Float32 rows, in bytes, that a device computes at once."""
 
 
 def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
-    """Writes the initial rows of a stack's tables, equal to `init_tables(plan, key)`.
-
-    The devices hold one block at a time. An initializer that needs all rows at once is
-    an exception: it computes a whole table, sharded over the devices. XLA may then
-    round values differently than in `init_tables`.
-
-    Args:
-      shards: the stack's shards. Padding rows between tables become zeros.
-      plan: plan of the embedding layer.
-      key: typed JAX random key.
-    """
+    """Writes initial rows, as in `init_tables(plan, key)`."""
     stack = shards.stack
     by_row, others = split_by_initializer(stack)
     size = max(1, _BLOCK_BYTES // (packed_rows.LANE_BYTES * stack.dim))
     size = packed_rows.round_up(size, stack.layout.rows_per_line)
     groups: list[tuple[list[TablePlan], int]] = [(by_row, size)] if by_row else []
+    # Other initializers need all rows at once, so they compute a whole table, sharded
+    # over the devices. XLA may then round differently than in `init_tables`. The first
+    # and last local row may be in the table on some shards only, hence + 2.
     groups += [([table], table.num_rows // stack.num_shards + 2) for table in others]
     for tables, num_rows in groups:
         layout = dataclasses.replace(stack.layout, num_rows=num_rows)
@@ -67,23 +60,16 @@ def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
         last = -(-end // stack.num_shards)
         for first in range(begin // stack.num_shards, last, num_rows):
             lines = program(key, np.int32(first)).lines
+            # A block may reach into neighboring tables, whose rows must stay.
             shards.write_rows(first, lines, layout, 0, (begin, end))
 
 
 def fill_slots(
     shards: OwnShards, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
 ) -> Any:
-    """Writes initial slot variables, equal to `init_slots`, and returns the state.
-
-    Args:
-      shards: the stack's shards; the table's rows must be filled. Slot variables of the
-        stack's rule must not depend on these rows, so they start with equal rows.
-      plan: plan of the embedding layer.
-      slot_at: see `measured_state`.
-
-    Returns:
-      The stack's state; see `measured_state`.
-    """
+    """Writes initial slot variables, and makes the state; see `measured_state`."""
+    # One record fits all rows, since the placement rejects rules whose slot variables
+    # start from the table.
     values, rows = _initial_values_and_slots(shards, plan)
     records = [words_of_file_rows(np.asarray(row)[None]) for row in rows]
     for record, words in zip(records, shards.columns[1:], strict=True):
@@ -95,16 +81,9 @@ def fill_slots(
 def measured_state(
     shards: OwnShards, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
 ) -> Any:
-    """Makes a stack's initial state, with totals over the rows now in the stores.
+    """Makes an initial state with totals over the rows in the stores.
 
-    Args:
-      shards: the stack's shards.
-      plan: plan of the embedding layer.
-      slot_at: returns the leaf of slot variable `i`, numbered as in `stack.slots`.
-
-    Returns:
-      A state with the structure of `init_state`. Counts, rates and totals are
-      replicated over the devices, and equal the values from `init_slots` bit for bit.
+    `slot_at(i)` returns the leaf for slot variable `i`, numbered as in `stack.slots`.
     """
     values, _ = _initial_values_and_slots(shards, plan)
     return _state_with(values, shards, slot_at)
@@ -121,15 +100,12 @@ def _state_with(
 def _initial_values_and_slots(
     shards: OwnShards, plan: EmbeddingPlan
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Computes the initial values that all rows share, and a row of each slot variable.
-
-    Both depend on the table's rows only through totals.
-    """
+    """Computes the values that all rows share, and one row per slot variable."""
     stack: Any = shards.stack
 
     def init(known: list[Array]) -> tuple[list[Array], list[Array]]:
         layout = dataclasses.replace(stack.layout, num_rows=stack_state.PADDING_ROWS)
-        rows = zero_rows(layout)
+        rows = zero_rows(layout)  # Only the totals depend on the real rows.
         state = stack_state.init_block(rows, 0, totals.known_totals(known), stack)
         slots = map(packed_rows.unpack_rows, stack_state.slots_of(state))
         values = stack_state.values_of(stack_state.state_around(state, stack))
@@ -140,7 +116,7 @@ def _initial_values_and_slots(
 
 
 def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]:
-    """Computes the totals that the rule requests, like `totals.find_totals`. Global."""
+    """Finds totals over the stores, like `totals.find_totals`. Global."""
     stack: Any = shards.stack
 
     def add(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:
@@ -174,6 +150,7 @@ def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]
     add_block = jax.jit(on_shards(add, plan, in_specs=specs, out_specs=spec))
     reduce_total = on_shards(reduce, plan, in_specs=spec, out_specs=everywhere)
     known: list[jax.Array] = []
+    # One pass over the stores per total, since the next may depend on it.
     while stack.optimizer.takes_totals:
         total: Any = {}
         for start, size in _blocks_of(stack):
@@ -188,7 +165,7 @@ def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]
 
 
 def _blocks_of(stack: StackPlan) -> Iterator[tuple[int, int]]:
-    """Yields the first local row and size of each block, in `init_state`'s order."""
+    """Yields (first local row, row count), in the order of `init_state`."""
     layout = dataclasses.replace(stack.layout, num_rows=stack.rows_per_shard)
     blocks = access.blocks_of([layout])
     yield blocks.first

@@ -1,4 +1,4 @@
-"""`te.linen.host_rows`, which brings each batch's rows into a Linen train state."""
+"""`te.linen.host_rows`, for Linen train states."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +19,12 @@ def host_rows(
 ) -> Iterator[tuple[Batch, Callable[[TrainState], TrainState]]]:
     """Yields each batch with a function that brings its rows into a Linen state.
 
-    Before the batch's step, call `state = bring(state)`, which donates the state's
-    tables and slot variables. See `te.host_rows`.
+    Before each step, call `state = bring(state)`. It donates the tables and slot
+    variables in your state. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.
-      state: the initial state, which provides the layers' plans.
+      state: initial state, with the plan for each layer.
       features_of: see `te.host_rows`.
 
     Yields:

@@ -1,9 +1,8 @@
-"""Sends arrays from each process to each device's owner, and a header to all.
+"""Sends arrays from each process to each device's process, and a header to all.
 
-One small program per turn: an all-to-all in which device `i` of a process carries piece
-`i` of what the process sends to each device. With one process, nothing is sent.
-
-Only the main thread sends, so that all processes run their programs in the same order.
+Each turn runs one small all-to-all, in which the i-th device in a process carries piece
+`i` of each message. Only the main thread sends, so that all processes run programs in
+the same order.
 """
 
 import atexit
@@ -26,11 +25,11 @@ from tpu_embedding.plan.shard_map import on_shards
 
 _FEWEST_WORDS: Final = 1024
 """Minimum words from one device to another. Larger sizes are powers of two, because
-each size compiles a program."""
+each new size compiles a program."""
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _SECONDS_TO_NOTICE: Final = 8.0
-"""Time in which a process may end by itself after another one has failed."""
+"""Time in which a process may end by itself after another has failed."""
 
 _FAILURES: Final = "host_rows_failed"
 
@@ -40,22 +39,15 @@ ReceivedRows = list[list[list[np.ndarray]]]
 
 
 class Messenger:
-    """Sends messages between the processes of a mesh, in turns.
+    """Sends messages between processes, in turns.
 
-    Args:
-      plan: provides the mesh.
-      loop: number of the loop over batches, the same in all processes.
-
-    Attributes:
-      plan: provides the mesh.
-      processes: process of each device, in mesh order.
-      num_sent: number of messages so far.
-      num_awaited: number of the batch that the main thread waits for, counted from 1,
-        while it waits.
+    `loop` numbers the loop over batches, the same in all processes. `processes` lists
+    the process that each device belongs to, in mesh order.
     """
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
         self.plan, self._loop = plan, loop
+        # `num_awaited` is the batch, from 1, that the main thread waits for, else 0.
         self.num_sent = self.num_awaited = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
@@ -70,13 +62,11 @@ class Messenger:
             self._watch.submit(self._end_with_others)
 
     def send(self, header: Sequence[int], rows: Sequence[Sequence[np.ndarray]]) -> None:
-        """Sends a header to all processes, and rows to each device.
+        """Sends a header to all processes, and int32 rows by stack and device.
 
-        Args:
-          header: integers, equally many in each process and turn.
-          rows: for each stack, an int32 array for each device, in mesh order.
+        All processes must send equally long headers.
         """
-        self._sent = header, rows
+        self._sent = header, rows  # For `receive`, if the buffers are too small.
         self.num_sent += 1
         if not self._is_shared:
             return
@@ -87,6 +77,8 @@ class Messenger:
         words = np.zeros(
             (num_carriers, len(messages), width + self._num_words), np.int32
         )
+        # Sent even if the message doesn't fit, so that all processes learn the largest
+        # size, and repeat the turn with equally large buffers.
         words[:, :, 0] = size
         words[:, :, 2:width] = header
         for device, message in enumerate(messages if size <= self._num_words else ()):
@@ -102,15 +94,14 @@ class Messenger:
         received = exchange_program(self.plan)(sent)
         data = {shard.device: shard.data for shard in received.addressable_shards}
         own_data = [data[device] for device in self._devices]
+        # `np.asarray` blocks until the program has run. In a thread, so `_wait` can
+        # notice meanwhile that a process will never run it.
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
 
     def receive(self) -> tuple[list[list[int]], ReceivedRows]:
-        """Receives the headers of all processes, and the rows for own devices.
+        """Waits for the headers from all processes, and the rows for own devices.
 
-        Waits for the devices.
-
-        Raises:
-          RuntimeError: if another process has failed, or has left the loop.
+        Raises RuntimeError if another process has failed, or has left the loop.
         """
         assert self._sent is not None
         header, rows = self._sent
@@ -139,11 +130,13 @@ class Messenger:
         return headers, received
 
     def _wait(self) -> list[np.ndarray]:
-        """Waits for what each own device receives, int32 `[devices, words]`."""
+        """Waits for int32 `[devices, words]`, by own device."""
         while True:
             try:
                 return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
             except Exception as error:
+                # A collective may fail because a process has ended. What that process
+                # posted is the cause to show.
                 if absences := self._absences():
                     text = f"te.host_rows can't go on: {absences}"
                     raise RuntimeError(text) from error
@@ -151,7 +144,7 @@ class Messenger:
                     raise
 
     def _absences(self) -> str:
-        """Explains which processes don't run this one's programs, or returns ''."""
+        """Explains which processes won't go on with this one; '' if all will."""
         absences = [
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
@@ -167,7 +160,7 @@ class Messenger:
         return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
     def post_last(self, kind: Literal["messages", "batches"], number: int) -> None:
-        """Tells the other processes how many messages or batches there are in all."""
+        """Tells other processes the final number."""
         if self._is_shared:
             distributed.post(self._name_of(kind), str(number))
 
@@ -175,45 +168,42 @@ class Messenger:
         return f"host_rows/{self._loop}/{kind}"
 
     def close(self) -> None:
-        """Ends the threads."""
         self._is_closed.set()
         if self._is_shared:
             self._waiter.close()
             self._watch.close()
 
     def _end_with_others(self) -> None:
-        """Ends this process if another one is gone, and this one can't notice it.
-
-        The main thread may wait forever for a step in which that process takes no part.
-        """
+        """Ends this process if another is gone and the main thread can't notice."""
+        # The main thread may wait forever in a step that the other process doesn't run.
+        # It gets some seconds to raise the error itself, in `_wait`.
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
             if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
                 if absences := self._absences():  # Not only for a moment.
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
-                    # Otherwise JAX's barrier at exit would keep the others waiting for
-                    # this process. In a thread, since the barrier may block as well.
+                    # Otherwise JAX's barrier at exit would keep other processes waiting
+                    # for this one. In a thread, since the barrier may also block.
                     shutdown = threading.Thread(
                         target=jax.distributed.shutdown, daemon=True
                     )
                     shutdown.start()
                     shutdown.join(_SECONDS_TO_NOTICE)
-                    os._exit(1)
+                    os._exit(1)  # `sys.exit` would end only this thread.
 
 
 def _encode(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins arrays, each after its length."""
+    """Joins arrays, each preceded by its length."""
     lengths = [np.array([len(array)], np.int32) for array in arrays]
     pairs = zip(lengths, arrays, strict=True)
     return np.concatenate([array for pair in pairs for array in pair])
 
 
 def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-    """Splits a message, which a process's devices carried in pieces, into its arrays.
+    """Inverts `_encode` for a message that several devices carried in pieces.
 
-    Inverse of `_encode`. `words` has the lengths of the pieces in its second column,
-    and the pieces from column `width` on.
+    Column 1 has the piece lengths. The pieces begin at column `width`.
     """
     pieces = [row[width : width + row[1]] for row in words]
     message, arrays = np.concatenate(pieces), []
@@ -225,11 +215,7 @@ def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
 
 
 def is_shared(plan: EmbeddingPlan) -> bool:
-    """Returns True if a plan's devices belong to several processes.
-
-    Raises:
-      ValueError: if they belong to some processes of the job, but not to all.
-    """
+    """Tells whether several processes share the mesh; raises if only some do."""
     processes = {device.process_index for device in plan.mesh.devices.flat}
     if 1 < len(processes) < distributed.num_processes():
         rule = "be of one process, or of all processes of the job, for te.HostRows"
@@ -238,17 +224,14 @@ def is_shared(plan: EmbeddingPlan) -> bool:
 
 
 def exchange_values(name: str, value: Any, plan: EmbeddingPlan) -> list[Any]:
-    """Exchanges values among a plan's processes; see `distributed.exchange`."""
+    """Exchanges values like `distributed.exchange`, if processes share the mesh."""
     return distributed.exchange(name, value) if is_shared(plan) else [value]
 
 
 def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
-    """Raises in all processes of a plan if at least one of them has an error.
+    """Raises this process's error, or RuntimeError if only other processes have one.
 
     All processes must call this together, in the main thread.
-
-    Raises:
-      Exception: this process's error, or RuntimeError if only others have one.
     """
     text = error and f"{type(error).__name__}: {error}"
     texts = exchange_values("host_rows_errors", text, plan)
@@ -260,7 +243,7 @@ def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
 
 @functools.cache
 def exchange_program(plan: EmbeddingPlan) -> Any:
-    """Compiles a program that sends row `i * devices + j` from device `i` to `j`."""
+    """Makes a program that sends row `i * devices + j` from device `i` to `j`."""
 
     def exchange(words: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)
@@ -271,7 +254,8 @@ def exchange_program(plan: EmbeddingPlan) -> Any:
 
 @atexit.register
 def _post_failure() -> None:
-    """Tells the other processes that an exception ends this one."""
+    """Tells other processes that an exception ends this one."""
+    # Python sets these for an uncaught exception; `last_exc` is new in 3.12.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and distributed.num_processes() > 1:
         distributed.post(_FAILURES, f"{type(error).__name__}: {error}")

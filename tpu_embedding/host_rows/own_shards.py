@@ -1,7 +1,7 @@
-"""The shards of a stack on this process's devices, and their rows on the host.
+"""The shards on this process's devices, and their rows on the host.
 
-Each shard has a store with all its rows, and a planner that decides which of them are
-cached. This module moves rows between stores and devices; `stack.py` keeps the order.
+Each shard has a store with all its rows, and a planner for its cache. This module moves
+rows between stores and devices; `stack.py` keeps the order.
 """
 
 import functools
@@ -29,46 +29,31 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.types import PADDING_ROW_ID
 
 _CHUNK_BYTES: Final = 2**24
-"""Bytes of cached lines that a device sends to its host at once."""
+"""Cached lines, in bytes, that a device sends to its host at once."""
 
 
 class Exchange(NamedTuple):
-    """Rows of each own shard that enter the cache, and rows that leave for them.
-
-    Attributes:
-      slots: slots that change.
-      fetched: local rows that enter.
-      evicted: local rows that leave; -1 where the slot was empty.
-      arrays: moves and records for `swap_program`, global.
-    """
+    """Local rows that enter and leave the same slots, by own shard."""
 
     slots: list[np.ndarray]
     fetched: list[np.ndarray]
-    evicted: list[np.ndarray]
-    arrays: tuple[jax.Array, jax.Array]
+    evicted: list[np.ndarray]  # -1 where the slot was empty.
+    arrays: tuple[jax.Array, jax.Array]  # For `swap_program`: moves and records.
 
 
 class OwnShards:
-    """The shards of a stack on this process's devices. Lists are in shard order.
-
-    Args:
-      stack: plan of the stack.
-      plan: plan of the layer.
-
-    Attributes:
-      columns: position of the table and of each slot variable in a record.
-      record_bytes: size of a record: a table's row and its slot variables.
-    """
+    """A stack's shards on own devices. Lists are in shard order."""
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self._plan = stack, plan
+        # By column: the table, then each slot variable.
         self.columns = columns_of(stack)
         self.record_bytes = 4 * self.columns[-1].stop
         self._programs = _line_programs(plan, stack)
 
     @functools.cached_property
     def _devices(self) -> dict[int, jax.Device]:
-        """The own shards' devices, by number of the shard."""
+        """Own devices by shard number, ascending."""
         sharding = self._plan.rows_sharding(self.stack)
         indices = sharding.addressable_devices_indices_map((self.stack.num_shards,))
         shards = {(x[0].start or 0): device for device, x in indices.items() if x}
@@ -76,19 +61,12 @@ class OwnShards:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the own shards in the stack, ascending."""
         return list(self._devices)
 
     @functools.cached_property
     def stores(self) -> list[RowStore]:
-        """Records of each shard's rows: the table's row, then its slot variables.
-
-        All processes must call this together.
-
-        Raises:
-          OSError: if this process lacks the memory or the disk space.
-          RuntimeError: if another process does.
-        """
+        """Records by shard. All processes must first call this together."""
+        # Lazy, because a model made of shapes needs no memory yet.
         directory = self.stack.storage.directory  # type: ignore[attr-defined]
         shape = self.stack.rows_per_shard, self.columns[-1].stop
         stores, error = [], None
@@ -96,23 +74,25 @@ class OwnShards:
             stores = [RowStore(*shape, directory) for _ in self.numbers]
         except (OSError, MemoryError) as raised:
             error = raised
+        # If one process lacks memory or disk space, the rest must not go on alone.
         raise_together(error, self._plan)
         return stores
 
     @functools.cached_property
     def planners(self) -> list[Planner]:
-        """The planner of each shard."""
         shape = self.stack.rows_per_shard, self.stack.layout.num_rows
         return [Planner(*shape) for _ in self.numbers]
 
     @functools.cached_property
     def held(self) -> list[np.ndarray]:
-        """The local row in each cache slot, int32 `[slots]` per shard; -1 if empty."""
+        """The local row in each cache slot, by shard; -1 if empty."""
+        # After the latest exchange. A planner's `row_of` is some batches ahead, so a
+        # flush must not use it.
         shape = self.stack.layout.num_rows
         return [np.full(shape, -1, np.int32) for _ in self.numbers]
 
     def parts_of(self, array: jax.Array) -> list[jax.Array]:
-        """Splits a global array into the parts on own devices."""
+        """Finds the parts on own devices."""
         size = array.shape[0] // self.stack.num_shards
         parts = {
             (x.index[0].start or 0) // size: x.data for x in array.addressable_shards
@@ -120,7 +100,7 @@ class OwnShards:
         return [parts[number] for number in self.numbers]
 
     def array_of(self, parts: Iterable[np.ndarray]) -> jax.Array:
-        """Sends parts of equal shape to the own devices, as one global array."""
+        """Sends parts of equal shape to own devices, as one global array."""
         parts = list(parts)
         shape = self.stack.num_shards * parts[0].shape[0], *parts[0].shape[1:]
         return jax.make_array_from_single_device_arrays(
@@ -130,14 +110,10 @@ class OwnShards:
         )
 
     def plan(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
-        """Plans the next batch from the local rows that it reads from each shard.
-
-        Raises:
-          ValueError: if they don't fit in the cache. No planner is then changed.
-        """
+        """Plans the next batch. Rows that don't fit raise, and change nothing."""
 
         def plan(planner: Planner, rows: np.ndarray) -> BatchPlan | CacheTooSmallError:
-            try:
+            try:  # The error is returned, so that plans of other shards can be undone.
                 return planner.plan(rows)
             except CacheTooSmallError as error:
                 return error
@@ -153,6 +129,7 @@ class OwnShards:
                 planner.undo(plan)
         num_slots, num_shards = self.stack.layout.num_rows, self.stack.num_shards
         names = [table.name for table in self.stack.tables]
+        # Suggests the smallest `cache_rows` that rounds up to enough slots per shard.
         error = ValueError(
             f"Batch {self.planners[0].next_batch} and the two before it need "
             f"{needed[shard]:,} rows of device {self.numbers[shard]}, which do not fit "
@@ -165,12 +142,9 @@ class OwnShards:
     def exchange_of(
         self, plans: Sequence[BatchPlan], number: int, size: int
     ) -> Exchange:
-        """Reads the records of a batch's exchange, and sends them to the devices.
+        """Reads the records for exchange `number`, and sends them to the devices.
 
-        Args:
-          plans: the batch's plans.
-          number: number of the exchange. Past the last rows, nothing moves.
-          size: rows of an exchange.
+        Past the last rows, nothing moves.
         """
         part = slice(number * size, (number + 1) * size)
         slots = [plan.slots[part] for plan in plans]
@@ -178,17 +152,19 @@ class OwnShards:
         evicted = [plan.evicted[part] for plan in plans]
         moves, records = [], []
         for store, *moved in zip(self.stores, slots, fetched, evicted, strict=True):
+            # One static size for all exchanges, so that they run one compiled program.
             padded = np.full((3, size), PADDING_ROW_ID, np.int32)
             padded[:, : len(moved[0])] = moved
             padded[2][padded[2] < 0] = PADDING_ROW_ID
             moves.append(padded.reshape(-1))
+            # Unused records stay uninitialized, since their slots are padding.
             records.append(np.empty((size, self.columns[-1].stop), np.uint32))
             store.read(moved[1], out=records[-1][: len(moved[1])])
         arrays = self.array_of(moves), self.array_of(records)
         return Exchange(slots, fetched, evicted, arrays)
 
     def write(self, exchange: Exchange, records: jax.Array) -> None:
-        """Writes the records of rows that left, once the devices have sent them."""
+        """Waits for the records that left, and writes them to the stores."""
         for store, rows, part in zip(
             self.stores, exchange.evicted, self.parts_of(records), strict=True
         ):
@@ -202,13 +178,7 @@ class OwnShards:
     # Ranges of local rows, the same on all shards.
 
     def lines_of_rows(self, first: int, layout: RowLayout, column: int) -> jax.Array:
-        """Sends rows of the stores to the devices as lines, padded with zeros.
-
-        Args:
-          first: first local row.
-          layout: packing and number of the rows.
-          column: 0 for the table, or the number of a slot variable.
-        """
+        """Sends store rows from `first` on to the devices, padded with zeros."""
         row, size = rows_of_record(self.stack)[column], layout.row_of(layout.num_lines)
         end = min(first + size, self.stack.rows_per_shard)
 
@@ -228,10 +198,7 @@ class OwnShards:
         column: int,
         stack_rows: tuple[int, int] | None = None,
     ) -> None:
-        """Writes lines to rows of the stores, the inverse of `lines_of_rows`.
-
-        `stack_rows` is the range of rows of the stack to replace, by default all.
-        """
+        """Inverts `lines_of_rows`. `stack_rows` limits the rows that are replaced."""
         stack_rows = stack_rows or (0, self.stack.num_rows)
         for number, store, part in zip(
             self.numbers, self.stores, self.parts_of(lines), strict=True
@@ -256,7 +223,7 @@ class OwnShards:
                 )
 
     def load_cache(self, rows: PackedRows, column: int) -> jax.Array:
-        """Replaces cached rows by the stores' values. Donates `rows`, returns lines."""
+        """Replaces cached rows with rows from the stores. Donates `rows`."""
         row, lines = rows_of_record(self.stack)[column], rows.lines
         for start, size in self._chunks(rows):
             parts = []
@@ -270,27 +237,24 @@ class OwnShards:
         return lines
 
     def _chunks(self, rows: PackedRows) -> Iterator[tuple[int, int]]:
-        """Yields the first line and the number of lines of each chunk of the cache."""
+        """Yields cache chunks: first line and line count."""
         num_lines = rows.layout.num_lines
         size = min(num_lines, max(1, _CHUNK_BYTES // (4 * rows.layout.lanes_per_line)))
-        for start in range(0, num_lines, size):  # The last two may overlap.
+        # All chunks have one size, so that a program compiles once. The last two may
+        # overlap.
+        for start in range(0, num_lines, size):
             yield min(start, num_lines - size), size
 
     def _held_in(
         self, number: int, start: int, size: int, layout: RowLayout
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the local rows in a chunk of a shard's cache, and which are used."""
+        """Finds the local rows in a chunk, and its used slots."""
         held = self.held[number][layout.row_of(start) : layout.row_of(start + size)]
         return held, held >= 0
 
 
 class _LinePrograms(NamedTuple):
-    """Programs on some lines of each shard. Global.
-
-    Attributes:
-      read: `(lines, start, num_lines) -> lines`.
-      write: `(lines, new lines, start) -> lines`, in place.
-    """
+    """Programs that `read` and `write` some lines per shard, in place. Global."""
 
     read: Any
     write: Any
@@ -298,6 +262,7 @@ class _LinePrograms(NamedTuple):
 
 @functools.cache
 def _line_programs(plan: EmbeddingPlan, stack: StackPlan) -> _LinePrograms:
+    # Cached, because new functions would compile again.
     slice_, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice_in_dim
     spec, everywhere = stack.rows_spec, PartitionSpec()
 

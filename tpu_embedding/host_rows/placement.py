@@ -1,4 +1,4 @@
-"""The placement that keeps a table's rows in host memory."""
+"""`te.HostRows`, and what it changes in a stack's plan."""
 
 import dataclasses
 import os
@@ -37,25 +37,25 @@ _RULES: Final = {
 @right_names(cache_size="cache_rows", size="cache_rows")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRows(Placement):
-    """Placement that keeps all rows of a table in host memory, some cached on devices.
+    """Placement that keeps all table rows in host memory, and caches some on devices.
 
-    Use it for tables that don't fit in the devices' memory. `te.host_rows` brings each
-    batch's rows to the devices before the step, and evicts other rows to make room.
-    Row values, slot variables and activations are the same as with `te.Sharded()`, bit
-    for bit on CPU.
+    Use it if your tables don't fit in device memory. `te.host_rows` brings each batch's
+    rows to the devices before the step, and evicts other rows to make room. Row values,
+    slot variables and activations are the same as with `te.Sharded()`, bit for bit on
+    CPU.
 
-    Slot variables are stored with their rows. Each row of the table also takes 4 bytes
-    on its device, for the map from rows to cache slots. On several hosts, each host
-    keeps the rows that its devices own.
+    Slot variables are stored with their rows. However, each table row still takes 4
+    bytes on its device, for the map from rows to cache slots. On several hosts, each
+    host keeps the rows that its devices own.
 
     Attributes:
-      cache_rows: number of rows that all devices cache together, rounded up to a
-        multiple of the number of devices. The rows of three batches must fit. With a
-        cache a few times larger, most lookups find their rows in it.
-      directory: directory of memory-mapped files, for tables larger than the hosts'
-        memory, on a disk of each host. The files have no names, so that several
-        processes may use the same directory, and are freed at the end. `None` keeps
-        the rows in memory.
+      cache_rows: how many rows all devices cache together, rounded up to a multiple of
+        the device count. The rows for three batches must fit. With a cache a few times
+        larger, most lookups find their rows in it.
+      directory: where to put memory-mapped files, on a local disk of each host, if your
+        tables are larger than host memory. The files have no names, so several
+        processes may share a directory, and they are freed at the end. If None, rows
+        stay in memory.
       window: batches to read ahead, 1 to 64. Their cached rows are evicted last.
 
     Example:
@@ -77,12 +77,12 @@ class HostRows(Placement):
         raise_all(broken_rules(self, _RULES))
 
     def shard_axes(self, mesh_axes: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Returns all mesh axes, because each row belongs to one device."""
+        """Picks all mesh axes, because each row belongs to one device."""
         return mesh_axes
 
     @property
     def stacking_key(self) -> Any:
-        """Tables of a stack share the directory and the window."""
+        """Directory and window, which a stack's tables share."""
         return HostRows, self._directory, self.window
 
     @property
@@ -90,7 +90,7 @@ class HostRows(Placement):
         return None if self.directory is None else os.fspath(self.directory)
 
     def store(self, stack: StackPlan, placements: Sequence[Placement]) -> StackPlan:
-        """Returns a plan whose devices hold only the cached rows."""
+        """Plans a stack whose devices hold only the cached rows."""
         if problem := _problem(stack):
             raise ValueError(f"{problem} (table {stack.tables[0].name!r}).")
         on_host = [x for x in placements if isinstance(x, HostRows)]
@@ -104,6 +104,7 @@ class HostRows(Placement):
                 cache_rows=cache_rows,
                 directory=self._directory,
                 window=self.window,
+                # An int32 cache slot per row, cached or not.
                 bytes_per_device=4 * stack.rows_per_shard,
             ),
             notes=(*stack.notes, _note(stack, cache_rows, self._directory)),
@@ -112,10 +113,7 @@ class HostRows(Placement):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostStorage(RowStorage):
-    """Storage with all rows of a stack on the host; see `HostRows`.
-
-    Each device has a map from rows to cache slots in addition to its cached rows.
-    """
+    """Storage with all rows on the host; see `HostRows`."""
 
     holds_all_rows: ClassVar[bool] = False
 
@@ -126,16 +124,14 @@ class HostStorage(RowStorage):
     def init_rows(
         self, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
     ) -> PackedRows:
-        """Initializes the rows on the host, and returns an empty cache of them."""
         return HostStack(stack, plan).init_rows(key)
 
     def init_state(self, table: Any, stack: StackPlan, kept: Any = None) -> Any:
-        """Returns an optimizer state for the cached rows, new or with kept slots."""
         return table.host.init_state(table, kept)
 
 
 def _problem(stack: StackPlan) -> str | None:
-    """Explains why a stack's rows can't be on the host, or returns None."""
+    """Explains why a stack's rows can't be on the host; None if they can."""
     config, optimizer = stack.tables[0].config, stack.trained_by
     if not config.vocabulary.ids_are_rows:
         return (
@@ -148,6 +144,7 @@ def _problem(stack: StackPlan) -> str | None:
             "te.HostRows works only with backend='xla', because other backends need "
             "all rows on their device; remove the backend argument"
         )
+    # `exchange.py` casts float32 and bfloat16 rows to words, and nothing else.
     if config.dtype_name == "int8":
         return (
             "te.HostRows does not support int8 rows; set TableConfig.dtype to "
@@ -160,6 +157,7 @@ def _problem(stack: StackPlan) -> str | None:
             "te.HostRows needs an optimizer that updates only the batch's rows; "
             "remove te.optimizers.every_row"
         )
+    # `fill_slots` writes the same initial record to all rows.
     slots = probe_rule(optimizer, config.dim).slots
     if any(slot.starts_from_rows for slot in slots):
         return (
@@ -172,7 +170,6 @@ def _problem(stack: StackPlan) -> str | None:
 
 
 def _note(stack: StackPlan, cache_rows: int, directory: str | None) -> str:
-    """Describes the sizes of the host's rows and of the cache."""
     cache_rows = min(cache_rows, stack.num_rows)
     num_bytes = 4 * stack.num_rows * columns_of(stack)[-1].stop
     return (

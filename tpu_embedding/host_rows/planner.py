@@ -1,8 +1,7 @@
-"""Decides which rows of a shard are cached, in which slots, and when they change.
+"""Decides which rows a shard caches, in which slots, and when they change.
 
-A `Planner` plans batches in training order, before the devices run them. It works on
-row numbers only and needs no device. Planning time is proportional to the batch's
-unique rows. The planners of a process's shards are independent, and run in threads.
+A `Planner` plans batches in training order, before the devices run them, in time
+proportional to a batch's unique rows. Each shard has its own, and they run in threads.
 """
 
 from typing import Final, NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 UNFINISHED_BATCHES: Final = 3
 """When a batch is planned, it and the two batches before it may still be untrained."""
 
+# With 8, a prototype fetched 3,394 rows per batch (zipf ids); an exact LRU, 3,403.
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
 """Minimum number of slots to choose victims from."""
@@ -20,11 +20,7 @@ _NEVER: Final = np.iinfo(np.int32).max
 
 
 class CacheTooSmallError(Exception):
-    """The rows that must stay don't fit in the shard's slots.
-
-    Attributes:
-      num_rows: how many rows must stay.
-    """
+    """The `num_rows` rows that must stay don't fit in the shard's slots."""
 
     def __init__(self, num_rows: int):
         super().__init__(f"{num_rows} rows do not fit in the cache")
@@ -32,31 +28,21 @@ class CacheTooSmallError(Exception):
 
 
 class BatchPlan(NamedTuple):
-    """The changes to a shard's cache before a batch's step.
-
-    Attributes:
-      batch: number of the batch.
-      fetched: local rows that enter.
-      slots: the slot of each of them.
-      evicted: the row that leaves each slot, -1 if the slot was empty.
-      wait_for: latest batch whose exchanges evicted one of the fetched rows. The store
-        is up to date once that batch's evicted rows are written to it. -1 if the rows
-        were never evicted.
-      num_rows: unique rows of the batch.
-      undo: previous state, for `Planner.undo`.
-    """
+    """Changes to a shard's cache before a batch's step."""
 
     batch: int
-    fetched: np.ndarray
+    fetched: np.ndarray  # Local rows that enter.
     slots: np.ndarray
-    evicted: np.ndarray
+    evicted: np.ndarray  # The row that leaves each slot, -1 if the slot was empty.
+    # Latest batch that evicted a fetched row, or -1. The store has the row's latest
+    # values once that batch's evicted rows are written.
     wait_for: int
-    num_rows: int
+    num_rows: int  # Unique rows in the batch.
     undo: "_Undo"
 
 
 class _Undo(NamedTuple):
-    """The planner's state before a plan, except for stamps."""
+    """Planner state before a plan, without stamps."""
 
     used: np.ndarray  # Slots of the batch's rows that were already cached.
     users: np.ndarray
@@ -67,24 +53,18 @@ class _Undo(NamedTuple):
 
 
 class Planner:
-    """Decides which rows of a shard are cached, batch by batch.
+    """Plans a shard's cache, batch by batch, the same on every machine.
 
-    A missing row gets a slot that was never filled. If there is none, the planner
-    evicts a row that no unfinished batch uses: the row with the oldest stamp among the
-    next slots after a clock hand (a sampled LRU). The same calls give the same plans on
-    every machine.
-
-    Args:
-      num_rows: number of rows of the shard.
-      num_slots: how many of them its device caches.
+    A missing row takes a slot that was never filled, or else evicts a row that no
+    unfinished batch uses: the oldest stamp among the next slots after a clock hand (a
+    sampled LRU). `rows` are always sorted unique local rows, int32.
 
     Attributes:
-      next_batch: number of the next batch to plan.
-      place: int32 `[num_rows]`. The slot of a cached row, `-(t + 2)` for a row evicted
-        by batch `t`, -1 for a row that was never cached.
-      row_of: int32 `[num_slots]`, the row cached in each slot, or -1.
-      stamp: last batch known to use the row in each slot, planned or not.
-      user: last planned batch that uses the row in each slot.
+      place: by row, its slot, `-(t + 2)` if batch `t` evicted it, or -1 if it was never
+        cached.
+      row_of: by slot, its row or -1.
+      stamp: by slot, the last batch known to use its row, planned or not.
+      user: by slot, the last planned batch that uses its row.
     """
 
     def __init__(self, num_rows: int, num_slots: int):
@@ -93,33 +73,25 @@ class Planner:
         self.reset(0)
 
     def reset(self, next_batch: int) -> None:
-        """Empties the cache and removes all pins. The store must be up to date."""
+        """Empties the cache and removes pins. The store must be up to date."""
         self.next_batch = next_batch
         self.place.fill(-1)
         self.row_of.fill(-1)
+        # So old that even batch 0 counts no slot as used by an unfinished batch.
         self.stamp.fill(-UNFINISHED_BATCHES)
         self.user.fill(-UNFINISHED_BATCHES)
         self._hand = self._num_filled = 0
         self._pinned: list[np.ndarray] = []
 
     def enter(self, batch: int, rows: np.ndarray) -> None:
-        """Stamps the cached rows of a batch that will be planned later.
-
-        Args:
-          batch: number of the batch.
-          rows: int32, the batch's sorted unique local rows.
-        """
+        """Stamps cached rows with a batch that will be planned later."""
         self.stamp[_cached(self.place[rows])] = batch
 
     def plan(self, rows: np.ndarray) -> BatchPlan:
         """Plans the next batch.
 
-        Args:
-          rows: int32, the batch's sorted unique local rows.
-
-        Raises:
-          CacheTooSmallError: if the rows of this batch and the two before it, with the
-            pinned rows, don't fit. The planner is then unchanged.
+        If it doesn't fit next to the two batches before it and the pinned rows, this
+        raises CacheTooSmallError, and changes nothing.
         """
         assert not len(rows) or (rows[0] >= 0 and rows[-1] < len(self.place))
         batch = self.next_batch
@@ -130,7 +102,7 @@ class Planner:
         left, users = self.place[fetched], self.user[used]
         hand, num_filled = self._hand, self._num_filled
 
-        self.user[used] = batch
+        self.user[used] = batch  # First, so that none of these rows is evicted.
         slots = self._take_slots(len(fetched), batch)
         if slots is None:
             in_use = int(np.count_nonzero(self.user > batch - UNFINISHED_BATCHES))
@@ -138,6 +110,7 @@ class Planner:
             raise CacheTooSmallError(in_use + len(fetched))
         evicted = self.row_of[slots].astype(np.intp)
         undo = _Undo(used, users, left, self.user[slots], hand, num_filled)
+        # A batch in the window may have stamped these rows with a higher number.
         self.stamp[used] = np.maximum(self.stamp[used], batch)
         self.place[np.compress(evicted >= 0, evicted)] = -(batch + 2)
         self.place[fetched] = slots
@@ -149,16 +122,15 @@ class Planner:
             fetched=fetched,
             slots=slots,
             evicted=evicted,
+            # The latest eviction has the smallest place, `-(t + 2)`.
             wait_for=-2 - int(left.min(initial=-1)),
             num_rows=len(rows),
             undo=undo,
         )
 
     def undo(self, plan: BatchPlan) -> None:
-        """Undoes the latest plan, whose exchanges never ran.
-
-        Restores the state before it, except stamps.
-        """
+        """Undoes the latest plan, whose exchanges never ran."""
+        # Except stamps: they only rank victims, so they can cost a fetch, but no row.
         assert plan.batch == self.next_batch - 1
         undo, stayed = plan.undo, plan.evicted >= 0
         self.place[plan.fetched] = undo.left
@@ -170,19 +142,14 @@ class Planner:
         self.next_batch = plan.batch
 
     def pin(self, rows: np.ndarray) -> None:
-        """Keeps a batch's cached rows in the cache until `unpin_all`.
-
-        Args:
-          rows: int32, sorted unique local rows. Rows that are not cached are ignored.
-        """
+        """Keeps a batch's rows, where cached, in the cache until `unpin_all`."""
         self._pinned.append(rows)
 
     def unpin_all(self) -> None:
-        """Reverts all calls of `pin`."""
         self._pinned.clear()
 
     def _take_slots(self, count: int, batch: int) -> np.ndarray | None:
-        """Finds slots for new rows, or returns `None` if too few rows may leave."""
+        """Finds slots for new rows; None if too few rows may leave."""
         begin = self._num_filled
         end = min(begin + count, len(self.row_of))
         slots = np.arange(begin, end)
@@ -191,11 +158,11 @@ class Planner:
             if victims is None:
                 return None
             slots = np.concatenate([slots, victims])
-        self._num_filled = end
+        self._num_filled = end  # Last, so a failure changes nothing.
         return slots
 
     def _victims(self, need: int, num_filled: int, batch: int) -> np.ndarray | None:
-        """Chooses slots to evict, or returns `None` if too few may be evicted."""
+        """Chooses slots to evict; None if too few may be evicted."""
         users, stamps = self.user[:num_filled], self.stamp[:num_filled]
         hand = self._hand
         size = max(_FEWEST_SLOTS, _SLOTS_PER_VICTIM * need)
@@ -211,6 +178,7 @@ class Planner:
                 return None
             size *= 4
         is_victim = ages < last
+        # Ties go by position, so plans don't depend on how NumPy partitions.
         ties = np.flatnonzero(ages == last)
         is_victim[ties[: need - np.count_nonzero(is_victim)]] = True
         self._hand = (hand + size) % num_filled
@@ -218,16 +186,14 @@ class Planner:
 
 
 def _cached(places: np.ndarray) -> np.ndarray:
-    """Keeps the slots of rows that are cached.
-
-    As `intp`, which NumPy would otherwise convert them to at each use.
-    """
-    # Several times faster than indexing with a mask.
+    """Keeps the places that are slots."""
+    # Several times faster than indexing with a mask. As `intp`, to which NumPy would
+    # otherwise convert them at each use.
     return np.compress(places >= 0, places).astype(np.intp)
 
 
 def _ring(values: np.ndarray, begin: int, size: int) -> np.ndarray:
-    """Reads `size` values from `begin` on, wrapping around at the end."""
+    """Slices `size` values from `begin` on, wrapping around at the end."""
     if begin + size <= len(values):
         return values[begin : begin + size]
     return np.concatenate([values[begin:], values[: begin + size - len(values)]])

@@ -1,4 +1,4 @@
-"""The form of a record: the bits of a table's row and of its slot variables."""
+"""Lays out records: the bits in a table row, then in its slot variables."""
 
 import math
 
@@ -11,13 +11,13 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
-    """Lists the file rows in a record: the table's, then the slot variables'."""
+    """Lists the file rows that a record joins, the table row first."""
     lines = jax.ShapeDtypeStruct((), stack.layout.stored_dtype)
     return [file_row(PackedRows(lines=lines, layout=stack.layout)), *stack.slots]
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
-    """Finds the position of each file row's words in a record.
+    """Locates the file rows in a record, in words.
 
     Example:
       >>> import tpu_embedding as te
@@ -33,29 +33,16 @@ def columns_of(stack: StackPlan) -> list[slice]:
 
 
 def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
-    """Casts file rows to words of records, padding the last word with zeros.
-
-    Args:
-      rows: `[rows, *shape]`, with the shape and dtype of `file_row`.
-
-    Returns:
-      uint32 `[rows, words]`.
-    """
+    """Casts file rows `[rows, *shape]` to words, uint32 `[rows, words]`."""
+    # NumPy can't infer a dimension for zero rows, so pass their size.
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:]))
     flat = flat.view(np.uint8)
+    # An odd number of 16-bit elements leaves half a word.
     return np.pad(flat, ((0, 0), (0, -flat.shape[1] % 4))).view(np.uint32)
 
 
 def file_rows_of_words(words: np.ndarray, row: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Casts words of records to file rows, the inverse of `words_of_file_rows`.
-
-    Args:
-      words: uint32 `[rows, words]`.
-      row: shape and dtype of a file row.
-
-    Returns:
-      `[rows, *shape]`.
-    """
+    """Inverts `words_of_file_rows`."""
     flat = np.ascontiguousarray(words).view(np.uint8)[:, : _num_bytes(row)]
     return np.ascontiguousarray(flat).view(row.dtype).reshape(len(words), *row.shape)
 

@@ -1,13 +1,11 @@
-"""A stack's rows on the host, kept in step with the devices' caches.
+"""A stack's rows on the host, kept in step with the caches on devices.
 
-Four threads use a `HostStack`. A pipeline's planner decides which rows move, and its
-reader reads them from the stores. The main thread runs the exchanges on the devices in
-planning order. The writer writes evicted rows back to the stores. Two rules ensure that
-no update is lost:
+Four threads use a `HostStack`: a pipeline's planner and reader, the main thread, which
+runs exchanges, and a writer. Two rules ensure that no update is lost:
 
-1. Devices run exchanges and steps in batch order, and an exchange never evicts a row of
-   a batch that may not have trained.
-2. The reader waits until the rows it needs have been written back.
+1. Devices run exchanges and steps in batch order, and no exchange evicts a row that an
+   untrained batch needs.
+2. The reader waits until the rows that it needs have been written back.
 """
 
 import dataclasses
@@ -51,41 +49,23 @@ _SECONDS_BETWEEN_LOOKS: Final = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class FetchedRows:
-    """A batch's exchanges, with their arrays on the devices.
-
-    Attributes:
-      plans: plans of the own shards.
-      exchanges: exchanges with rows of the own shards.
-      num_exchanges: the most exchanges that a process needs for the batch.
-    """
+    """A batch's plans and exchanges for own shards, with arrays on the devices."""
 
     plans: list[BatchPlan]
     exchanges: list[Exchange]
-    num_exchanges: int
+    num_exchanges: int  # The most that any process needs.
 
 
 class HostStack:
     """All rows of a stack on the host, and the order of exchanges with the devices.
 
-    A `HostStack` is a static field of `CachedRows`. It is equal only to itself, and all
-    copies of the rows share it. `CachedRows.version` shows whether a copy is up to
-    date.
-
-    Args:
-      stack: plan of the stack.
-      plan: plan of the layer.
+    Equal only to itself: it is a static field of `CachedRows`, shared by all copies.
 
     Attributes:
-      stack: plan of the stack.
-      plan: plan of the layer.
-      shards: the shards on this process's devices.
-      owner: number of optimizer states made so far.
-      feed: the active pipeline, or `None`.
-      exchange_rows: K, the number of rows per shard in an exchange. 0 until the first
-        batch with rows sets it. K never changes afterwards, since each new size would
-        recompile the exchange.
-      num_ids: number of unique rows of a batch, summed over batches and own shards.
-      num_fetched: how many of these rows were not in the cache.
+      owner: optimizer states made so far.
+      exchange_rows: K, the rows per shard in an exchange; 0 until a batch has rows.
+      num_ids: unique rows per batch and own shard, summed up.
+      num_fetched: how many of these were not cached.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
@@ -103,7 +83,10 @@ class HostStack:
         self._is_filled = [False] * num_columns
         self._is_empty = True
         self._is_verified = False
+        # The latest batch whose exchanges ran, and the latest whose evicted rows are in
+        # the stores.
         self._executed = self._landed = -1
+        # Appended by the planner's thread, popped by the main thread.
         self._planned: list[list[BatchPlan]] = []
         self._error: BaseException | None = None
         self._lost_reads: BaseException | None = None
@@ -111,14 +94,14 @@ class HostStack:
         self._changed = threading.Condition()
 
     def __deepcopy__(self, memo: Any) -> "HostStack":
-        return self
+        return self  # `version` tells which copy of a model is up to date.
 
     @functools.cached_property
     def _writer(self) -> Worker:
         return Worker("host_rows_writer")
 
     def init_rows(self, key: jax.Array) -> MappedRows:
-        """Fills the store with new rows, and returns an empty cache."""
+        """Fills the stores with new rows, and returns an empty cache."""
         rows = self.empty_rows()
         if not isinstance(rows.lines, Tracer):  # Tracers only need shapes.
             fill_tables(self.shards, self.plan, key)
@@ -126,7 +109,6 @@ class HostStack:
         return rows
 
     def empty_rows(self) -> MappedRows:
-        """Makes an empty cache of the table."""
         layout = self.stack.layout
         return MappedRows(
             lines=self._full(layout.lines_shape, 0, layout.stored_dtype),
@@ -139,7 +121,6 @@ class HostStack:
         )
 
     def empty_slot(self, column: int) -> CachedRows:
-        """Makes an empty cache of a slot variable."""
         row = self.stack.slots[column - 1]
         layout = self.stack.layout.slot_layout(row)
         return CachedRows(
@@ -154,28 +135,25 @@ class HostStack:
     def _full(
         self, shape: tuple[int, ...], value: Any, dtype: Any = jnp.int32
     ) -> jax.Array:
-        """Fills an array with one value, `shape` per shard."""
         sharding = self.plan.rows_sharding(self.stack)
         shape = (self.stack.num_shards * shape[0], *shape[1:])
         return jnp.full(shape, value, dtype, device=sharding)
 
     def init_state(self, table: MappedRows, kept: Any) -> Any:
-        """Fills the store with new slot variables, and returns the optimizer state.
+        """Makes an optimizer state, with new slot variables unless a state is `kept`.
 
-        Overwrites the slot variables of an earlier state, which becomes invalid. Given
-        the current state as `kept`, it keeps the slot variables and only adds up the
-        totals.
+        New ones make earlier states invalid. Otherwise, this only adds up the totals.
         """
         stack: Any = self.stack
         if kept is not None:
-            self._flush(table)
+            self._flush(table)  # Totals are summed over the stores.
             slot_at = slots_of(kept).__getitem__
             return measured_state(self.shards, self.plan, slot_at)
         if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
             self._flush(table)
-            self.owner += 1
+            self.owner += 1  # Makes earlier slot variables stale.
             self._is_filled = [True] * len(self._is_filled)
             slot_at = lambda i: self.empty_slot(i + 1)  # noqa: E731
             state = fill_slots(self.shards, self.plan, slot_at)
@@ -190,15 +168,12 @@ class HostStack:
     # main thread.
 
     def claim(self, feed: "Feed | None") -> None:
-        """Makes a pipeline the active one; undoes the plans of the previous pipeline.
-
-        The last two batches of a pipeline stay cached until it resumes, or is closed.
-        """
+        """Makes a pipeline the active one, and undoes the previous one's plans."""
         if feed is not None:
             self._is_verified = False
         before, self.feed = self.feed, feed
         if before is not None:
-            before.stop()
+            before.stop()  # Waits for its threads, so `_planned` no longer changes.
             self._paused.append(before)
         for plans in reversed(self._planned):
             for planner, plan in zip(self.shards.planners, plans, strict=True):
@@ -207,28 +182,20 @@ class HostStack:
         self._paused = [x for x in self._paused if x is not feed and not x.is_closed]
         for planner in self.shards.planners:
             planner.unpin_all()
+        # A paused loop may still train on the last two batches that it drew.
         for paused in self._paused:
             paused.pin(self)
 
     def plan_batch(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
-        """Plans the next batch. Called in the planner's thread.
-
-        Args:
-          rows: the batch's sorted unique local rows, of each own shard.
-        """
         plans = self.shards.plan(rows)
         self._planned.append(plans)
         return plans
 
     def agree(self, most_rows: int, most_fetched: int) -> int:
-        """Computes how many exchanges a batch needs, the same in all processes.
-
-        Args:
-          most_rows: most rows of the batch on a shard of any process.
-          most_fetched: most of these rows that are not in the cache.
-        """
+        """Counts a batch's exchanges from the most rows on any shard in any process."""
         if not self.exchange_rows and most_rows:
-            # Half the rows of the busiest shard: usually fewer rows are missing.
+            # Half the rows of the busiest shard: usually fewer rows are missing. K then
+            # never changes, since each new size would recompile the exchange.
             slots = round_up(self.stack.layout.num_rows, 8)
             self.exchange_rows = min(round_up(-(-most_rows // 2), 256), slots)
         return -(-most_fetched // self.exchange_rows) if most_fetched else 0
@@ -236,12 +203,8 @@ class HostStack:
     def fetch(
         self, plans: Sequence[BatchPlan], stopped: threading.Event
     ) -> list[Exchange]:
-        """Reads the missing rows of a planned batch. Called in the reader's thread.
-
-        Args:
-          plans: plans of the batch.
-          stopped: set when the batch is no longer needed.
-        """
+        """Reads the rows that a planned batch lacks, unless `stopped`."""
+        # Rule 2: until that batch's rows are written, the stores have old values.
         wait_for = max(plan.wait_for for plan in plans)
 
         def is_over() -> bool:
@@ -268,17 +231,9 @@ class HostStack:
         lost_reads: Any,
         fetched: FetchedRows | None = None,
     ) -> None:
-        """Checks the rows before an exchange.
+        """Checks the rows before an exchange, or at the end, without `fetched`.
 
-        Stale copies and lost updates are only known after the devices have run the
-        steps so far. The writer checks for them, and the pipeline raises the error in
-        its next turn or at the end of the loop.
-
-        Args:
-          table: rows of the table.
-          state: optimizer state, or `None` if the table has no optimizer.
-          lost_reads: int32 scalar, reads of missing rows since the last check.
-          fetched: the next exchanges, from `fetch`, or `None` at the end.
+        `lost_reads`, an int32 scalar, counts missing rows read since the last check.
         """
         slots = slots_of(state)
         if fetched is not None:
@@ -287,6 +242,10 @@ class HostStack:
         facts = _facts_program(self.plan, self.stack)(
             versions, table.num_lost, lost_reads
         )
+        # Stale copies and lost updates are only known after the devices have run the
+        # steps so far. So the writer looks, and the pipeline raises its error in the
+        # next turn or at the end. It looks before it writes what this exchange evicts,
+        # which may come from a stale copy. `_versions` changes in place, so copy it.
         expected = self._versions[: len(versions), None].copy()
         self._writer.submit(self._check_facts, facts, expected)
 
@@ -309,7 +268,7 @@ class HostStack:
             self._is_verified = True
 
     def check_brought(self, fetched: FetchedRows) -> None:
-        """Raises if a batch is drawn before the previous batch's rows were brought."""
+        """Raises if the next batch is drawn before these rows were brought."""
         if fetched.plans[0].batch > self._executed:
             raise self._wrong_order()
 
@@ -323,13 +282,7 @@ class HostStack:
     def exchange(
         self, table: MappedRows, state: Any, fetched: FetchedRows
     ) -> tuple[MappedRows, Any]:
-        """Brings the next batch's rows to the devices.
-
-        Args:
-          table: rows of the table, after `check`; donated.
-          state: optimizer state, or `None` if the table has no optimizer; donated.
-          fetched: the batch's exchanges, from `fetch`.
-        """
+        """Brings fetched rows to the devices. Donates table and state."""
         plans = self._planned.pop(0)
         batch = self._executed = plans[0].batch
         slots: Any = slots_of(state)
@@ -338,6 +291,7 @@ class HostStack:
         try:
             for exchange in [*fetched.exchanges, *[self._nothing(plans)] * none]:
                 table, slots, records = swap(table, slots, *exchange.arrays, self.plan)
+                # Starts the transfer now; the writer only waits for it.
                 for part in self.shards.parts_of(records):
                     part.copy_to_host_async()
                 left.append((exchange, records))
@@ -349,7 +303,7 @@ class HostStack:
                     held[slot] = rows
         except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
-            self._landed = batch
+            self._landed = batch  # Nothing will be written, so nobody may wait for it.
             raise
         self.num_ids += sum(plan.num_rows for plan in plans)
         self.num_fetched += sum(len(plan.fetched) for plan in plans)
@@ -357,7 +311,8 @@ class HostStack:
         return table, with_slots(state, slots)
 
     def _nothing(self, plans: Sequence[BatchPlan]) -> Exchange:
-        """Makes an exchange of no rows, for when only other processes have some."""
+        """Makes an exchange without rows."""
+        # If only other processes have rows left, this one must still run the program.
         if self._empty_exchange is None:
             last = self.stack.layout.num_rows  # Past the rows of any exchange.
             self._empty_exchange = self.shards.exchange_of(
@@ -368,13 +323,13 @@ class HostStack:
     def _write_back(
         self, batch: int, left: Sequence[tuple[Exchange, jax.Array]]
     ) -> None:
-        """Writes evicted rows to the stores. Called in the writer."""
         try:
             for exchange, records in left:
                 if self._error is None:  # Else they may come from a stale copy.
                     self.shards.write(exchange, records)
         except BaseException as error:
             self._error = self._error or error
+        # Also after an error, or the reader and `_flush` would wait forever.
         with self._changed:
             self._landed = batch
             self._changed.notify_all()
@@ -403,27 +358,25 @@ class HostStack:
         )
 
     def end_writer(self) -> None:
-        """Ends the writer after its queued calls. The next write starts a new one."""
+        """Ends the writer after its queued calls, until the next write."""
         if writer := vars(self).pop("_writer", None):
             writer.wait()
             writer.end()
 
     def wait_for_writer(self) -> None:
-        """Waits until the writer has written and checked everything."""
         if "_writer" in vars(self):
             self._writer.wait()
 
     def check_error(self) -> None:
-        """Raises an error that the writer found.
-
-        After an error that lost updates, every call raises it until all rows are
-        replaced.
-        """
+        """Raises an error that the writer found."""
+        # Lost reads raise once. After lost updates, each call raises until all rows are
+        # replaced.
         error, self._lost_reads = self._error or self._lost_reads, None
         if error is not None:
             raise error
 
     def _is_old(self, rows: Any) -> bool:
+        # An exchange deletes the arrays that it was given.
         version, expected = rows.version, self._versions[rows.column]
         if version.is_deleted() or (rows.column > 0 and rows.owner != self.owner):
             return True
@@ -479,7 +432,6 @@ class HostStack:
         exchange: LineExchange,
         receivers: Receivers,
     ) -> Iterator[list[RowBlock]]:
-        """Flushes the cached rows, then yields the windows' blocks."""
         self._check_filled(rows.column)
         self.check_current(rows)  # Even if nothing is cached.
         self._flush(rows)
@@ -495,10 +447,10 @@ class HostStack:
         exchange: LineExchange,
         read: ReadTableRows,
     ) -> CachedRows:
-        """Replaces the windows' rows on the host, then in the cache.
+        """Replaces windows on the host, then in the cache.
 
-        If this fails, all rows must be replaced, for example by `te.restore`. If the
-        arrays of `rows` are only shapes, the cache starts empty.
+        If this fails, all rows must be replaced, for example with `te.restore`. If the
+        arrays in `rows` are only shapes, the cache starts empty.
         """
         if isinstance(rows.lines, jax.ShapeDtypeStruct):
             if isinstance(rows, MappedRows):
@@ -516,11 +468,11 @@ class HostStack:
         is_lost = any(exchange_values("host_rows_lost", is_lost, self.plan))
         if is_partial or not is_table or not is_lost:
             self._flush(rows)
-        else:
+        else:  # Replacing the whole table repairs lost rows, so don't save any.
             self.empty()
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
-        self._error = self._incomplete()
+        self._error = self._incomplete()  # Stays if a write fails halfway.
         for first, near, facts in _near_windows(windows, exchange):
             lines = self.shards.lines_of_rows(first, facts.layout, rows.column)
             block = PackedRows(lines=lines, layout=facts.layout)
@@ -532,7 +484,7 @@ class HostStack:
         return rows
 
     def empty(self) -> None:
-        """Marks all cache slots as empty, without writing their rows to the stores."""
+        """Empties all cache slots, without writing their rows to the stores."""
         self.claim(None)
         self.end_writer()  # Otherwise it would later write old rows to the stores.
         self._is_empty = True
@@ -542,7 +494,8 @@ class HostStack:
             planner.reset(self._executed + 1)
 
     def _flush(self, rows: CachedRows) -> None:
-        """Writes the cached rows of a table or slot variable to the stores."""
+        """Writes cached rows to the stores."""
+        # Rows that left may still be on their way to the stores.
         with self._changed:
             self._changed.wait_for(lambda: self._landed == self._executed)
         self.check_error()
@@ -566,10 +519,9 @@ class HostStack:
 def _near_windows(
     windows: Iterable[Window], exchange: LineExchange
 ) -> Iterator[tuple[int, list[Window], LineExchange]]:
-    """Yields windows in groups that are near each other, about one per device.
+    """Groups neighboring windows, about one per device.
 
-    A group comes with its first local row and with facts about a stack that begins
-    there, to which the group's windows refer.
+    Yields the first local row, then windows and facts in a stack that begins there.
     """
     num_shards = exchange.num_shards
     layout = dataclasses.replace(exchange.layout, num_rows=exchange.window_rows + 1)
@@ -589,7 +541,7 @@ def _near_windows(
 
 @functools.cache
 def _facts_program(plan: EmbeddingPlan, stack: StackPlan) -> Any:
-    """Compiles a program that stacks facts by shard, int32 `[shards, facts]`."""
+    """Makes a program that stacks facts by shard, int32 `[shards, facts]`."""
 
     def stacked(versions: list[Any], num_lost: Any, lost_reads: Any) -> jax.Array:
         lost = jnp.full_like(num_lost, lost_reads)

@@ -1,8 +1,7 @@
-"""Records of all rows of a stack, in host memory or in a memory-mapped file.
+"""Records in host memory or in a memory-mapped file, one per row.
 
-A record holds the bits of a table's row and of its slot variables, so one access reads
-everything stored for a row. This module only moves bytes; `records.py` says what they
-mean.
+One access reads a table row with its slot variables. This module only moves bytes;
+`records.py` says what they mean.
 """
 
 import functools
@@ -24,21 +23,10 @@ _FILE_SLICE_ROWS: Final = 64
 
 
 class RowStore:
-    """Records of a stack's rows, ordered by row: uint32 `[num_rows, words]`.
+    """Records ordered by row, uint32 `[num_rows, words]`.
 
-    Threads may read and write concurrently if their rows differ.
-
-    Args:
-      num_rows: rows of the stack.
-      words: number of 4-byte words in a record.
-      directory: directory for a memory-mapped file, for tables larger than the host's
-        memory. The file is unnamed, and its space is freed when the store or the
-        process ends. After a crash, training therefore continues from a checkpoint, not
-        from this file. `None` keeps the records in memory; Linux allocates each page at
-        its first write.
-
-    Raises:
-      OSError: if the file can't be created or the disk is too small.
+    Threads may read and write concurrently if their rows differ. With a `directory`,
+    the records are in an unnamed file there, which ends with the store or the process.
     """
 
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
@@ -55,17 +43,10 @@ class RowStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all records."""
         return self._records.nbytes
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Reads the records of rows, using several threads for many rows.
-
-        Args:
-          rows: int32 `[count]`, stack rows. Negative rows give unspecified records.
-          out: contiguous uint32 `[count, words]` array to fill and return. `None`
-            allocates one.
-        """
+        """Reads records, to a contiguous `out`. Negative rows read anything."""
         if out is None:
             out = np.empty((len(rows), self._records.shape[1]), np.uint32)
         assert out.shape == (len(rows), self._records.shape[1])
@@ -79,12 +60,7 @@ class RowStore:
         return out
 
     def write(self, rows: np.ndarray, records: np.ndarray) -> None:
-        """Replaces the records of rows, using several threads for many rows.
-
-        Args:
-          rows: int32 `[count]`, distinct stack rows. Negative ones are skipped.
-          records: uint32 `[count, words]`.
-        """
+        """Replaces records. Rows must be distinct; negative ones are skipped."""
         assert records.shape == (len(rows), self._records.shape[1])
         assert records.dtype == np.uint32 and self._has(rows)
         record = np.dtype((np.void, 4 * records.shape[1]))
@@ -102,7 +78,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
-        """Replaces the given words of records; rows must be distinct."""
+        """Replaces some words in records. Rows must be distinct."""
 
         def write_slice(part: slice) -> None:
             self._records[rows[part], words] = values[part]
@@ -110,7 +86,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def fill(self, record: np.ndarray, words: slice) -> None:
-        """Copies `record`, uint32 `[1, n]`, to the given words of all records."""
+        """Copies `record`, uint32 `[1, n]`, to some words in all records."""
 
         def fill_slice(part: slice) -> None:
             self._records[part, words] = record
@@ -118,7 +94,7 @@ class RowStore:
         self._in_slices(fill_slice, len(self._records))
 
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
-        """Copies the given words of rows `begin` to `end - 1`."""
+        """Copies some words from rows `begin` to `end - 1`."""
         if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
             return self._records[begin:end, words].copy()
         # Turns read-ahead back on, only for these rows.
@@ -130,13 +106,7 @@ class RowStore:
         return values
 
     def write_range(self, begin: int, values: np.ndarray, words: slice) -> None:
-        """Replaces the given words of `len(values)` rows, starting at row `begin`.
-
-        Args:
-          begin: first row.
-          values: uint32 `[rows, number of words]`.
-          words: position of the words in a record.
-        """
+        """Replaces some words in `len(values)` rows, from `begin` on."""
         assert values.dtype == np.uint32 and begin + len(values) <= len(self._records)
         target = self._records[begin : begin + len(values), words]
 
@@ -149,10 +119,10 @@ class RowStore:
         return not len(rows) or int(rows.max()) < len(self._records)
 
     def _in_slices(self, function: Callable[[slice], None], count: int) -> None:
-        """Calls a function on slices of `count` rows, in threads for many rows."""
+        """Calls a function on slices, in threads if there are many rows."""
         num_threads, num_bytes = _num_cores(), count * self._records.strides[0]
         num_slices = min(num_threads, num_bytes // _SLICE_BYTES)
-        if self._map is not None:
+        if self._map is not None:  # Threads wait for the disk, not for a core.
             num_threads = _FILE_THREADS
             num_slices = min(num_threads, count // _FILE_SLICE_ROWS)
         if num_slices < 2:
@@ -166,10 +136,7 @@ class RowStore:
 def in_threads(
     function: Callable[..., Any], *arguments: Sequence[Any], num_threads: int = 0
 ) -> Iterator[Any]:
-    """Yields a function's results, like `map`. Calls must not wait for each other.
-
-    `num_threads` defaults to the number of cores.
-    """
+    """Maps in threads, by default one per core. Calls mustn't wait for each other."""
     if len(arguments[0]) == 1:
         return map(function, *arguments)
     threads = _threads_of_process(os.getpid(), num_threads or _num_cores())
@@ -178,25 +145,22 @@ def in_threads(
 
 @functools.cache
 def _threads_of_process(process_id: int, count: int) -> ThreadPoolExecutor:
-    """Makes threads of a process. A fork can't use its parent's threads."""
-    del process_id
+    del process_id  # A fork can't use the threads of its parent.
     return ThreadPoolExecutor(count, "host_rows")
 
 
 def _num_cores() -> int:
-    """Counts the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
-    """Maps a new unnamed file, after reserving its disk space.
-
-    Otherwise, writing to a page when the disk is full would kill the process.
-    """
+    """Maps a new unnamed file, which exists as long as the map."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
+            # Without reserved space, writing to a page kills the process if the disk is
+            # full.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             else:

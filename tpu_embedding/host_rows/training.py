@@ -1,4 +1,4 @@
-"""`te.host_rows`, which brings each batch's rows into an NNX model."""
+"""`te.host_rows`, for NNX models."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,26 +25,25 @@ def host_rows(
 ) -> Iterator[Batch]:
     """Yields batches after bringing their `te.HostRows` rows to the devices.
 
-    Updates `model` and `optimizer` in place before yielding each batch. Train on each
-    batch before drawing the third batch after it. Evaluation batches also need their
-    rows; you can run an evaluation loop in the middle of a training loop.
+    Updates `model` and `optimizer` in place before yielding each batch. Train on it
+    before you draw the third batch after it. Evaluation batches also need their rows;
+    you can run an evaluation loop in the middle of a training loop.
 
     Args:
-      batches: batches on the host. They must not depend on the model's state, because
+      batches: batches on the host. They must not depend on the model state, because
         each is drawn `HostRows.window + 4` batches early.
       model: model with at least one `TPUEmbedding`. If no table uses `te.HostRows`, the
-        batches are yielded unchanged.
-      optimizer: the model's optimizer, or `None` if the model has none.
-      features_of: returns a batch's features, prepared for the layer. For a model with
-        several layers, it returns a dict from layer path to features.
+        loop only yields your batches.
+      optimizer: optimizer for this model; None if there is none.
+      features_of: returns the features in a batch, prepared for the layer. If the model
+        has several layers, it returns features by layer path.
 
     Yields:
       The batches.
 
     Raises:
-      ValueError: if a batch's rows don't fit in the cache, raised at that batch; or if
-        a step used rows that were not on their device, raised at the next batch or at
-        the end of the loop.
+      ValueError: if the rows don't fit in the cache, at that batch; or if a step used
+        rows that were not on their device, at the next batch or after the loop.
 
     Example:
       >>> import jax.numpy as jnp

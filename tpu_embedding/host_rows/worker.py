@@ -18,14 +18,14 @@ _SECONDS_TO_END: Final = 5
 
 
 class Worker:
-    """A thread that ends with this object or with the process.
+    """A thread that ends with this object or with the process."""
 
-    A `ThreadPoolExecutor` would keep the process alive while a call waits for an
-    abandoned loop.
-    """
+    # A `ThreadPoolExecutor` would keep the process alive while a call waits for an
+    # abandoned loop.
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The thread must not refer to this object, which could then never be collected.
         arguments = (self._calls,)
         thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         thread.start()
@@ -34,18 +34,16 @@ class Worker:
         self.close = weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queues a call, and returns its future."""
         future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
 
     def end(self) -> None:
-        """Ends the thread after its queued calls, and waits a while for it."""
+        """Ends the thread after its queued calls, and waits some seconds."""
         self.close()
         self._thread.join(_SECONDS_TO_END)
 
     def wait(self) -> None:
-        """Waits until all queued calls have returned."""
         self.submit(lambda: None).result()
 
 
@@ -57,7 +55,7 @@ _threads: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]]" 
 def _work(calls: "queue.SimpleQueue[Any]") -> None:
     while (call := calls.get()) is not None and not ENDING.is_set():
         future, function, args = call
-        try:
+        try:  # A global transfer guard would also reject transfers in this thread.
             future.set_result(moves_arrays(function)(*args))
         except BaseException as error:
             future.set_exception(error)
@@ -66,7 +64,7 @@ def _work(calls: "queue.SimpleQueue[Any]") -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends all threads, because Python can't safely stop one that runs C++ code."""
+    # Python can't safely stop a daemon thread that runs C++ code.
     ENDING.set()
     end = time.monotonic() + _SECONDS_TO_END
     for thread, calls in list(_threads.items()):

@@ -1,7 +1,7 @@
-"""Ids of strings: hashes, fingerprints and vocabularies, as in TensorFlow and Keras.
+"""String ids: hashes, fingerprints and vocabularies, as in TensorFlow and Keras.
 
-The layer itself takes integers, and never imports this package. Public names are in
-`tpu_embedding.inputs`, which imports them on first use.
+The layer takes integers, and never imports this package. `tpu_embedding.inputs` imports
+the public names on first use.
 """
 
 from tpu_embedding.strings.string_ids import Vocabulary as Vocabulary

@@ -1,13 +1,11 @@
-"""Stable 64-bit hashes of many strings at once.
+"""Stable 64-bit hashes, for many strings at once.
 
-`farmhash64` is FarmHash's `Fingerprint64`, which TensorFlow's `to_hash_bucket_fast` and
-Keras's `Hashing` use. `siphash64` is SipHash-2-4, which TensorFlow's
-`to_hash_bucket_strong` and Keras's `Hashing` use with a salt. Tables trained with those
-libraries can therefore be used.
+TensorFlow and Keras use the same ones, so you can use their tables. FarmHash's
+`Fingerprint64` is in `to_hash_bucket_fast` and `Hashing`; SipHash-2-4 is in
+`to_hash_bucket_strong`, and in `Hashing` with a salt.
 
 Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
-"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in
-NumPy's unsigned integers.
+"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in NumPy.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ _LONG_BLOCK: Final = 64
 _STRINGS_PER_PART: Final = 8192
 
 MAX_BYTES: Final = 2**16
-"""Maximum length of a string. FarmHash takes 60 ms for a string of this length.
+"""Maximum string length. FarmHash takes 60 ms for such a string.
 
 The hashes process all strings at once, block by block. The limit protects a served
 model, whose clients choose the strings: a string of 10 MB would take 9 s.
@@ -39,24 +37,18 @@ model, whose clients choose the strings: a string of 10 MB would take 9 s.
 
 @dataclasses.dataclass(frozen=True)
 class ByteStrings:
-    """Strings of bytes in one buffer.
+    """Byte strings in one buffer, with int64 `starts` and `lengths`."""
 
-    Attributes:
-      buffer: uint8, with at least 8 unused bytes after the last string.
-      starts: int64 `[num_strings]`, position of each string in the buffer.
-      lengths: int64 `[num_strings]`.
-    """
-
+    # uint8, with 8 unused bytes after the last string, so that `words` stays in bounds.
     buffer: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
 
     def __getitem__(self, chosen: np.ndarray | slice) -> "ByteStrings":
-        """Returns the strings chosen by a mask, indices or a slice."""
         return ByteStrings(self.buffer, self.starts[chosen], self.lengths[chosen])
 
     def equal_to(self, string: bytes) -> np.ndarray:
-        """Returns a mask of the strings that equal a given string."""
+        """Compares all strings with one string."""
         is_equal = self.lengths == len(string)
         for i, byte in enumerate(string):
             candidates = np.flatnonzero(is_equal)
@@ -64,22 +56,15 @@ class ByteStrings:
         return is_equal
 
     def words(self, offset: Any, num_bytes: int = _WORD) -> Words:
-        """Returns the little-endian number at an offset in each string."""
+        """Reads the little-endian number at an offset in each string."""
+        # Items of this view begin at every byte, so unaligned numbers need no copy.
         size = self.buffer.shape[0] - num_bytes + 1
         overlapping = np.ndarray((size,), f"<u{num_bytes}", self.buffer, 0, (1,))
         return overlapping[self.starts + offset].astype(np.uint64)
 
 
 def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
-    """Encodes strings as UTF-8. Bytes are not changed.
-
-    Args:
-      strings: `[num_strings]`, an array of type `U` or `S`, or a sequence of str and
-        bytes.
-
-    Raises:
-      TypeError: if an element is neither str nor bytes.
-    """
+    """Encodes str as UTF-8, and keeps bytes. Any other element raises TypeError."""
     if isinstance(strings, np.ndarray):
         width = strings.dtype.itemsize
         codes = None
@@ -87,8 +72,9 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
             codes = np.ascontiguousarray(strings).view(np.uint8)
         elif strings.dtype.kind == "U" and width:
             codes = np.ascontiguousarray(strings).view(np.uint32)
+            # ASCII has one byte per character in UTF-8.
             codes = codes.astype(np.uint8) if codes.max(initial=0) < 128 else None
-        if codes is not None:  # Fixed-width strings, one byte per character.
+        if codes is not None:
             lengths = np.strings.str_len(strings).astype(np.int64)
             buffer = np.concatenate([codes, np.zeros(_WORD, np.uint8)])
             starts = np.arange(len(strings)) * (len(codes) // max(1, len(strings)))
@@ -99,6 +85,7 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
         text = "".join(strings)
     except TypeError:  # There are bytes, or values that are not strings.
         text = None
+    # Lengths in characters are lengths in bytes only for ASCII.
     if text is not None and text.isascii():
         joined, encoded = text.encode(), strings
     else:
@@ -119,22 +106,22 @@ def _encode_one(string: Any, index: int) -> bytes:
 
 
 def farmhash64(strings: ByteStrings) -> Words:
-    """Returns FarmHash's `Fingerprint64` of each string."""
+    """Hashes with FarmHash's `Fingerprint64`."""
     return _by_parts(strings, _farmhash64)
 
 
 def siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
-    """Returns SipHash-2-4 of each string under a key of two 64-bit numbers."""
+    """Hashes with SipHash-2-4, under a key of two 64-bit numbers."""
     return _by_parts(strings, lambda part: _siphash64(part, key))
 
 
 def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) -> Words:
-    """Hashes a few thousand strings at a time, to stay in the cache."""
     num_strings = strings.lengths.shape[0]
     longest = int(strings.lengths.max(initial=0))
     if longest > MAX_BYTES:
         rule, fix = f"have at most {MAX_BYTES:,} bytes", "Hash a digest instead."
         raise invalid("Strings to hash", rule, longest, fix)
+    # A few thousand strings at a time stay in the CPU's cache.
     parts = [
         function(strings[first : first + _STRINGS_PER_PART])
         for first in range(0, num_strings, _STRINGS_PER_PART)
@@ -180,6 +167,7 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
         longer = state[:, :end]  # A view, which changes in place.
         _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))
     _sip_compress(state, _last_word(ordered, num_words))
+    # SipHash-2-4 runs 2 rounds per word, in `_sip_compress`, and 4 at the end.
     state[2] ^= np.uint64(0xFF)
     for _ in range(4):
         _sip_round(state)
@@ -189,7 +177,7 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
 
 
 def _rotate(value: Words, bits: int) -> Words:
-    """Rotates right, as FarmHash does."""
+    """Rotates right, like FarmHash."""
     return (value >> np.uint64(bits)) | (value << np.uint64(64 - bits))
 
 
@@ -198,7 +186,7 @@ def _shift_mix(value: Words) -> Words:
 
 
 def _mix(u: Words, v: Words, multiplier: Any) -> Words:
-    """FarmHash's `HashLen16`."""
+    """Mixes like FarmHash's `HashLen16`."""
     a = _shift_mix((u ^ v) * multiplier)
     return _shift_mix((v ^ a) * multiplier) * multiplier
 
@@ -249,7 +237,7 @@ def _farm_33_to_64(strings: ByteStrings) -> Words:
 
 
 def _mix_of_ends(strings: ByteStrings, factor: Any) -> tuple[Words, Words]:
-    """Returns the sum and mix of each string's first and last 16 bytes."""
+    """Sums, and mixes, the first and last 16 bytes."""
     multiplier, lengths = _multiplier(strings), strings.lengths
     a, b = strings.words(0) * factor, strings.words(8)
     c = strings.words(lengths - 8) * multiplier
@@ -259,7 +247,7 @@ def _mix_of_ends(strings: ByteStrings, factor: Any) -> tuple[Words, Words]:
 
 
 def _weak_hash(strings: ByteStrings, offset: Any, a: Words, b: Words):
-    """FarmHash's `WeakHashLen32WithSeeds` of the 32 bytes at an offset."""
+    """Hashes 32 bytes like FarmHash's `WeakHashLen32WithSeeds`."""
     w, x, y, z = (strings.words(offset + 8 * i) for i in range(4))
     a = a + w
     b = _rotate(b + a + z, 21)
@@ -269,7 +257,7 @@ def _weak_hash(strings: ByteStrings, offset: Any, a: Words, b: Words):
 
 
 def _farm_above_64(strings: ByteStrings) -> Words:
-    """Mixes 56 bytes of state with each block of 64 bytes, then with the last 64."""
+    """Mixes 56 state bytes with each 64-byte block, then with the last 64 bytes."""
     num_strings = strings.lengths.shape[0]
     num_blocks = (strings.lengths - 1) // _LONG_BLOCK
     x = np.full(num_strings, np.uint64(81))
@@ -284,6 +272,7 @@ def _farm_above_64(strings: ByteStrings) -> Words:
             strings[active], k * _LONG_BLOCK, state[:, active], _K1, 1
         )
     remainder = ((strings.lengths - 1) % _LONG_BLOCK).astype(np.uint64)
+    # The last block has its own multiplier, and the factor 9 for two words.
     multiplier = _K1 + ((state[2] & np.uint64(0xFF)) << np.uint64(1))
     state[5] += remainder
     state[3] += state[5]
@@ -298,10 +287,7 @@ def _farm_above_64(strings: ByteStrings) -> Words:
 def _farm_block(
     strings: ByteStrings, offset: Any, state: np.ndarray, multiplier: Any, factor: int
 ) -> np.ndarray:
-    """Mixes 64 bytes into the state `(x, y, z, v, v, w, w)`.
-
-    The last block uses a different multiplier, and a different factor for two words.
-    """
+    """Mixes 64 bytes into the state `(x, y, z, v, v, w, w)`."""
     x, y, z, v0, v1, w0, w1 = state
     x = _rotate(x + y + v0 + strings.words(offset + 8), 37) * multiplier
     y = _rotate(y + v1 + strings.words(offset + 48), 42) * multiplier
@@ -310,11 +296,12 @@ def _farm_block(
     z = _rotate(z + w0, 33) * multiplier
     v0, v1 = _weak_hash(strings, offset, v1 * multiplier, x + w0)
     w0, w1 = _weak_hash(strings, offset + 32, z + w1, y + strings.words(offset + 16))
+    # FarmHash swaps `x` and `z` after each block.
     return np.stack([z, y, x, v0, v1, w0, w1])
 
 
 def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
-    """Returns the bytes after the whole words, with the length in the highest byte."""
+    """Reads the bytes after the whole words; the length is the highest byte."""
     num_bytes = (strings.lengths % _WORD).astype(np.uint64)
     mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
     rest = strings.words(num_words * _WORD) & mask
@@ -329,7 +316,7 @@ def _sip_compress(state: np.ndarray, words: Words) -> None:
 
 
 def _sip_round(state: np.ndarray) -> None:
-    """One round of SipHash on `[4, num_strings]`, in place."""
+    """Runs one SipHash round on `[4, num_strings]`, in place."""
     a, b, c, d = state
     a += b
     b[:] = _rotate(b, 64 - 13) ^ a

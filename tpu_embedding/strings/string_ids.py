@@ -1,13 +1,8 @@
 """Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
-All three accept any container of strings, and keep its weights and structure. Strings
-have the same ids as in TensorFlow and Keras, so tables trained with those libraries can
-be used.
-
-Runs and exports save the vocabularies of features in numbered files. The names of the
-features are in a separate file, since file systems limit the length of file names and
-may ignore their case. Files may come from untrusted sources, so they are JSON without
-nested values.
+All three accept any container, and keep its weights and structure. Ids are the same as
+in TensorFlow and Keras, so you can use tables trained with these. Runs and exports save
+vocabularies in files, which may come from untrusted sources.
 """
 
 import codecs
@@ -41,13 +36,12 @@ _FLAT: Final = re.compile(
 
 
 def read_flat_json(path: pathlib.Path) -> Any:
-    """Reads a list of strings, or a dict of scalars and such lists, from a JSON file.
+    """Reads a JSON list of strings, or a dict of scalars and such lists.
 
-    Nested lists take 40 times the memory of their text, so the text is matched first.
-
-    Raises:
-      ValueError: if the file holds anything else.
+    Anything else raises ValueError.
     """
+    # Nested lists take 40 times as much memory as their text, and files may be
+    # untrusted. So match the text first.
     text = path.read_bytes().decode()
     if not _FLAT.fullmatch(text):
         raise ValueError("it must be JSON, with lists of strings and nothing nested")
@@ -69,7 +63,7 @@ def hash_ids(
     salt: int | tuple[int, int] | None = None,
     padding: str | bytes | int | None = None,
 ) -> Any:
-    """Returns an id in `[0, num_buckets)` for each string, by a stable hash.
+    """Hashes each string to an id in `[0, num_buckets)`.
 
     Without a salt, the hash is FarmHash's `Fingerprint64`, as in
     `tf.strings.to_hash_bucket_fast` and `keras.layers.Hashing`. With a salt, it is
@@ -77,27 +71,26 @@ def hash_ids(
     id is the hash modulo `num_buckets`. It is the same on every machine and in every
     version of this package.
 
-    To distinguish strings that share a bucket, hash the feature into two tables with
+    To tell apart strings that share a bucket, hash the feature into two tables with
     different salts.
 
-    `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the mask, and
-    adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)` returns the
-    bins of Keras minus 1. Use it with a table that has the rows of the Keras table from
+    Note that `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the
+    mask, and adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)`
+    returns the Keras bins minus 1, so give your table the rows of the Keras table from
     row 1 on. Masked strings then look up nothing, whereas Keras reads row 0.
 
     Args:
-      strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
-        an object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
+      strings: string array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an
+        object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
         integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
         drop trailing NUL characters; dtype `object` keeps them.
-      num_buckets: `vocabulary_size` of the table, 1 to 2**31 - 2.
-      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A single number `n`
-        means `(n, n)`.
+      num_buckets: the table's `vocabulary_size`, 1 to 2**31 - 2.
+      salt: one or two numbers from 0 to 2**64 - 1. A single number `n` means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
-      int32 ids in the container of the strings. Lists become an array, or `RaggedIds`
-      if their lengths differ.
+      int32 ids in the same container. Lists become an array, or `RaggedIds` if their
+      lengths differ.
 
     Raises:
       TypeError: if an element is neither a string nor an integer.
@@ -137,7 +130,7 @@ def hash_ids(
 
 
 def fingerprint_ids(strings: Any) -> Any:
-    """Returns FarmHash's 64-bit fingerprint of each string, for tables of 64-bit ids.
+    """Computes a 64-bit FarmHash fingerprint per string, for tables of 64-bit ids.
 
     Among 2**32 strings, the probability that any two share a fingerprint is 0.4.
 
@@ -145,7 +138,7 @@ def fingerprint_ids(strings: Any) -> Any:
       strings: see `hash_ids`.
 
     Returns:
-      uint64 ids in the container of the strings, never the reserved `2**64 - 1`.
+      uint64 ids in the same container, never the reserved `2**64 - 1`.
 
     Raises:
       TypeError: if an element is neither str nor bytes.
@@ -165,15 +158,14 @@ def fingerprint_ids(strings: Any) -> Any:
 class Vocabulary:
     """A numbered list of strings, like `keras.layers.StringLookup`.
 
-    If the vocabulary has a mask token, id 0 is reserved for it. The next ids are for
-    unknown strings, one per bucket. The tokens have the ids after them. If there are
-    several buckets, FarmHash chooses one.
+    If you set a mask token, it has id 0. The next ids are for unknown strings, one per
+    bucket, and the tokens follow. With several buckets, FarmHash chooses one.
 
     Attributes:
-      tokens: the strings, in the order of their ids.
-      num_oov_buckets: number of ids for unknown strings.
+      tokens: the strings, in id order.
+      num_oov_buckets: how many ids are reserved for unknown strings.
       mask_token: string that marks unused places, or None.
-      strip_whitespace: whether `ids` strips white space around strings.
+      strip_whitespace: True if `ids` strips white space around strings.
 
     Example:
       >>> vocabulary = Vocabulary(["comedy", "drama"], num_oov_buckets=1)
@@ -195,15 +187,14 @@ class Vocabulary:
         """Numbers the tokens.
 
         Args:
-          tokens: distinct strings. Like lists written by Keras, they may begin with the
-            mask token (if `mask_token` is set), followed by `oov_token`, repeated
-            `num_oov_buckets` times.
-          num_oov_buckets: number of ids for unknown strings. With 0, unknown strings
+          tokens: distinct strings. Lists from Keras may begin with the mask token (if
+            you set `mask_token`), then `oov_token`, once per bucket.
+          num_oov_buckets: how many ids to reserve for unknown strings. With 0, they
             raise an error.
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
             and id 0 stays unused, as in Keras.
-          oov_token: token for unknown strings in lists written by Keras.
-          strip_whitespace: whether `ids` strips white space around strings, like
+          oov_token: token for unknown strings in lists from Keras.
+          strip_whitespace: True if `ids` strips white space around strings, like
             `str.strip`. The tokens themselves must not begin or end with white space.
 
         Raises:
@@ -261,9 +252,9 @@ class Vocabulary:
         """Reads a UTF-8 text file with one token per line.
 
         Args:
-          path: path of the file. Spaces are part of a token. Line endings and a byte
-            order mark are not.
-          **options: keyword arguments of `Vocabulary`, such as `num_oov_buckets`.
+          path: file to read. Spaces are part of a token. However, line endings and a
+            byte order mark are not.
+          **options: keyword arguments to `Vocabulary`, such as `num_oov_buckets`.
 
         Raises:
           ValueError: if the file is not UTF-8, or a token occurs twice.
@@ -287,17 +278,17 @@ class Vocabulary:
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of ids, for `TableConfig`: tokens, buckets and mask."""
+        """Id count, for `TableConfig`: tokens, buckets and mask."""
         return self._first_oov_id + self.num_oov_buckets + len(self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file for `load`.
 
-        Like Keras's `get_vocabulary`, the file's `tokens` are the strings of all ids:
+        Like `get_vocabulary` in Keras, `tokens` in the file has a string for each id:
         the mask token, `oov_token` for each bucket, then the tokens.
 
         Args:
-          path: path of the file. An existing file is replaced when the new file is
+          path: file to write. An existing file is replaced once the new file is
             complete.
 
         Raises:
@@ -322,10 +313,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
-        """Reads a file written by `save`. The file may be untrusted.
+        """Reads a file that `save` wrote. It may be untrusted.
 
         Raises:
-          ValueError: if the file was not written by `save`. The message names it.
+          ValueError: if the file is not from `save`. The message names it.
         """
         try:
             document = read_flat_json(local_path(path))
@@ -352,15 +343,15 @@ class Vocabulary:
             ) from None
 
     def ids(self, strings: Any) -> Any:
-        """Returns the id of each string.
+        """Looks up the id of each string.
 
         Args:
           strings: containers as in `hash_ids`. If any token is a number, integers are
             looked up by their decimal digits.
 
         Returns:
-          int32 ids in the container of the strings. Lists become an array, or
-          `RaggedIds` if their lengths differ.
+          int32 ids in the same container. Lists become an array, or `RaggedIds` if
+          their lengths differ.
 
         Raises:
           TypeError: if an element is not a string.
@@ -391,7 +382,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_of_bytes(self) -> dict[str | bytes, int]:
-        """Ids by str and by bytes, created when bytes are first looked up."""
+        # Made when bytes are first looked up, since it more than doubles the memory.
         return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
@@ -412,7 +403,7 @@ class Vocabulary:
         return buckets.astype(np.int32) + self._first_oov_id
 
     def _special(self) -> tuple[str, ...]:
-        """Returns the strings that precede the tokens in lists written by Keras."""
+        """Lists the strings before the tokens, like Keras."""
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
 
@@ -427,9 +418,9 @@ class Vocabulary:
 
 
 def _strip(string: str | bytes) -> str | bytes:
-    """Strips white space. Bytes are treated as UTF-8 text."""
     if isinstance(string, str):
         return string.strip()
+    # `bytes.strip` would keep white space outside ASCII. Bytes that aren't UTF-8 stay.
     text = string.decode(errors="surrogateescape")
     return text.strip().encode(errors="surrogateescape")
 
@@ -437,16 +428,13 @@ def _strip(string: str | bytes) -> str | bytes:
 def _read_strings(
     strings: Any, owner: str, *, takes_integers: bool
 ) -> tuple[HostIds, np.ndarray]:
-    """Returns the container of strings, and the flat strings.
-
-    With `takes_integers`, integers become strings of their decimal digits.
-    """
+    """Reads a container, and flattens its strings."""
     read = read_ids(strings, owner, "Strings")
     values = values_of(read).reshape(-1)
     if not values.size:
         return read, values.astype(object)  # NumPy makes empty lists float64.
     if takes_integers and is_integer(values.dtype):
-        return read, values.astype(np.bytes_)
+        return read, values.astype(np.bytes_)  # Decimal digits.
     if values.dtype.kind not in "SUTO":
         fix = "Convert numbers with .astype(str)."
         raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
@@ -461,13 +449,15 @@ def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
 
 
 VOCABULARIES_DIR: Final = "vocabularies"
+# Vocabularies are in numbered files, and the names of their features here: file systems
+# limit the length of file names, and may ignore their case.
 _NAMES_FILE: Final = "names.json"
 
 
 def save_vocabularies(
     directory: pathlib.Path, vocabularies: Mapping[str, Vocabulary]
 ) -> None:
-    """Writes vocabularies to a subdirectory. Writes nothing if there are none."""
+    """Writes vocabularies to a subdirectory, or nothing if there are none."""
     path = directory / VOCABULARIES_DIR
     if vocabularies:
         path.mkdir(exist_ok=True)
@@ -477,15 +467,10 @@ def save_vocabularies(
 
 
 def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
-    """Returns the vocabularies in a subdirectory, by the names of their features.
+    """Reads the vocabularies in a subdirectory, by feature name.
 
-    The files may be untrusted. The caller must reject symbolic links, which could point
-    outside of the directory.
-
-    Raises:
-      OSError: if a file is missing.
-      ValueError: if a file was not written by `save_vocabularies`. The message names
-        it.
+    The files may be untrusted, so the caller must reject symbolic links, which could
+    point out of the directory. A missing file raises OSError, a bad one ValueError.
     """
     path = directory / VOCABULARIES_DIR
     if not path.exists():
