@@ -1,6 +1,7 @@
 """Nothing is silent: habits and mistakes that would lose rows raise."""
 
 import functools
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +21,13 @@ from tests.host_rows.models import (
     state_of,
     train,
 )
+from tests.host_rows.test_order import disjoint_batches
 from tests.host_rows.twins import check_equal
 from tests.rejections import rejects
 from tests.tiers import full_cases
+from tpu_embedding.host_rows import stack
+from tpu_embedding.host_rows.stack import HostStack
+from tpu_embedding.host_rows.store import RowStore
 
 LOST = "features_of"  # The error says what it must return.
 
@@ -242,3 +247,42 @@ def test_empty_batches():
     assert fit(model, optimizer, []) == []
     assert fit(model, optimizer, data) == fit(*twin, data)
     check_equal(state_of(model, optimizer), state_of(*twin))
+
+
+@pytest.mark.full
+def test_a_restore_after_a_failed_exchange_with_a_pending_write(tmp_path, monkeypatch):
+    """The failed batch writes nothing, but the batch before it still does."""
+    write, exchange = RowStore.write, HostStack.exchange
+    may_write, fails = threading.Event(), threading.Event()
+    may_write.set()
+
+    def waiting_write(self, rows, records):
+        assert may_write.wait(timeout=60)
+        write(self, rows, records)
+
+    def failing_exchange(*arguments):
+        if not fails.is_set():
+            return exchange(*arguments)
+        monkeypatch.setattr(stack, "swap_program", lambda _: None)
+        try:
+            return exchange(*arguments)
+        finally:
+            may_write.set()
+
+    monkeypatch.setattr(RowStore, "write", waiting_write)
+    monkeypatch.setattr(HostStack, "exchange", failing_exchange)
+    model, optimizer = make(te.HostRows(cache_rows=80, window=1))
+    te.save(tmp_path / "saved", (model, optimizer))
+    with pytest.raises(TypeError):
+        for number, batch in enumerate(feed(disjoint_batches(12), model, optimizer)):
+            train(model, optimizer, batch)
+            if number == 5:
+                may_write.clear()
+            elif number == 6:
+                fails.set()
+    restore = threading.Thread(
+        target=te.restore, args=(tmp_path / "saved", (model, optimizer)), daemon=True
+    )
+    restore.start()
+    restore.join(timeout=60)
+    assert not restore.is_alive()

@@ -303,7 +303,9 @@ class HostStack:
                     held[slot] = rows
         except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
-            self._landed = batch  # Nothing will be written, so nobody may wait for it.
+            # Nothing will be written, so nobody may wait for it. The writer records that
+            # in order: an earlier batch may still be on its way.
+            self._writer.submit(self._write_back, batch, ())
             raise
         self.num_ids += sum(plan.num_rows for plan in plans)
         self.num_fetched += sum(len(plan.fetched) for plan in plans)
