@@ -1,23 +1,8 @@
 """Exports models for serving, as programs and tables that need no model code or mesh.
 
-Public calls:
-
-    stablehlo        save, load and save_tables: a StableHLO program with its tables, or
-                     the tables alone
-    saved_model      save_tensorflow: a TensorFlow SavedModel of the same program
-    deltas           save_delta and apply_delta: the differences between two exports
-
-From a model to its program and tables:
-
-    program_inputs   the program's inputs: their signature, an example batch, and the
-                     arrays of a call
-    serving_program  traces the model for one device, without table values
-
-From program and tables to files:
-
-    documents        the directory, export.json, and file digests
-    table_files      a model's tables and ids as safetensors files of float32, bfloat16
-                     or int8 rows, written in blocks
+`stablehlo`, `saved_model` and `deltas` hold the public calls. `program_inputs` and
+`serving_program` turn a model into a program. `table_files` writes its tables, and
+`documents` the directory, which appears once it is complete.
 """
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta

@@ -1,13 +1,9 @@
 """Deltas between two exports, so that a server need not copy a whole export again.
 
-base.json                   export.json of the older export
-export.json                 export.json of the newer export
-tables/NAME.safetensors     the changed rows of a table, and their row numbers
-other names                 whole files of the newer export that changed
-
-For each tensor `T` of a table, `[rows, ...]`, the delta holds the changed rows as `T`
-and their row numbers as `T:rows`. In the tensor of a dynamic table's ids, ids have
-fixed places, so inserted and evicted ids also appear as changed rows.
+A delta holds the newer `export.json`, the older one as `base.json`, and the files that
+changed. A table file has only the changed rows of each tensor `T`, and their row
+numbers as `T:rows`. Dynamic tables have fixed places for ids, so inserts and evictions
+also change rows.
 """
 
 import pathlib
@@ -45,12 +41,12 @@ def save_delta(
 ) -> None:
     """Writes the differences between two exports of the same model.
 
-    Files are compared by their digests. If the file of a table has changed, its rows
-    are compared bit for bit, block by block. Only changed rows are held in memory.
+    Files are compared by digest. If a table file has changed, its rows are compared bit
+    for bit, block by block. Only changed rows are held in memory.
 
     Args:
-      export: the newer export, from `save`, `save_tables` or `apply_delta`.
-      base: the older export.
+      export: newer export, from `save`, `save_tables` or `apply_delta`.
+      base: older export.
       directory: new directory for the delta. It appears once all files are written.
 
     Raises:
@@ -97,7 +93,7 @@ def save_delta(
 
 
 def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns the rows that differ between a table's two files, as tensors."""
+    """Finds the rows that differ between two files of a table, as tensors."""
     tensors, before = read_tensors(new), read_tensors(old)
     changed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
@@ -110,6 +106,7 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
         size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
         for start in range(0, len(tensor), size):
+            # As bytes: equal NaNs then match, and -0.0 differs from 0.0.
             pair = (x[start : start + size] for x in (tensor, other))
             rows, others = (np.ascontiguousarray(x).view(np.uint8) for x in pair)
             numbers.append(start + np.flatnonzero((rows != others).any(axis=1)))
@@ -125,12 +122,12 @@ def apply_delta(
 ) -> None:
     """Creates a newer export from the older one and a delta.
 
-    The older export is unchanged, so a server may keep using it. All files of the newer
-    export are checked against its digests before its directory appears.
+    The older export is unchanged, so your server may keep using it. All files are
+    checked against the newer digests before the directory appears.
 
     Args:
-      export: the older export.
-      delta: directory written by `save_delta`.
+      export: older export.
+      delta: directory from `save_delta`.
       directory: new directory for the newer export.
 
     Raises:
@@ -156,6 +153,7 @@ def apply_delta(
     """
     old, change = local_path(export), local_path(delta)
     later = read_document(change)
+    # Raises if the older directory is not an export.
     read_document(old)
     changed, base = files_of(change), change / BASE_FILE
     if not base.is_file() or base.read_bytes() != (old / DOCUMENT_FILE).read_bytes():
@@ -168,6 +166,8 @@ def apply_delta(
             return
         for name, source in files_of(old).items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
+            # Not a hard link, because the rows written below would change the older
+            # export.
             shutil.copyfile(source, path / name)
             if name in changed and source.parent.name == TABLES_DIR:
                 _set_rows(path / name, changed[name])
@@ -178,11 +178,12 @@ def apply_delta(
 
 
 def _set_rows(table: pathlib.Path, source: pathlib.Path) -> None:
-    """Writes a delta's rows to a table's file. The caller checks the file's digest."""
+    """Writes changed rows into a table file. The caller checks the digest."""
     changed = read_tensors(source)
     for name, tensor in read_tensors(table).items():
         row_ids = changed.get(f"{name}:rows", np.zeros(0))
         rows = changed.get(name, np.zeros(0))
+        # Deltas may be forged, and a wrong row number would write outside the tensor.
         is_valid = (
             tensor.ndim > 0
             and (row_ids.ndim, row_ids.dtype) == (1, np.int64)

@@ -1,11 +1,7 @@
-"""The directory of an export, its document `export.json`, and its file digests.
+"""An export's directory, its document `export.json`, and file digests.
 
-A directory appears only once all of its files are written.
-
-Exports may come from untrusted sources, so names in a document are never used as file
-paths. Files either have fixed names or are found by listing the directory, and their
-digests are then compared with the document. Symbolic links are rejected, because they
-may lead out of the directory.
+Exports may come from untrusted sources, so names in a document never become file paths.
+Files have fixed names or are found by listing the directory, and digests must match.
 """
 
 import contextlib
@@ -31,28 +27,20 @@ from tpu_embedding.strings.string_ids import VOCABULARIES_DIR
 
 @contextlib.contextmanager
 def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None]:
-    """Yields a temporary directory to fill, and renames it at the end.
+    """Yields a directory to fill, and renames it at the end.
 
-    Files are written to `.export-NUMBER.partial` next to the directory. If several
-    writers use the same path, the first to finish wins, and later renames fail. If
-    there is an error, the temporary directory is removed. Only a killed process leaves
-    it on disk. Digests reveal files that a crash of the machine cut off.
-
-    All processes of a job must call this together. The first process writes, and if it
-    fails, the job ends.
-
-    Args:
-      directory: path that doesn't exist, or an empty directory.
-
-    Yields:
-      The directory to fill on the first process, and None on all other processes.
+    All processes of a job must call this together. The first gets a directory, and all
+    other processes get None. If the first fails, the job ends.
 
     Raises:
-      ExportError: if the directory holds files or cannot be written, for example
-        because the disk is full.
+      ExportError: if the directory holds files or cannot be written.
     """
     if jax.process_index() == 0:
         path = local_path(directory).resolve()
+        # In the same folder, because a rename can't cross file systems. With its own
+        # number, several writers of one path don't disturb each other: the first to
+        # rename wins. Only a killed process leaves it on disk. Digests reveal files
+        # that a crash cut off, so nothing is flushed.
         partial = path.with_name(f".export-{uuid.uuid4().hex}.partial")
         try:
             check_new_directory(path)
@@ -71,6 +59,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
             shutil.rmtree(partial, ignore_errors=True)
     else:
         yield None
+    # No process returns before the directory exists.
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("end of an export")
 
@@ -101,16 +90,11 @@ AGAIN: Final = "Export the model again, or copy the whole directory again."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportDocument:
-    """The content of `export.json`.
+    """The content of `export.json`."""
 
-    Attributes:
-      files: path of every other file to its SHA-256.
-      signature: inputs of the program, or None if the export has only tables.
-      written: date in ISO format.
-      versions: versions of the libraries that wrote the export.
-    """
-
+    # SHA-256 by path, for every file except documents.
     files: dict[str, str]
+    # None if the export has only tables.
     signature: Signature | None
     written: str
     versions: dict[str, str]
@@ -118,7 +102,7 @@ class ExportDocument:
 
 
 def write_document(directory: pathlib.Path, signature: Signature | None = None) -> None:
-    """Writes the document of an export. All other files must already exist."""
+    """Writes the document. All other files must already exist."""
     versions = {"tpu_embedding": tpu_embedding.__version__, "jax": jax.__version__}
     document = ExportDocument(
         files=digests_of_files(directory),
@@ -131,17 +115,16 @@ def write_document(directory: pathlib.Path, signature: Signature | None = None) 
 
 
 def read_document(directory: pathlib.Path) -> ExportDocument:
-    """Returns the document of an export.
-
-    Raises:
-      ExportError: if the directory has no document that this release can read.
-    """
+    """Reads the document, or raises ExportError."""
     path = directory / DOCUMENT_FILE
+    # Opening a pipe would block forever.
     if path.is_symlink() or not path.is_file():
         rule = f"be a directory written by te.export, with a regular file {path.name}"
         raise ExportError(f"{directory} must {rule}.")
     try:
         with path.open("rb") as file:
+            # Bounds the memory for a forged document. One more byte tells that it is
+            # too long.
             content = file.read(MAX_DOCUMENT_BYTES + 1)
         if len(content) > MAX_DOCUMENT_BYTES:
             raise ValueError(f"it must have at most {MAX_DOCUMENT_BYTES} bytes")
@@ -162,13 +145,10 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
 
 
 def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the files of an export or delta by path, except its documents.
-
-    Raises:
-      ExportError: if there is a symbolic link or special file.
-    """
+    """Lists files by path, except documents. Links and pipes raise ExportError."""
     found = {}
     for path in sorted(directory.rglob("*")):
+        # A link may lead out of the directory, and reading a pipe may block forever.
         is_link = path.is_symlink()
         if is_link or not (path.is_file() or path.is_dir()):
             kind = "symbolic link" if is_link else "special file"
@@ -183,7 +163,6 @@ def files_of(directory: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file that `files_of` returns, by path."""
     digests = {}
     for name, path in files_of(directory).items():
         with path.open("rb") as file:
@@ -194,13 +173,7 @@ def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
 def check_files(
     directory: pathlib.Path, files: Mapping[str, str], owner: str = ""
 ) -> None:
-    """Compares the files of an export with their digests.
-
-    Errors name `owner`, which defaults to the directory.
-
-    Raises:
-      ExportError: if a file is missing, isn't listed, or has a wrong digest.
-    """
+    """Compares files with their digests. Errors name `owner`, or else the directory."""
     try:
         found = digests_of_files(directory)
     except OSError as error:

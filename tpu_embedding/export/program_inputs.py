@@ -1,13 +1,9 @@
 """The inputs of an exported program: signature, example, and the arrays of a call.
 
-The program takes three dicts: tables, dense parameters, and input arrays. Each input of
-the model becomes one array `NAME` or, if it is ragged, the arrays `NAME/values` and
-`NAME/row_splits`. Its weights become an array `NAME/weights`. NAME is the input's path
-in the arguments. In the path's keys, slashes are written as `%2F` and percent signs as
-`%25`. Inputs are never nested, so array names are unique.
-
-When the program is called, `prepare_features` checks the inputs that hold ids, so a
-wrong id raises the same error as in training. The program itself rejects wrong shapes.
+A program takes flat arrays. An input `NAME`, its path in the arguments, becomes the
+array `NAME`, or `NAME/values` and `NAME/row_splits` if it is ragged. Weights become
+`NAME/weights`. At a call, `prepare_features` checks ids, so a wrong id raises the same
+error as in training.
 """
 
 import collections
@@ -63,28 +59,21 @@ class ExportError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
-    """An input of the model.
+    """An input of the model."""
 
-    Attributes:
-      name: name of its array, or prefix of its arrays' names.
-      path: keys that lead to the input: the argument's name if there are several, then
-        the keys in the argument. Empty for a bare argument.
-      kind: `"ragged_ids"` for ragged ids, `"dense_ids"` for `DenseIds` and for arrays
-        that the model looks up, and `"array"` for everything else.
-      vocabulary_size: exclusive upper bound on ids. None if out-of-range ids are
-        dropped or clipped, if ids have 64 bits, or if the model changes the ids before
-        it looks them up.
-
-    Raises:
-      ValueError: if a field has the wrong type.
-    """
-
+    # The name of its only array, or the prefix of its arrays' names.
     name: str
+    # The keys that lead to the input, from the argument's name if there are several
+    # arguments. Empty for a bare argument.
     path: tuple[str, ...]
+    # "dense_ids" for `DenseIds`, and for plain arrays that the model looks up.
     kind: InputKind
+    # An exclusive bound on ids. None if the program drops or clips out-of-range ids, if
+    # ids have 64 bits, or if the model changes ids before it looks them up.
     vocabulary_size: int | None = None
 
     def __post_init__(self):
+        # Signatures are read from files, which may be forged.
         size = self.vocabulary_size
         is_size = size is None or (type(size) is int and size > 0)
         is_kind = self.kind in get_args(InputKind)
@@ -93,21 +82,19 @@ class Input:
 
     @property
     def ids_name(self) -> str:
-        """Name of the array of ids, or of the input's only array."""
+        """Array with the ids, or the input's only array."""
         return f"{self.name}/values" if self.kind == "ragged_ids" else self.name
 
     @property
     def row_splits_name(self) -> str:
-        """Name of the row splits of ragged ids."""
         return f"{self.name}/row_splits"
 
     @property
     def weights_name(self) -> str:
-        """Name of the array of weights, if the input has weights."""
         return f"{self.name}/weights"
 
     def array_names(self, arrays: Collection[str]) -> set[str]:
-        """Returns the names of the input's arrays, given the program's arrays."""
+        """Selects the input's arrays, given the names of all arrays."""
         names = {self.ids_name}
         if self.kind == "ragged_ids":
             names.add(self.row_splits_name)
@@ -118,23 +105,15 @@ class Input:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The inputs of an exported program.
-
-    Attributes:
-      arguments: names of the model's arguments.
-      inputs: the model's inputs, in the order of the arguments' leaves.
-    """
+    """A program's arguments and inputs."""
 
     arguments: tuple[str, ...]
+    # In the order of the arguments' leaves.
     inputs: tuple[Input, ...]
 
     @classmethod
     def of_json(cls, value: Any) -> Self:
-        """Reads a signature from JSON values that `dataclasses.asdict` produced.
-
-        Raises:
-          LookupError, TypeError, ValueError: if the value is not a signature.
-        """
+        """Reads JSON values. Wrong values raise Lookup-, Type- or ValueErrors."""
         inputs = tuple(
             Input(**{**entry, "path": _texts(entry["path"])})
             for entry in value["inputs"]
@@ -149,7 +128,6 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def keys_of(path: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the keys of a path in a pytree as strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
@@ -160,6 +138,8 @@ def quoted_path(keys: Iterable[str]) -> str:
       >>> quoted_path(("features", "user/geo"))
       'features/user%2Fgeo'
     """
+    # Inputs are never nested. If keys can't add slashes, no name equals another input's
+    # name with a suffix, such as `/values`.
     return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
 
 
@@ -173,32 +153,17 @@ def check_distinct(kind: str, names: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example of a model's inputs, and the structure of its arguments.
-
-    Attributes:
-      arguments: names of the arguments.
-      inputs: inputs in the order of the leaves. Their lookups are not known yet.
-      leaves: array or feature of each input.
-      tree: structure of the only argument, or of a dict of all arguments.
-    """
+    """An example batch, whose lookups are still unknown."""
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
     leaves: tuple[Any, ...]
+    # The structure of the only argument, or of a dict with all arguments.
     tree: Any
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: Sequence[Any]) -> Self:
-        """Reads the arguments of a call.
-
-        Args:
-          function: method of the model.
-          arguments: positional arguments. Arrays may be `jax.ShapeDtypeStruct`s.
-
-        Raises:
-          ExportError: if a leaf is neither an array nor a feature.
-          TypeError: if the arguments do not fit the method.
-        """
+        """Reads method arguments. Arrays may be `jax.ShapeDtypeStruct`s."""
         names = tuple(inspect.signature(function).bind(*arguments).arguments)
         nest = nest_of(names, arguments)
         leaves, tree = jax.tree_util.tree_flatten_with_path(nest, is_leaf=_is_container)
@@ -227,19 +192,16 @@ class Example:
     def structs(
         self, batch_size: int | None, wide: Collection[str] = ()
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the program's arrays, with a symbol per free size.
+        """Describes the program's arrays, with a symbol per free size.
 
-        Args:
-          batch_size: batch size of the export, or None for any size. The example's own
-            batch size is equal to it if an input has this size. Otherwise, the first
-            feature determines the example's batch size.
-          wide: names of additional inputs with 64-bit ids.
-
-        Raises:
-          ExportError: if no input has a batch axis.
+        `batch_size` is None for any size. `wide` names additional inputs with 64-bit
+        ids.
         """
         sizes = self._batch_sizes()
+        # Only first axes of the example's batch size become free, so this size must be
+        # known. If no input has the requested size, the first feature determines it.
         own_size = batch_size if batch_size in sizes else sizes[0]
+        # A program can't mix symbols from several scopes.
         scope = jax.export.SymbolicScope()
 
         def symbol(name: str) -> Any:
@@ -261,6 +223,8 @@ class Example:
                 shape, dtype = tuple(array.shape), _served_dtype(array.dtype)
                 if shape and shape[0] == own_size:
                     shape = (batch, *shape[1:])
+            # Before the shape gets a last axis: a wide id has two words, but one
+            # weight.
             if getattr(leaf, "weights", None) is not None:
                 structs[input_.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
             if input_.name in wide or isinstance(types.ids_of(leaf), Ids64):
@@ -269,7 +233,8 @@ class Example:
         return structs
 
     def _batch_sizes(self) -> list[int]:
-        """Returns batch sizes of ragged ids, then of integers, then of the rest."""
+        # Ragged ids know their batch size. An array's first axis may be something else,
+        # so integers, which may be ids, come before floats.
         ragged, ids, rest = [], [], []
         for input_, leaf in zip(self.inputs, self.leaves, strict=True):
             if input_.kind == "ragged_ids":
@@ -287,18 +252,12 @@ class Example:
     def rebuild(
         self, arrays: Mapping[str, jax.Array]
     ) -> tuple[tuple[Any, ...], dict[int, str]]:
-        """Puts a program's arrays back into the model's arguments.
-
-        Args:
-          arrays: all arrays that `structs` names.
-
-        Returns:
-          The arguments, and a dict from `id(array)` to the input's name. Lookups see
-          arrays of ids without names, so they are identified by object identity.
-        """
+        """Restores the arguments, and maps `id(array)` to input names."""
         leaves, owners = [], {}
         for input_ in self.inputs:
             leaf = _rebuild(input_, arrays)
+            # Lookups see arrays without names, so they are identified by object
+            # identity.
             owners[id(ids_of(leaf))] = input_.name
             leaves.append(leaf)
         nest = self.tree.unflatten(leaves)
@@ -308,14 +267,14 @@ class Example:
 
 
 def nest_of(names: Sequence[str], arguments: Sequence[Any]) -> Any:
-    """Returns the nest of arguments whose paths name the inputs."""
+    """Nests arguments such that their paths name the inputs."""
     if len(arguments) == 1:
         return arguments[0]
     return dict(zip(names, arguments, strict=True))
 
 
 def ids_of(leaf: Any) -> Any:
-    """Returns a feature's array of ids, or the lower words of 64-bit ids."""
+    """Reads a feature's ids, or the lower words of 64-bit ids."""
     ids = types.ids_of(leaf)
     return ids.low if isinstance(ids, Ids64) else ids
 
@@ -342,7 +301,8 @@ def _num_samples(ragged: Any) -> int:
 
 
 def _served_dtype(dtype: Any) -> Any:
-    """Returns a program's array type. Calls check that wide integers fit in int32."""
+    # Calls check that wide integers fit in int32. uint32 is also narrowed, because only
+    # words of 64-bit ids may have this type.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     is_wide = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return jnp.dtype(jnp.int32) if is_wide else dtype
@@ -367,7 +327,7 @@ def _rebuild(input_: Input, arrays: Mapping[str, jax.Array]) -> Any:
 
 
 class Feeder:
-    """Turns the arguments of calls into arrays, and tracks ragged buffer sizes."""
+    """Turns call arguments into arrays, and remembers ragged buffer sizes."""
 
     def __init__(
         self,
@@ -375,13 +335,7 @@ class Feeder:
         arrays: Mapping[str, Any],
         vocabularies: Mapping[str, Vocabulary],
     ):
-        """Prepares to feed a program.
-
-        Args:
-          signature: the program's inputs.
-          arrays: shape and dtype of each of the program's arrays, by name.
-          vocabularies: vocabulary of each input of strings, by the input's name.
-        """
+        # `arrays` are by their own names, `vocabularies` by input names.
         self._signature, self._arrays = signature, arrays
         self._vocabularies = vocabularies
         self._sizes = BufferSizes()
@@ -395,15 +349,7 @@ class Feeder:
         }
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Returns the program's arrays.
-
-        Args:
-          arguments: a batch like the export's example. Extra keys in its dicts are
-            ignored.
-
-        Raises:
-          TypeError, ValueError: if they don't match the example.
-        """
+        """Converts a batch like the example. Extra dict keys are ignored."""
         names = self._signature.arguments
         if len(arguments) != len(names):
             rule = f"be {len(names)}, {list(names)}"
@@ -425,7 +371,7 @@ class Feeder:
         return arrays
 
     def _prepare(self, value: Any, input_: Input) -> Any:
-        """Returns the checked ids of an input, ragged if the program expects that."""
+        """Checks ids, and makes them ragged if the program expects that."""
 
         def check(ids: Any) -> Any:
             ids = {input_.name: ids}
@@ -450,12 +396,7 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Returns vocabularies by input name, given feature or input names.
-
-    Raises:
-      ExportError: if a name does not match exactly one input, two names match the same
-        input, or a value is not a vocabulary or has more ids than its table has rows.
-    """
+    """Finds each vocabulary's input, given feature or input names."""
     result: dict[str, Vocabulary] = {}
     for name, vocabulary in vocabularies.items():
         inputs = [input_ for input_ in signature.inputs if input_.name == name] or [
@@ -466,6 +407,7 @@ def by_input(
             rule = "match exactly one input, and no two keys the same input"
             fix = f"The inputs are {names}."
             raise invalid("vocabularies: key", rule, name, fix, ExportError)
+        # A larger vocabulary would make ids without a row.
         size = inputs[0].vocabulary_size or math.inf
         if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
             rule = f"be a te.inputs.Vocabulary of at most {size} ids, its table's rows"
@@ -480,6 +422,7 @@ def _value_at(nest: Any, input_: Input) -> Any:
     for key in input_.path:
         try:
             if isinstance(nest, Mapping):
+                # Paths in a signature are strings, but dict keys may be integers.
                 nest = {str(name): value for name, value in nest.items()}[key]
             elif isinstance(nest, Sequence) and not hasattr(nest, "_fields"):
                 nest = nest[int(key)]
@@ -493,6 +436,7 @@ def _value_at(nest: Any, input_: Input) -> Any:
 
 
 def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
+    # Without a bound, all int32 ids pass, and the program drops or clips them.
     num_rows = min(input_.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
     table = TableConfig(
         vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1

@@ -1,9 +1,8 @@
-"""Exports a model as a TensorFlow SavedModel that holds its tables as variables.
+"""Exports a TensorFlow SavedModel, which holds the tables as variables.
 
-The SavedModel holds the StableHLO program that `stablehlo.save` writes, in a single
-`XlaCallModule` operation like jax2tf's. By default, JAX usually writes a newer version
-of StableHLO than TensorFlow can read. The program is therefore written in TensorFlow's
-version, which jax2tf does not do.
+It runs the program from `stablehlo.save` in one `XlaCallModule` operation, like jax2tf.
+JAX usually writes a newer StableHLO version than TensorFlow can read. Unlike jax2tf,
+this module therefore writes the program in TensorFlow's version.
 """
 
 import importlib
@@ -42,17 +41,17 @@ def save_tensorflow(
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
 ) -> None:
-    """Exports a model as a TensorFlow SavedModel. Requires the extra `tf`.
+    """Exports a model as a TensorFlow SavedModel.
 
-    The `serving_default` signature takes flat tensors by name. A dense input `user` is
-    the tensor `user`. Ragged ids `watched` are the tensors `watched_values` and
-    `watched_row_splits`, and their weights are `watched_weights`. Ids and row splits
-    are int64. The loaded object has the variables in its attributes `tables` and
-    `dense`. To serve strings, wrap the loaded object in a `tf.Module` that turns
-    strings into ids.
+    This requires the extra `tf`. The `serving_default` signature takes flat tensors by
+    name. For example, a dense input `user` is the tensor `user`, and ragged ids
+    `watched` are the tensors `watched_values` and `watched_row_splits`, with weights
+    `watched_weights`. Ids and row splits are int64. The loaded object has the variables
+    in its attributes `tables` and `dense`. To serve strings, wrap it in a `tf.Module`
+    that turns strings into ids.
 
-    Tables are first written to a temporary directory. The host then holds all tables at
-    once, because TensorFlow saves them from memory.
+    Note that the host holds all tables at once, because TensorFlow saves them from
+    memory. They are first written to a temporary directory.
 
     Args:
       model: see `save`.
@@ -80,7 +79,8 @@ def save_tensorflow(
         served, flat = _module(read_export(program))
         try:
             tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
-        except tf.errors.OpError as error:  # such as a full disk
+        except tf.errors.OpError as error:
+            # Such as a full disk. `new_directory` turns this into an ExportError.
             raise OSError(error.message) from error
 
 
@@ -92,7 +92,7 @@ def _tensorflow() -> Any:
 
 
 def _module(saved: ServingProgram) -> tuple[Any, Any]:
-    """Returns a `tf.Module` that runs a program, and its function of flat tensors."""
+    """Builds a `tf.Module` for a program, and its function of flat tensors."""
     tf = _tensorflow()
     call = _call_module(saved.exported)
     arrays = arrays_of_program(saved.exported)
@@ -106,6 +106,7 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
 
         def __init__(self):
             super().__init__()
+            # TensorFlow saves variables that a module's attributes hold.
             self.tables = variables(saved.tables)
             self.dense = variables(saved.dense)
 
@@ -121,7 +122,8 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
         for name in input_.array_names(arrays):
             shape, dtype = _tf_shape(arrays[name].shape), arrays[name].dtype
             if input_.kind != "array" and name != input_.weights_name:
-                # Ids or row splits. The last axis of wide ids holds their two words.
+                # Ids or row splits, int64 for clients. `serve` splits wide ids into the
+                # two words on the program's last axis.
                 shape = shape[:-1] if dtype == WIDE_DTYPE else shape
                 dtype = "int64"
             specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
@@ -130,7 +132,7 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
 
 
 def _call_module(exported: jax.export.Exported) -> Any:
-    """Returns the program as a function of tensors, `(tables, dense, arrays)`."""
+    """Wraps the program as a function of tensors, `(tables, dense, arrays)`."""
     tf = _tensorflow()
     # The operation that jax2tf emits, and TensorFlow's own version of StableHLO.
     of_tensorflow = importlib.import_module(
@@ -149,6 +151,7 @@ def _call_module(exported: jax.export.Exported) -> Any:
     def call(*arguments: Any) -> Any:
         flat = jax.tree.leaves(arguments)
         outputs = tf_xla.call_module(
+            # `jit` drops unused arguments from the module.
             [flat[i] for i in exported.module_kept_var_idx],
             version=exported.calling_convention_version,
             module=module,
@@ -157,6 +160,7 @@ def _call_module(exported: jax.export.Exported) -> Any:
             platforms=[name.upper() for name in exported.platforms],
         )
         outputs = jax.tree.unflatten(exported.out_tree, outputs)
+        # A TensorFlow signature can return only tensors by name.
         return outputs if isinstance(outputs, dict) else {"output": outputs}
 
     return call
@@ -167,7 +171,6 @@ def _tf_shape(shape: Iterable[Any]) -> list[int | None]:
 
 
 def _flat_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns each array's name in the TensorFlow signature."""
     flat = {name: _tf_name(name) for name in names}
     if len(set(flat.values())) < len(flat):
         rule = "differ in letters or digits in a SavedModel"
@@ -177,7 +180,7 @@ def _flat_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _tf_name(name: str) -> str:
-    """Returns a name that TensorFlow accepts: letters, digits and underscores."""
+    """Keeps letters, digits and underscores, as TensorFlow requires."""
     ascii_name = name.encode("ascii", "backslashreplace").decode()
     flat = re.sub(r"\W", "_", ascii_name)
     # TensorFlow rejects names that start with an underscore, and the argument `self`.
@@ -187,12 +190,7 @@ def _tf_name(name: str) -> str:
 def _converted_ids(
     input_: Input, given: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns an input's ids, row splits and padded weights, converted for the program.
-
-    TensorFlow passes int64 ids. The program takes int32 ids, or 64-bit ids as two
-    uint32 words. One padding value is appended to ragged ids, because the program needs
-    at least one value. Arrays that are not ids need no conversion.
-    """
+    """Converts ids, row splits and weights to the program's types."""
     tf = _tensorflow()
     if input_.kind == "array":
         return {}
@@ -203,6 +201,8 @@ def _converted_ids(
         ids = _to_int32(ids, input_.kind)
     if input_.kind != "ragged_ids":
         return {input_.ids_name: ids}
+    # Ragged ids get one padding value, because jax.export assumes that a symbolic size
+    # is at least 1.
     converted = {
         input_.ids_name: tf.concat([ids, tf.constant(padding, ids.dtype)], axis=0),
         input_.row_splits_name: tf.cast(given[input_.row_splits_name], tf.int32),
@@ -214,12 +214,9 @@ def _converted_ids(
 
 
 def _to_int32(ids: Any, kind: InputKind) -> Any:
-    """Converts ids to int32. Ids that don't fit become -1 or the largest int32 id.
-
-    Dense ids may hold the padding value. In ragged ids, this value counts as an
-    ordinary id, as in `prepare_features`.
-    """
+    """Narrows ids. Ids that don't fit stay out of range at their own end."""
     tf = _tensorflow()
+    # In ragged ids, the padding value counts as an id, as in `prepare_features`.
     largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1
     outside = tf.where(ids > 0, PADDING_ROW_ID - 1, -1)
     return tf.where((ids >= 0) & (ids <= largest), tf.cast(ids, tf.int32), outside)

@@ -43,19 +43,13 @@ PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingProgram:
-    """A model as a program for serving, with its weights.
+    """A program for serving, with its weights."""
 
-    Attributes:
-      exported: the program, `(tables, dense, arrays) -> outputs`. All four are dicts by
-        name, but a single output array is returned without a dict.
-      signature: the inputs.
-      tables: the tables that the program reads, by name: `LayerTable`s of a model, or
-        arrays of an export.
-      dense: dense parameters and batch statistics, by name.
-    """
-
+    # `(tables, dense, arrays) -> outputs`, all dicts by name. A single output array is
+    # returned without a dict.
     exported: jax.export.Exported
     signature: Signature
+    # `LayerTable`s of a model, or arrays from an export.
     tables: dict[str, Any]
     dense: dict[str, np.ndarray]
 
@@ -68,12 +62,7 @@ def make_program(
     row_format: RowFormat,
     batch_size: int | None,
 ) -> ServingProgram:
-    """Traces a method of a model and lowers it for all platforms; see `stablehlo.save`.
-
-    Raises:
-      ExportError: if the model cannot run without its mesh or with any batch size, or
-        the job has several processes.
-    """
+    """Traces a method, and lowers it for all platforms; see `stablehlo.save`."""
     if jax.process_count() > 1:
         raise ExportError(
             "A program must be exported by a single process, got a job of "
@@ -86,9 +75,10 @@ def make_program(
     dense = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in served.dense.items()}
     arrays = example.structs(batch_size)
     try:
+        # This first trace finds the tables that the method reads, and the ids that need
+        # 64 bits. Only then are the arguments of the program known.
         jax.eval_shape(served, _table_specs(tables, row_format), dense, arrays)
         tables = {k: table for k, table in tables.items() if k in served.used_tables}
-        # The lookups show which ids have 64 bits.
         arrays = example.structs(batch_size, _wide_inputs(served.lookups))
         specs = _table_specs(tables, row_format), dense, arrays
         # Keeps the paths of this machine's source files out of the program.
@@ -116,14 +106,7 @@ def make_program(
 
 
 class _ServedMethod:
-    """A method of a model as a function `(tables, dense, arrays) -> outputs`.
-
-    Attributes:
-      dense: dense parameters by name.
-      used_tables: names of the tables that the latest call read.
-      lookups: input name to the features whose lookups read the input in the latest
-        call.
-    """
+    """A method as a function `(tables, dense, arrays) -> outputs`."""
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
         self._method, self._example = method, example
@@ -134,6 +117,8 @@ class _ServedMethod:
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
+        # Each call sets these: the tables that it read, and by input name, the features
+        # that looked the input up.
         self.used_tables: set[str] = set()
         self.lookups: dict[str, list[FeaturePlan]] = collections.defaultdict(list)
 
@@ -143,7 +128,6 @@ class _ServedMethod:
         dense: Mapping[str, jax.Array],
         arrays: Mapping[str, jax.Array],
     ) -> Any:
-        """Runs the method with whole tables."""
         state = self._dense_tree.unflatten([dense[name] for name in self.dense])
         # Flax lets a trace change only variables that were created in it.
         others = jax.tree.map(lambda leaf: leaf, (self._of_layers, self._random))
@@ -167,13 +151,14 @@ class _ServedMethod:
                 for feature, ids in zip(call.plan.features, call.ids, strict=True):
                     table = table_prefix(path, layers) + table_of(feature, call.plan)
                     self.used_tables.add(table)
+                    # Ids that the model itself has computed don't have an owner.
                     if (name := owners.get(id(ids_of(ids)))) is not None:
                         self.lookups[name].append(feature)
         return _named_outputs(outputs)
 
 
 def _named_outputs(outputs: Any) -> Any:
-    """Returns outputs by path, or a single array unchanged."""
+    """Names outputs by path. A single array stays as it is."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
     names = ["/".join(keys_of(path)) for path, _ in leaves]
     check_distinct("outputs", names)
@@ -183,7 +168,7 @@ def _named_outputs(outputs: Any) -> Any:
 
 
 def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
-    """Returns the names of the inputs that were looked up in dynamic tables."""
+    """Finds the inputs that were looked up in dynamic tables."""
     wide = {
         name
         for name, features in lookups.items()
@@ -199,7 +184,7 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
 
 
 def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
-    """Returns an input with the kind and limit implied by its lookups."""
+    """Sets the kind and limit that an input's lookups imply."""
     limits = [
         feature.table.max_rows
         for feature in features
@@ -207,6 +192,7 @@ def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
         and feature.config.out_of_range_ids == "error"
     ]
     kind = "dense_ids" if features and input_.kind == "array" else input_.kind
+    # Several features may look up the input, so the smallest table counts.
     limit = min(limits, default=None)
     return dataclasses.replace(input_, kind=kind, vocabulary_size=limit)
 

@@ -63,23 +63,23 @@ def save(
 
     The program runs on a single CPU, NVIDIA GPU or TPU device, with any batch size and
     any number of ragged ids. It reads each table as one array with rows in natural
-    order, using plain gathers. `load` loads it without the model's code.
+    order, using plain gathers. You can `load` it without the model's code.
 
     Args:
       model: a `TPUEmbedding`, or a module that owns embedding layers. It may be trained
         on any number of devices, and is exported in `eval` mode.
       directory: new directory for the export. It appears once all files are written.
-      *example: arguments of the method: a batch, prepared or not. Only shapes and
-        dtypes matter. If the size of a first axis is the batch size, calls may change
-        it. All other sizes are fixed.
+      *example: method arguments: a batch, prepared or not. Only shapes and dtypes
+        matter. A first axis with the batch size may vary between calls. All other sizes
+        are fixed.
       method: name of the method to export.
-      dtype: type of the stored tables: `"float32"`, `"bfloat16"`, or `"int8"` with a
+      dtype: table type in the files: `"float32"`, `"bfloat16"`, or `"int8"` with a
         scale and bias per row, in FBGEMM's layout.
-      batch_size: fixed batch size. Needed if the model's code computes with its batch
+      batch_size: fixed batch size. You need it if the model computes with its batch
         size, or if features have an `output_shape`. By default, calls may have any
         batch size.
-      vocabularies: vocabularies of the features that receive strings. A key is the last
-        key of an input's path, or the input's name in the signature.
+      vocabularies: vocabularies for features that receive strings. A key is the last
+        key in an input's path, or the input's name in the signature.
 
     Raises:
       ExportError: if the directory holds files or cannot be written; if the example
@@ -110,6 +110,7 @@ def save(
         raise invalid("te.export.save: example", "be a batch", None, fix, TypeError)
     check_row_format(dtype)
     check_serving_extra()
+    # `new_directory` checks this again, but only after the trace.
     check_new_directory(local_path(directory))
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
@@ -129,17 +130,17 @@ def save(
 def save_tables(
     model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
 ) -> None:
-    """Writes each table of a model to its own safetensors file.
+    """Writes each table in a model to its own safetensors file.
 
     A file holds one tensor, which has the table's name and rows in natural order. Rows
     pass through the host in blocks, never as a whole table. `export.json` lists the
     files. All processes of a job must call this together, and the first process writes.
 
-    A dynamic table `NAME` has 64 rows per bucket, in bucket order. A learned default
-    row comes last. The file also holds the table's ids as the tensor `NAME:ids`, uint32
-    `[buckets, 128]`. Each row of this tensor holds the upper words of a bucket's 64
-    ids, then their lower words. At an empty position, both words have all bits set. The
-    host holds all ids at once.
+    A dynamic table `NAME` has 64 rows per bucket, in bucket order, then a learned
+    default row, if any. The file also holds the ids as the tensor `NAME:ids`, uint32
+    `[buckets, 128]`: the upper words of the 64 ids in a bucket, then their lower words.
+    At an empty position, both words have all bits set. Note that the host holds all ids
+    at once.
 
     Args:
       model: a `TPUEmbedding`, or a module that owns embedding layers.
@@ -173,7 +174,7 @@ class ServedModel:
     """A program from `load`, with its weights on the default device.
 
     Attributes:
-      signature: names and kinds of the inputs.
+      signature: input names and kinds.
       tables: tables by name, in their stored format, and ids of dynamic tables.
       dense: dense parameters by name.
 
@@ -200,13 +201,13 @@ class ServedModel:
     def __call__(self, *arguments: Any) -> Any:
         """Runs the model on a batch.
 
-        Ids are checked as in `prepare_features`. Each new batch size and each new
-        buffer size of ragged ids recompiles the program.
+        Ids are checked as in `prepare_features`. Note that each new batch size, and
+        each new buffer size for ragged ids, recompiles the program.
 
         Args:
-          *arguments: a batch like the example passed to `save`. Ragged features may be
-            `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
-            Features with a vocabulary take strings instead of ids.
+          *arguments: a batch like the example that you passed to `save`. Ragged
+            features may be `RaggedIds`, `SparseIds`, nested lists or objects like
+            `tf.RaggedTensor`. Features with a vocabulary take strings instead of ids.
 
         Returns:
           The outputs by name, or an array if the model returns a single array.
@@ -219,7 +220,7 @@ class ServedModel:
 
 
 def check_serving_extra() -> None:
-    """Raises ExportError if a library needed to write programs is missing."""
+    # jax.export serializes with flatbuffers, and would fail only after the trace.
     require_extra(
         "serving", "flatbuffers", purpose="Exporting a program", error=ExportError
     )
@@ -235,8 +236,8 @@ def load(
 
     Args:
       directory: directory written by `save`.
-      verify: whether to compare each file with its digest in `export.json`, which takes
-        about a second per GB.
+      verify: compares each file with its digest in `export.json`, which takes about a
+        second per GB.
 
     Raises:
       ExportError: if the directory lacks a program, or holds a damaged file or a
@@ -278,10 +279,7 @@ def load(
 
 
 def read_export(path: pathlib.Path, *, verify: bool = True) -> ServingProgram:
-    """Returns the program in a directory written by `save`; see `load`.
-
-    Its weights are memory-mapped.
-    """
+    """Reads a program, with memory-mapped weights; see `load`."""
     document = read_document(path)
     if document.signature is None:
         fix = "Read an export of tables alone with safetensors."
@@ -306,6 +304,7 @@ def _read_program(path: pathlib.Path, document: ExportDocument) -> jax.export.Ex
     try:
         serialized = (path / PROGRAM_FILE).read_bytes()
         exported = jax.export.deserialize(bytearray(serialized))
+        # Raises if a forged program takes other arguments.
         arrays_of_program(exported)
         return exported
     except Exception as error:  # Damaged bytes may raise anything.
@@ -330,10 +329,10 @@ def _check_fits(
         raise ExportError(
             f"The tensors in {path} do not fit its program: {str(error)[:1000]}"
         ) from None
+    # `jit_program` gives all tables a layout for two axes.
     if flat := [name for name, table in weights[0].items() if table.ndim != 2]:
         rule = "have two axes in each table"
         raise invalid(str(path), rule, flat, AGAIN, ExportError)
-    # An input has one array, or several whose names start with its name.
     names = [name for input_ in signature.inputs for name in input_.array_names(arrays)]
     if sorted(names) != sorted(arrays):
         owner = f"signature in {path / DOCUMENT_FILE}"
@@ -342,7 +341,7 @@ def _check_fits(
 
 
 def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
-    """Returns the shapes and dtypes of a program's input arrays, by name."""
+    """Describes the program's input arrays, by name."""
     (_, _, arrays), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     return arrays
 
@@ -350,13 +349,10 @@ def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
 def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
-    """Returns the jitted program, with a row-major layout for tables.
-
-    If XLA:TPU may choose the layout, it stores a table with dim below 128 column-major
-    and copies the whole table in every call. A row-major table is padded to 128 lanes
-    only once, when it is loaded. `table_names` includes the names of dynamic tables'
-    ids.
-    """
+    """Jits the program. `table_names` includes the ids of dynamic tables."""
+    # If XLA:TPU may choose the layout, it stores a table with dim below 128
+    # column-major, and copies the whole table in every call. A row-major table is
+    # padded to 128 lanes only once, when it is loaded.
     tables = dict.fromkeys(table_names, _by_rows(device))
     return jax.jit(exported.call, in_shardings=(tables, None, None))
 

@@ -1,18 +1,8 @@
-"""The tables of a model by name, and their safetensors files in an export.
+"""A model's tables by name, and their safetensors files in an export.
 
 The safetensors library writes only whole tensors, but a table may be larger than host
-memory. So this module writes the header itself, and then the rows in blocks. When a
-file is read, the library checks its header, and the tensors are memory-mapped. Files
-are never written through a memory map, because the kernel would kill the process when
-the disk is full.
-
-An int8 row has FBGEMM's layout: `dim` unsigned bytes, then a scale and a bias in
-little-endian float32. A byte `q` means `scale * q + bias`.
-
-Rows are in natural order. A dynamic table has 64 rows per bucket, in bucket order. A
-learned default row comes last. The table's ids are a separate tensor with a line of 128
-uint32 per bucket: the upper words of the bucket's 64 ids, then their lower words. At an
-empty position, both words have all bits set.
+memory. So this module writes the header itself, then rows in blocks.
+docs/guides/serving.md describes the rows of int8 and dynamic tables.
 """
 
 import dataclasses
@@ -55,19 +45,13 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
-    """Creates a new file of zero tensors for `write_rows` to fill.
-
-    A spec is an array or a `jax.ShapeDtypeStruct`.
-
-    Raises:
-      ExportError: if a dtype is not supported, or the header is too long.
-      OSError: if the disk is full.
-    """
+    """Creates a file with tensors of zeros, for `write_rows` to fill."""
     header, end = {}, 0
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
         shape, dtype = specs[name].shape, specs[name].dtype
-        if name == "__metadata__":  # safetensors reserves it.
+        # safetensors reserves it.
+        if name == "__metadata__":
             fix = "Rename the table."
             rule = "not be reserved by safetensors"
             raise invalid("TableConfig.name", rule, name, fix, ExportError)
@@ -81,17 +65,18 @@ def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
             "data_offsets": [begin, end],
         }
     encoded = json.dumps(header).encode()
+    # Spaces align the first tensor, as the format asks.
     encoded += b" " * (-len(encoded) % LENGTH_BYTES)
     if len(encoded) > MAX_HEADER_BYTES:
         rule = f"have at most {MAX_HEADER_BYTES} bytes for its {len(specs)} tensors"
         raise invalid(f"header of {path.name}", rule, len(encoded), kind=ExportError)
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+        # Extends the file with zeros, without writing them.
         file.truncate(LENGTH_BYTES + len(encoded) + end)
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays to a new file; see `create_file`."""
     create_file(path, tensors)
     for name, tensor in tensors.items():
         rows = np.atleast_1d(tensor)
@@ -101,22 +86,18 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None
 def write_rows(
     path: pathlib.Path, name: str, row_ids: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Writes some rows of a tensor.
+    """Writes rows into a file from `create_file`.
 
-    Args:
-      path: file from `create_file`.
-      name: name of the tensor, `[num_rows, ...]` or scalar.
-      row_ids: int64 `[rows]`, each in `[0, num_rows)`.
-      rows: `[rows, ...]` in the tensor's dtype.
-
-    Raises:
-      OSError: if the disk is full.
+    `row_ids` are in bounds, and `rows` have the tensor's dtype.
     """
     if not rows.size:
         return
     content = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     start, row_bytes = read_header(path, ExportError)[name].start, content.shape[1]
-    gaps = np.flatnonzero(np.diff(row_ids) != 1) + 1  # Runs are written at once.
+    # Consecutive rows are written at once.
+    gaps = np.flatnonzero(np.diff(row_ids) != 1) + 1
+    # Not through a memory map: on a full disk, the kernel would kill the process
+    # instead of raising an OSError.
     with path.open("r+b") as file:
         for ids, run in zip(
             np.split(row_ids, gaps), np.split(content, gaps), strict=True
@@ -126,10 +107,7 @@ def write_rows(
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns the memory-mapped tensors of a file. Pages are read when used.
-
-    Raises:
-      ExportError: if the file is missing or damaged.
+    """Maps a file into memory, or raises ExportError. Pages are read when used.
 
     Example:
       >>> import tempfile
@@ -142,31 +120,25 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 RowFormat = Literal["float32", "bfloat16", "int8"]
-"""Type of the numbers of an exported table."""
+"""Type of the numbers in an exported table."""
 
 
 def check_row_format(row_format: str) -> None:
-    """Raises ExportError for an unknown row format.
-
-    Every process of a job must call this before a collective operation. Otherwise, an
-    error on one process would leave all other processes waiting.
-    """
+    """Raises ExportError for an unknown row format."""
+    # All processes check this before a collective operation. Otherwise, an error on one
+    # process would leave all other processes waiting.
     if row_format not in get_args(RowFormat):
         rule = f"be one of {get_args(RowFormat)}"
         raise invalid("te.export: dtype", rule, row_format, kind=ExportError)
 
 
 def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
-    """Returns rows in their stored format.
+    """Encodes rows for a file. Rows already in this format are unchanged.
 
-    Args:
-      rows: `[rows, dim]` of a float type, or encoded int8 rows as in a checkpoint.
-      row_format: format of the result. Rows already in this format are unchanged.
-      owner: name of the table for errors.
+    `rows` are `[rows, dim]` floats, or encoded int8 rows as in a checkpoint.
 
     Raises:
-      ExportError: if the format is int8 and a row's values or their range are not
-        finite.
+      ExportError: if int8 can't hold a row, because its values or range are not finite.
     """
     if row_format != "int8":
         return decode(rows).astype(jnp.dtype(row_format), copy=False)
@@ -176,6 +148,8 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         encoded = encode_int8(rows)
     scale = np.ascontiguousarray(encoded[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")[:, 0]
+    # Infinite or NaN values make the scale infinite or NaN, and so does a range above
+    # float32's maximum.
     is_finite = np.isfinite(scale)
     if not is_finite.all():
         row = rows[np.argmin(is_finite)]
@@ -189,7 +163,7 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
 
 
 def decode(stored: np.ndarray) -> np.ndarray:
-    """Returns stored rows as float32. Inverts `encode` up to rounding.
+    """Decodes stored rows to float32. Inverts `encode` up to rounding.
 
     Example:
       >>> rows = np.array([[-1.0, 0.0, 4.0]], np.float32)
@@ -206,29 +180,21 @@ TABLES_DIR: Final = "tables"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredIds:
-    """The ids of a dynamic table in an export.
+    """The ids that an export stores for a dynamic table."""
 
-    Attributes:
-      lines: uint32 `[buckets, 128]`; see the module's docstring.
-      file_rows: int64 `[rows]`, row in the file for each row of the table. -1 marks a
-        row without an id, which is not written.
-      num_rows: number of rows in the file.
-    """
-
+    # uint32 `[buckets, 128]`: the upper words of 64 ids, then their lower words. Empty
+    # positions hold `NO_ID`.
     lines: np.ndarray
+    # int64 `[rows]`, file rows by table row. -1 marks rows without an id, which are not
+    # written.
     file_rows: np.ndarray
+    # Rows in the file: 64 per bucket, then a learned default row, if any.
     num_rows: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTable:
-    """A table of a layer.
-
-    Attributes:
-      layer: layer that owns the table.
-      table: the table in the layer's plan.
-      ids: ids of a dynamic table. None for a static table.
-    """
+    """A table in its layer. `ids` is None for a static table."""
 
     layer: TPUEmbedding
     table: TablePlan
@@ -237,7 +203,7 @@ class LayerTable:
     def tensor_specs(
         self, name: str, row_format: RowFormat
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the specs of the exported rows and, if dynamic, of the ids."""
+        """Describes the exported rows and, if dynamic, the ids."""
         config = self.table.config
         num_rows = config.max_rows if self.ids is None else self.ids.num_rows
         width, dtype = config.dim, row_format
@@ -251,19 +217,11 @@ class LayerTable:
 
 
 def table_prefix(path: str, layers: Collection[str]) -> str:
-    """Returns the prefix of table names: a layer's path if there are several layers."""
     return f"{path}/" if len(layers) > 1 else ""
 
 
 def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
-    """Returns the tables of all embedding layers of a model, by name.
-
-    All processes of a job must call this together.
-
-    Raises:
-      ExportError: if the model has no embedding layer, or names of tables or of their
-        ids collide.
-    """
+    """Finds all tables in a model. All processes must call this together."""
     layers = embedding_layers(model)
     if not layers:
         rule, fix = "own a TPUEmbedding to be exported", "Use jax.export instead."
@@ -285,6 +243,7 @@ def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
             for table in stack.tables:
                 yield LayerTable(layer=layer, table=table)
             continue
+        # All processes take part in this, even if only the first one writes.
         rows_by_table = rows_in_directory(packed[directory_name(stack.name)], stack)
         for member in dynamic_tables(stack):
             rows = rows_by_table[member.table.name]
@@ -308,14 +267,10 @@ def write_table_files(
     tables: Mapping[str, LayerTable],
     row_format: RowFormat,
 ) -> None:
-    """Writes one file per table, block by block; see `read_blocks` for memory bounds.
+    """Writes one file per table, block by block. All processes must call this together.
 
-    All processes of a job must call this together, and each receives all rows.
-
-    Args:
-      directory: the export, or None in a process that only helps to read.
-      tables: tables by name.
-      row_format: format of the stored rows.
+    `directory` is None in a process that only helps to read. `read_blocks` bounds the
+    memory.
     """
     files = {}
     if directory is not None:
@@ -334,6 +289,7 @@ def write_table_files(
             # Skip rows without an id.
             file_rows = ids.file_rows[start : start + len(rows)]
             rows, file_rows = rows[file_rows >= 0], file_rows[file_rows >= 0]
+        # All processes encode, so that all raise if int8 can't hold a row.
         stored = encode(rows, row_format, f"table {name!r}")
         if directory is not None:
             # Not kept open: a model may have more tables than a process may open files.

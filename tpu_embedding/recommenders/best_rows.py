@@ -1,8 +1,7 @@
-"""Retrieves the rows of a table with the largest scalar products, exactly.
+"""Retrieves the rows with the largest scalar products, exactly.
 
-Every row is scored, block by block, so no device holds the scores of a whole table.
-Each device finds the best of its own rows for all queries. After one all-to-all, each
-device merges the results for its share of the queries.
+Each device scores its own rows for all queries, block by block, so no device holds all
+scores. After one all-to-all, each device merges the results for its share of queries.
 """
 
 import functools
@@ -35,15 +34,15 @@ Transform = Callable[[Float[Array, "rows dim"]], Float[Array, "rows query_dim"]]
 ReadVectors = Callable[
     [Int[Array, " n"]], tuple[Float[Array, "n query_dim"], Int[Array, " n"]]
 ]
-"""Returns the vectors of rows, given their numbers on the device, and their ids.
+"""Reads vectors and ids, given row numbers on the device.
 
-Ids increase with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
+Ids ascend with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
 ROWS_PER_BLOCK: Final = 8192
-"""Rows that are scored at a time: 32 MiB of scores for 1,024 queries."""
+"""Rows scored at a time: 32 MiB of scores for 1,024 queries."""
 
 LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
-"""Score of rows whose scalar product is NaN or -inf. Padding has -inf."""
+"""Score for rows whose product is NaN or -inf: above padding, which has -inf."""
 
 
 class TopK(NamedTuple):
@@ -51,7 +50,7 @@ class TopK(NamedTuple):
 
     Attributes:
       scores: float32 `[queries, k]`, scalar products.
-      ids: int32 `[queries, k]`, numbers of the rows in their table.
+      ids: int32 `[queries, k]`, row numbers in the table.
 
     Example:
       >>> best = TopK(scores=jnp.array([[1.0, 0.5]]), ids=jnp.array([[7, 2]]))
@@ -74,35 +73,34 @@ def top_k(
     transform: Transform | None = None,
     excluded: Int[Array, "queries n"] | None = None,
 ) -> TopK:
-    """Returns the `k` rows of a table with the largest scalar product with each query.
+    """Finds the `k` rows whose scalar products with each query are largest.
 
-    The result is exact, and the same on any number of devices up to float32 rounding of
-    the scores. Rows with equal scores are ordered by id. Time is proportional to the
-    number of queries times the number of rows. Outside `jax.jit`, each call with a
-    `transform` recompiles, unless it is a `jax.tree_util.Partial`.
+    The result is exact and, up to float32 rounding, the same on any number of devices.
+    Rows with equal scores are ordered by id. Time grows with queries times rows. Note
+    that outside `jax.jit`, each call with a `transform` recompiles, unless you pass a
+    `jax.tree_util.Partial`.
 
     Args:
       tables: packed rows by stack name, from `init_tables`; or, as in exported
         programs, whole tables by table name, in logical order on one device.
-      queries: `[queries, dim]`, as wide as the rows, or as the output of `transform`.
-        They are converted to float32. Global.
-      plan: plan of the layer.
-      k: number of rows, from 1 to the vocabulary size.
-      table: name of the table, optional if the plan has only one.
-      transform: function that maps rows `[rows, dim]` to the vectors to compare with,
-        such as an item tower. It must treat each row independently. By default, rows
-        are compared directly.
-      excluded: ids not to return for each query, such as items that a user has seen.
-        They can be in any order, and are padded with `te.inputs.PADDING_ROW_ID`. The
-        array can be empty.
+      queries: global `[queries, dim]`, as wide as the rows or the `transform` output.
+        Converted to float32.
+      plan: plan that placed the tables.
+      k: row count, from 1 to the vocabulary size.
+      table: table name, optional if the plan has only one.
+      transform: maps rows `[rows, dim]` to the vectors to compare with, such as an item
+        tower. It must treat each row independently. By default, rows are compared
+        directly.
+      excluded: ids not to return for each query, such as items that a user has seen, in
+        any order. Pad them with `te.inputs.PADDING_ROW_ID`. The array can be empty.
 
     Returns:
-      Scores and ids. If fewer than `k` rows are left after exclusions, the remaining
-      entries are `-inf` and `te.inputs.PADDING_ROW_ID`.
+      Scores and ids. If exclusions leave fewer than `k` rows, the remaining entries are
+      `-inf` and `te.inputs.PADDING_ROW_ID`.
 
     Raises:
-      ValueError: if `k`, the table's name, the width of the queries or `excluded`
-        doesn't fit, or if the table's ids are not row numbers.
+      ValueError: if `k`, the table name, the query width or `excluded` doesn't fit, or
+        if the table's ids are not row numbers.
 
     Example:
       >>> import tpu_embedding as te
@@ -122,6 +120,8 @@ def top_k(
     vector = row if transform is None else jax.eval_shape(transform, row)
     check_search("top_k", queries, k, member.num_rows, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
+    # A table may have a stack's name, so the type decides: packed rows are a stack's,
+    # and an array is a whole table.
     rows = tables.get(member.name)
     if not isinstance(rows, jax.Array):
         check_tables(tables, [stack])
@@ -137,7 +137,8 @@ def top_k(
     sizes = {"k": operator.index(k), "stack": stack, "member": member, "plan": plan}
     if transform is None or isinstance(transform, jax.tree_util.Partial):
         return _compiled_search(*arrays, transform, **sizes)
-    # Compile again: the function may read a model that has changed since the last call.
+    # A plain function may read a model that has changed since the last call, so a
+    # compiled program can't be reused. A Partial's leaves are arguments instead.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
 
@@ -153,11 +154,11 @@ def _search(
     member: TablePlan,
     plan: EmbeddingPlan,
 ) -> TopK:
-    """Returns the best rows of a table on one or several devices; see `top_k`."""
     num_queries = queries.shape[0]
 
     def vectors_of(rows: Array) -> Array:
-        if stack.quantization is not None:  # as in a lookup
+        if stack.quantization is not None:
+            # Scores belong to the rows that a lookup returns.
             rows = quantize(rows, stack.quantization)
         return rows if transform is None else transform(rows).astype(jnp.float32)
 
@@ -166,12 +167,14 @@ def _search(
         read = lambda ids: vectors_of(rows_of_table(table, ids))  # noqa: E731
         return best_of_all(queries, read, member.num_rows, excluded, k)
     num_shards = stack.num_shards
+    # Replicas of the rows split the queries. Within a replica, each shard scores all of
+    # its queries.
     replica_spec = PartitionSpec(stack.replica_axes)
     device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
     def search_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
-        # The table's first row on the shard.
+        # The table's first row here: stack row `q` is on shard `q % num_shards`.
         first = (member.row_offset + num_shards - 1 - shard) // num_shards
 
         def read(numbers: Array) -> tuple[Array, Array]:
@@ -181,10 +184,14 @@ def _search(
             values = gather_rows(rows, stack.layout.dealt(on_shard)).astype(jnp.float32)
             return vectors_of(values), jnp.where(is_row, ids, PADDING_ROW_ID)
 
+        # Some shards have one row fewer. `read` marks the row past their end as
+        # padding.
         num_rows = -(-member.num_rows // num_shards)
-        num_best = min(k + excluded.shape[1], member.num_rows)  # Some may be excluded.
+        # Any excluded id may be among the best, and only the merge removes it.
+        num_best = min(k + excluded.shape[1], member.num_rows)
         best = _best_of_device(queries, read, num_rows, num_best)
-        if num_shards > 1:  # Each device merges its share of the queries.
+        if num_shards > 1:
+            # Not an all-gather: each device merges only its share of the queries.
             best = jax.tree.map(
                 lambda x: jax.lax.all_to_all(x, stack.shard_axes, 0, 1, tiled=True),
                 best,
@@ -192,7 +199,7 @@ def _search(
         return _merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        # Pad with queries of zeros, so that devices share the queries equally.
+        # Zero queries as padding, so that devices share the queries equally.
         room = ((0, -num_queries % plan.num_shards), (0, 0))
         queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
         best = on_shards(
@@ -203,6 +210,7 @@ def _search(
         )(rows, queries, excluded)
         return jax.tree.map(lambda x: x[:num_queries], best)
 
+    # An `Explicit` type can't shard queries that the devices don't divide.
     divides = num_queries % plan.num_shards == 0
     on_mesh = in_auto_axes(run, plan, device_spec if divides else PartitionSpec())
     return on_mesh(rows, queries, excluded)
@@ -213,10 +221,6 @@ _compiled_search = jax.jit(_search, static_argnames=("k", "stack", "member", "pl
 
 
 def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TablePlan]:
-    """Returns the plans of a table and its stack. The ids must be row numbers.
-
-    The name may be None if the plan has only one table.
-    """
     known = {table.name: (s, table) for s in plan.stacks for table in s.tables}
     if name is None and len(known) == 1:
         (name,) = known
@@ -224,6 +228,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
         raise invalid("top_k: table", f"name one of the tables {sorted(known)}", name)
     stack, member = known[name]
     vocabulary = stack.vocabulary
+    # Rows of dynamic tables are places in buckets, so their numbers are not ids.
     if not vocabulary.ids_are_rows:
         fix = (
             f"{vocabulary.instead_of_row_numbers} Score the rows with "
@@ -237,10 +242,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
 def check_search(
     owner: str, queries: Any, k: int, num_rows: int, vector_shape: tuple[int, ...]
 ) -> None:
-    """Raises ValueError if `k` or the queries don't fit the rows or their vectors.
-
-    `vector_shape` is the shape of the vectors of one row.
-    """
+    """Raises ValueError if `k`, the queries or one row's vector shape don't fit."""
     if not 1 <= k <= num_rows:
         raise invalid(f"{owner}: k", f"be from 1 to {num_rows}, the number of rows", k)
     if queries.ndim != 2 or vector_shape != (1, queries.shape[-1]):
@@ -249,11 +251,6 @@ def check_search(
 
 
 def checked_exclusions(excluded: Any, num_queries: int) -> Int[Array, "queries n"]:
-    """Returns the excluded ids as int32.
-
-    Raises:
-      ValueError: if they are not integers, or have the wrong shape.
-    """
     if excluded is None:
         return jnp.zeros((num_queries, 0), jnp.int32)
     if not isinstance(excluded, jax.Array):
@@ -279,16 +276,13 @@ def best_of_all(
     excluded: Int[Array, "queries n"],
     k: int,
 ) -> TopK:
-    """Returns the best of all rows if each device has them all.
-
-    `vectors_of` returns the vectors of some ids. Those of `PADDING_ROW_ID` don't count.
-    """
+    """Searches rows that each device has in full."""
 
     def read(numbers: Array) -> tuple[Array, Array]:
         ids = jnp.where(numbers < num_rows, numbers, PADDING_ROW_ID)
         return vectors_of(ids), ids
 
-    num_best = min(k + excluded.shape[1], num_rows)  # Some may be excluded.
+    num_best = min(k + excluded.shape[1], num_rows)
     best = _best_of_device(queries, read, num_rows, num_best)
     return _merged(best, excluded, k)
 
@@ -299,24 +293,25 @@ def _best_of_device(
     num_rows: int,
     num_best: int,
 ) -> TopK:
-    """Returns the best rows of one device, or all its rows if it has fewer.
-
-    The function reads `num_rows` rows, and returns the best `num_best` of them.
-    """
+    """Finds the `num_best` best rows on one device, or all if it has fewer."""
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
 
     def add_block(i: Any, best: TopK) -> TopK:
         first = jnp.asarray(i * size, jnp.int32)  # int64 under `jax_enable_x64`
         vectors, ids = read(first + jnp.arange(size, dtype=jnp.int32))
+        # By default, TPUs multiply float32 in bfloat16, and the order would be wrong.
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
-        scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)  # also NaN
-        scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 equals 0.0
+        # Not jnp.maximum, which would keep NaN.
+        scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)
+        # `top_k` would rank 0.0 above -0.0, whatever their ids.
+        scores = jnp.where(scores == 0, 0.0, scores)
         scores = jnp.where((ids == PADDING_ROW_ID)[None], -jnp.inf, scores)
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))
         ids = jnp.concatenate([best.ids, ids], axis=1)
-        # The first of several equal scores is kept. Earlier blocks have lower ids.
+        # `top_k` keeps the first of several equal scores. `best` was joined in front,
+        # because earlier blocks have lower ids.
         scores, positions = jax.lax.top_k(scores, num_best)
         return TopK(scores, jnp.take_along_axis(ids, positions, axis=1))
 
@@ -327,11 +322,13 @@ def _best_of_device(
 
 
 def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
-    """Merges the best rows of several devices. Equal scores are ordered by id."""
     scores, ids = best
-    if excluded.shape[1]:  # XLA:CPU of jax 0.11 crashes on an empty comparison.
+    # XLA:CPU of jax 0.11 crashes on an empty comparison.
+    if excluded.shape[1]:
         is_excluded = jnp.any(ids[:, :, None] == excluded[:, None, :], axis=2)
         scores = jnp.where(is_excluded, -jnp.inf, scores)
         ids = jnp.where(is_excluded, PADDING_ROW_ID, ids)
+    # `top_k` would order equal scores by device. The sort compares ids next, and
+    # padding comes last.
     keys, ids = jax.lax.sort((-scores, ids), dimension=1, num_keys=2)
     return TopK(-keys[:, :k], ids[:, :k])

@@ -1,4 +1,4 @@
-"""Means of losses, errors and probabilities, and the area under the ROC curve."""
+"""Metrics for samples with one label: means, log loss, calibration and AUC."""
 
 import dataclasses
 from typing import Any, Final, Self
@@ -23,11 +23,13 @@ from tpu_embedding.recommenders.metric import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mean(Metric):
-    """The weighted mean of values. It is defined if the total weight is not 0.
+    """The weighted mean of values.
+
+    It is defined if the total weight is not 0.
 
     Attributes:
-      weighted_values: total of weight times value.
-      weights: total of the weights.
+      weighted_values: summed weight times value.
+      weights: summed weights.
 
     Example:
       >>> mean = Mean.from_batch([1.0, 2.0, 9.0], weights=[True, True, False])
@@ -40,7 +42,7 @@ class Mean(Metric):
 
     @classmethod
     def from_batch(cls, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """Returns the metric of one batch.
+        """Makes the metric from one batch.
 
         Args:
           values: any shape.
@@ -58,7 +60,7 @@ class Mean(Metric):
         )
 
     def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if the total weight is not 0."""
+        """Tells if the total weight is not 0."""
         return self.weights.value() != 0
 
     def _compute(self) -> Float[Array, ""]:
@@ -66,8 +68,6 @@ class Mean(Metric):
 
 
 class _MeanOfErrors(Mean):
-    """The mean of a function of the difference of predictions and labels."""
-
     @classmethod
     def from_batch(
         cls,
@@ -75,12 +75,12 @@ class _MeanOfErrors(Mean):
         labels: ArrayLike,
         weights: ArrayLike | None = None,
     ) -> Self:
-        """Returns the metric of one batch.
+        """Makes the metric from one batch.
 
         Args:
           predictions: any shape.
           labels: shaped like `predictions`.
-          weights: weight of each sample; see `Mean.from_batch`.
+          weights: sample weights; see `Mean.from_batch`.
         """
         batch = {"predictions": predictions, "labels": labels, "weights": weights}
         rounded, rounded_labels, weights = check_batch(cls.__name__, **batch)
@@ -92,7 +92,6 @@ class _MeanOfErrors(Mean):
 
     @classmethod
     def _values(cls, errors: Array) -> Array:
-        """Returns the value of each error."""
         raise NotImplementedError
 
 
@@ -130,7 +129,7 @@ class RMSE(_MeanOfErrors):
 
 
 class ClickMetric(Metric):
-    """A metric of a click model, which predicts logits."""
+    """Base class for metrics of click models, which predict logits."""
 
     @classmethod
     def from_batch(
@@ -140,14 +139,14 @@ class ClickMetric(Metric):
         weights: ArrayLike | None = None,
         **settings: Any,
     ) -> Self:
-        """Returns the metric of one batch.
+        """Makes the metric from one batch.
 
         Args:
           logits: any shape. Convert probabilities with `jax.scipy.special.logit`.
             Infinite logits mean certainty: their log loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
-          weights: weight of each sample; see `Mean.from_batch`.
-          **settings: settings of the class, if any.
+          weights: sample weights; see `Mean.from_batch`.
+          **settings: class settings, if any.
 
         Raises:
           ValueError: if shapes differ, or a label on the host is outside `[0, 1]`.
@@ -159,7 +158,7 @@ class ClickMetric(Metric):
     def _of_clicks(
         cls, logits: Array, labels: Array, weights: Array, **settings: Any
     ) -> Self:
-        """Returns the metric of a checked batch."""
+        """Takes a batch that `check_clicks` returned."""
         raise NotImplementedError
 
 
@@ -183,15 +182,14 @@ class LogLoss(ClickMetric, Mean):
 class NormalizedEntropy(ClickMetric):
     """The mean log loss, relative to a model that always predicts the base rate.
 
-    The base rate is the share of positive samples. A value below 1 means that the model
-    is better than the base rate. See He et al., "Practical Lessons from Predicting
-    Clicks on Ads at Facebook" (ADKDD 2014), equation 1. The metric is defined if there
-    are positive and negative samples.
+    The base rate is the share of positive samples. Below 1, your model beats it. See He
+    et al., "Practical Lessons from Predicting Clicks on Ads at Facebook" (ADKDD 2014),
+    equation 1. The metric is defined if there are positive and negative samples.
 
     Attributes:
-      losses: total of weight times log loss.
-      positives: total weight of the positive samples.
-      negatives: total weight of the negative samples.
+      losses: summed weight times log loss.
+      positives: summed weights of positive samples.
+      negatives: summed weights of negative samples.
 
     Example:
       >>> float(NormalizedEntropy.from_batch([0.0, 0.0], [1.0, 0.0]).compute())
@@ -211,13 +209,13 @@ class NormalizedEntropy(ClickMetric):
         )
 
     def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if there are positive and negative samples."""
+        """Tells if there are positive and negative samples."""
         return (self.positives.value() != 0) & (self.negatives.value() != 0)
 
     def _compute(self) -> Float[Array, ""]:
         positives, negatives = self.positives.value(), self.negatives.value()
         weight = self.positives.add(self.negatives).value()
-        # The share of the rarer class, because 1 minus a small share is inexact.
+        # The rarer class, because 1 minus a small share would be inexact in float32.
         share = jnp.minimum(positives, negatives) / weight
         entropy = -share * jnp.log(share) - (1 - share) * jnp.log1p(-share)
         return self.losses.value() / weight / entropy
@@ -232,8 +230,8 @@ class Calibration(ClickMetric, Mean):
     is defined if a label is not 0.
 
     Attributes:
-      weighted_values: total of weight times the sigmoid of the logit.
-      weights: total of weight times label.
+      weighted_values: summed weight times sigmoid of the logit.
+      weights: summed weight times label.
 
     Example:
       >>> logits = jax.scipy.special.logit(jnp.array([0.5, 0.25]))
@@ -244,6 +242,7 @@ class Calibration(ClickMetric, Mean):
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         return cls(
+            # `Mean` divides these sums. The total weight cancels from both means.
             weighted_values=total_of(jax.nn.sigmoid(logits), weights),
             weights=total_of(labels, weights),
         )
@@ -252,7 +251,8 @@ class Calibration(ClickMetric, Mean):
 def log_loss(
     logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Returns the log loss of each sample. Logits may be infinite."""
+    """Computes log losses, also for infinite logits."""
+    # For an infinite logit, one class has an infinite loss. `weighted` keeps 0 * inf 0.
     positive_losses = weighted(jax.nn.softplus(-logits), labels)
     return positive_losses + weighted(jax.nn.softplus(logits), 1 - labels)
 
@@ -272,17 +272,18 @@ class AUC(ClickMetric):
 
     It is the probability that a positive sample scores above a negative one. Pairs with
     equal scores count half, and so do pairs in the same bin. The error is therefore at
-    most `max_error()`, which is half the share of pairs in the same bin.
+    most `max_error()`, half the share of pairs in the same bin.
 
-    Bins have equal width in `score / (1 + |score|)`. With logits as scores and 4096
-    bins, predictions near 0.5 have a resolution of 0.0001, and predictions near 0.01 of
-    0.00015. Far from 0, similar logits share a bin, such as 11.9 to 12.1; check
-    `max_error()`. The metric is defined if there are positive and negative samples.
+    Bins have equal width in `score / (1 + |score|)`. If scores are logits and you use
+    4096 bins, predictions near 0.5 have a resolution of 0.0001, and predictions near
+    0.01 of 0.00015. However, far from 0, similar logits share a bin, such as 11.97 and
+    12.04, so check `max_error()`. The metric is defined if there are positive and
+    negative samples.
 
     Attributes:
-      positives: `[num_bins]`, weight of the positive samples by ascending score.
-      negatives: `[num_bins]`, weight of the negative samples.
-      num_bins: number of bins, at least 2; an option of `from_batch`.
+      positives: `[num_bins]`, weights of positive samples, by ascending score.
+      negatives: `[num_bins]`, weights of negative samples.
+      num_bins: bin count, at least 2; an option of `from_batch`.
 
     Example:
       >>> auc = AUC.from_batch([0.3, 1.5], [1, 0])
@@ -295,6 +296,7 @@ class AUC(ClickMetric):
     num_bins: int = dataclasses.field(default=NUM_BINS, metadata={"static": True})
 
     def __post_init__(self):
+        # A default factory wouldn't know `num_bins`.
         for name in ("positives", "negatives"):
             if getattr(self, name) is _NONE:
                 object.__setattr__(self, name, Sum.zeros((self.num_bins,)))
@@ -304,7 +306,7 @@ class AUC(ClickMetric):
         cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":
         bins = _bins(logits, num_bins)
-        # NaN scores have no bin, and make the result NaN.
+        # NaN scores have no bin. NaN weights make the result NaN as well.
         labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
         return cls(
             positives=_histogram(bins, weighted(labels, weights), num_bins),
@@ -313,21 +315,23 @@ class AUC(ClickMetric):
         )
 
     def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if there are positive and negative samples."""
+        """Tells if there are positive and negative samples."""
         positives, negatives = self.positives.total(), self.negatives.total()
         return (positives.value() != 0) & (negatives.value() != 0)
 
     def max_error(self) -> Float[Array, ""]:
-        """Returns a bound on the error of `compute`, apart from float32 rounding."""
+        """Bounds the error of `compute`, apart from float32 rounding."""
         return _max_error(self)
 
     def _compute(self) -> Float[Array, ""]:
+        # A positive sample beats all negatives in lower bins, and half of its own bin:
+        # the running total minus half the bin.
         negatives = self.negatives
         half = Sum(high=-0.5 * negatives.high, low=-0.5 * negatives.low)
         return self._share(negatives.running().add(half).value())
 
     def _share(self, counts: Float[Array, " bins"]) -> Float[Array, ""]:
-        """Returns the total of `positives * counts`, as a share of all pairs."""
+        """Sums `positives * counts`, as a share of all pairs."""
         shares = self.positives.value() / self.positives.total().value()
         shares *= counts / self.negatives.total().value()
         return Sum.of(shares).total().value()
@@ -340,23 +344,21 @@ def _max_error(auc: AUC) -> Float[Array, ""]:
 
 
 def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]:
-    """Returns the bin of each score, 0 for NaN."""
-    # In [-1, 1].
+    # In [-1, 1]. The formula would turn infinite scores into NaN.
     squashed = jnp.where(
         jnp.isinf(scores), jnp.sign(scores), scores / (1 + jnp.abs(scores))
     )
     bins = jnp.floor((squashed + 1) * (0.5 * num_bins)).astype(jnp.int32)
+    # 1 is past the end. NaN scores have NaN weights, so any bin will do.
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
 
 
 def _histogram(
     bins: Int[Array, "*shape"], weights: Float[Array, "*shape"], num_bins: int
 ) -> Sum:
-    """Returns the total weight in each bin.
-
-    A float32 total of many weights is inexact. So each chunk of samples is summed
-    separately, and the totals of the chunks are then added as a `Sum`.
-    """
+    # A float32 total of many weights is inexact. So each chunk is summed separately,
+    # and the chunk totals are added as a `Sum`. With `num_bins` samples in each chunk,
+    # the totals take as much memory as the samples.
     num_chunks = -(-bins.size // num_bins)
     room = (0, num_chunks * num_bins - bins.size)
     bins, weights = (

@@ -1,4 +1,4 @@
-"""Layers of DLRM and DCN-v2 that combine the features of a sample."""
+"""Layers from DLRM and DCN-v2 that combine the features in each sample."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,20 +13,20 @@ from tpu_embedding.argument_checks import check_type, invalid
 from tpu_embedding.nn.embedding import RNGS
 
 Vectors = Sequence[Float[Array, "batch dim"]] | Float[Array, "batch vectors dim"]
-"""One vector per feature and sample: a list of arrays, or one stacked array."""
+"""One vector per feature and sample: arrays in a list, or one stacked array."""
 
 
 class DotInteraction(nnx.Module):
-    """The scalar products of all pairs of a sample's vectors. It has no parameters.
+    """Scalar products between all pairs of vectors in a sample.
 
-    For vectors `v_0, v_1, ...` of a sample, the result is
-    `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`: the lower triangle of the matrix of
-    products, row by row, as in TensorFlow Recommenders and Keras Recommenders. See
-    Naumov et al., "Deep Learning Recommendation Model for Personalization and
-    Recommendation Systems", arXiv 1906.00091.
+    The layer has no parameters. For vectors `v_0, v_1, ...`, the result is
+    `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`: the lower triangle of the product
+    matrix, row by row, as in TensorFlow Recommenders and Keras Recommenders. See Naumov
+    et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+    Systems", arXiv 1906.00091.
 
     Attributes:
-      self_interaction: whether to include the product of each vector with itself.
+      self_interaction: includes the product of each vector with itself.
 
     Example:
       >>> vectors = [jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0]]), jnp.ones((1, 2))]
@@ -38,7 +38,7 @@ class DotInteraction(nnx.Module):
         self.self_interaction = self_interaction
 
     def __call__(self, vectors: Vectors) -> Float[Array, "batch pairs"]:
-        """Returns the products of each sample.
+        """Multiplies all pairs.
 
         Args:
           vectors: `n` arrays `[batch, dim]`, or one array `[batch, n, dim]`.
@@ -50,6 +50,7 @@ class DotInteraction(nnx.Module):
           TypeError: if the vectors are a dict.
           ValueError: if the arrays differ in shape, or have the wrong axes.
         """
+        # A dict would iterate over its keys.
         if isinstance(vectors, Mapping):
             fix = "Write list(activations.values())."
             raise invalid(
@@ -71,12 +72,12 @@ class DotInteraction(nnx.Module):
 
 
 class FeatureCross(nnx.Module):
-    """A cross layer of DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
+    """A cross layer from DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input of the first layer of a stack, `x` the input of this layer, and
+    `x_0` is the input to the first layer in a stack, `x` the input to this layer, and
     `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs. `W`
-    is a full matrix, or `W = U V` of low rank. See Wang et al., "DCN V2: Improved Deep
-    & Cross Network", arXiv 2008.13535, equations 1 and 2. Names follow Keras
+    is a full matrix, or `W = U V` with low rank. See Wang et al., "DCN V2: Improved
+    Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names follow Keras
     Recommenders, and initial weights follow TorchRec.
 
     Attributes:
@@ -98,14 +99,14 @@ class FeatureCross(nnx.Module):
         diag_scale: float = 0.0,
         rngs: nnx.Rngs,
     ):
-        """Initializes matrices from Glorot's normal distribution, and biases to 0.
+        """Initializes matrices with Glorot's normal distribution, and biases with 0.
 
         Args:
-          num_inputs: width of the inputs.
+          num_inputs: input width.
           projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
-            the paper, a rank of a quarter of the width is as accurate.
-          diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
-            training, especially at low ranks.
+            the paper, a quarter of the width is as accurate.
+          diag_scale: added to the diagonal of `W`, at least 0. It stabilizes training,
+            especially at low ranks.
           rngs: stream `params` provides the keys.
 
         Raises:
@@ -121,6 +122,7 @@ class FeatureCross(nnx.Module):
             raise invalid("FeatureCross: diag_scale", "be at least 0", diag_scale)
         options: Any = {"kernel_init": nnx.initializers.glorot_normal(), "rngs": rngs}
         self.diag_scale = diag_scale
+        # As in equation 2, the only bias follows the second matrix.
         self.down = (
             nnx.Linear(num_inputs, projection_dim, use_bias=False, **options)
             if projection_dim is not None
@@ -133,12 +135,11 @@ class FeatureCross(nnx.Module):
         first: Float[Array, "*batch inputs"],
         crossed: Float[Array, "*batch inputs"] | None = None,
     ) -> Float[Array, "*batch inputs"]:
-        """Returns `x_next`.
+        """Computes `x_next`.
 
         Args:
           first: `x_0`.
-          crossed: `x`, the output of the previous layer. Defaults to `x_0`, for the
-            first layer.
+          crossed: `x`, the previous output. Defaults to `x_0`, for the first layer.
 
         Raises:
           ValueError: if the last axis is not `num_inputs` wide.
@@ -146,10 +147,12 @@ class FeatureCross(nnx.Module):
         if crossed is None:
             crossed = first
         width = self.up.out_features
+        # Widths of 1 would broadcast without an error.
         if (width, width) != (first.shape[-1], crossed.shape[-1]):
             shapes = [first.shape, crossed.shape]
             raise invalid("FeatureCross: inputs", f"be num_inputs={width} wide", shapes)
         output = self.up(crossed if self.down is None else self.down(crossed))
+        # A Python number, so 0 leaves the term out of the program.
         if self.diag_scale:
             output = output + self.diag_scale * crossed
         return first * output + crossed

@@ -1,12 +1,8 @@
 """The base of all metrics: exact sums that batches update, and that can be merged.
 
-A metric is a pytree of sums, so it passes through `jit` and `scan`, and `jax.lax.psum`
-merges the metrics of all devices.
-
-A float32 total of 2^24 no longer changes when 1 is added, so it ignores every sample
-after the first 17 million. A `Sum` therefore keeps the rounding error of each addition
-in a second float32. Likewise, float32 can't distinguish integers above 2^24, so
-`float32_in_order` keeps the order of values of any dtype.
+A metric is a pytree of sums, so it passes through `jit`, `scan` and `psum`. A float32
+total would ignore every sample after the first 17 million, because 2^24 + 1 rounds to
+2^24. A `Sum` therefore keeps each rounding error in a second float32.
 """
 
 import dataclasses
@@ -23,11 +19,11 @@ from tpu_embedding.argument_checks import describe_value, invalid
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sum:
-    """An array of totals, each the unevaluated sum `high + low` of two float32 values.
+    """Totals, each the unevaluated sum `high + low` of two float32 values.
 
-    Sums of integers are exact up to 2^46, in any order. Sums of other values of equal
-    sign have a relative error of at most 2^-44. `jax.lax.psum` over devices rounds
-    `high` once, to float32. Additions before and after the `psum` stay exact.
+    Integer sums are exact up to 2^46, in any order. If all values have the same sign,
+    other sums have a relative error of at most 2^-44. Note that `jax.lax.psum` over
+    devices rounds `high` once, to float32. Additions before and after it stay exact.
 
     Attributes:
       high: float32, the total rounded to float32.
@@ -44,19 +40,19 @@ class Sum:
 
     @classmethod
     def of(cls, values: Float[Array, "*shape"]) -> "Sum":
-        """Returns float32 values as totals."""
+        """Wraps float32 values as totals."""
         return cls(high=values, low=jnp.zeros_like(values))
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...] = ()) -> "Sum":
-        """Returns totals of zero."""
+        """Makes totals of zero."""
         return cls.of(jnp.zeros(shape, jnp.float32))
 
     def add(self, other: "Sum") -> "Sum":
-        """Returns the sum of two arrays of totals of the same shape.
+        """Adds two arrays of totals with the same shape.
 
-        The rounding error of `high + high` is a float32. The formula is from Knuth,
-        "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+        The rounding error of `high + high` is itself a float32. The formula is from
+        Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 
         Example:
           >>> big, one = Sum.of(jnp.float32(2**24)), Sum.of(jnp.float32(1))
@@ -69,19 +65,22 @@ class Sum:
         low = error + (self.low + other.low)
         # The formula would turn an infinite total into NaN.
         low = jnp.where(jnp.isfinite(total), low, 0.0)
+        # The pair is normalized again: `high` is the rounded total.
         high = total + low
         rest = jnp.where(jnp.isfinite(high), low - (high - total), 0.0)
         return Sum(high=high, low=rest)
 
     def value(self) -> Float[Array, "*shape"]:
-        """Returns the totals rounded to float32."""
+        """Rounds the totals to float32."""
         return self.high + self.low
 
     def running(self) -> "Sum":
-        """Returns the totals up to and including each entry of a vector."""
+        """Accumulates a vector: each entry becomes the total up to and including it."""
         size = self.high.size
 
         def add_earlier(level: Any, totals: "Sum") -> "Sum":
+            # A slice of the padded vector shifts it by `2**level`, because a traced
+            # `level` can't be an amount of padding.
             start = size - (1 << level)
             earlier = [
                 jax.lax.dynamic_slice_in_dim(jnp.pad(x, (size, 0)), start, size)
@@ -89,11 +88,12 @@ class Sum:
             ]
             return totals.add(Sum(high=earlier[0], low=earlier[1]))
 
-        # jax.lax.associative_scan takes seconds to compile.
+        # jax.lax.associative_scan takes seconds to compile. Each round of this loop
+        # doubles how many entries a total spans.
         return jax.lax.fori_loop(0, (size - 1).bit_length(), add_earlier, self)
 
     def total(self) -> "Sum":
-        """Returns the total over the first axis."""
+        """Sums over the first axis."""
 
         def add(total: Any, other: Any) -> tuple[Array, Array]:
             (high, low), (other_high, other_low) = total, other
@@ -109,11 +109,11 @@ Nest = TypeVar("Nest")
 
 
 class Metric:
-    """Base class of all metrics: frozen dataclasses of sums and static settings.
+    """Base class for metrics: frozen dataclasses with sums and static settings.
 
     `from_batch` makes a metric from a batch, `merge` adds two metrics, and `compute`
-    returns the value. The order and grouping of samples don't matter, except for
-    rounding.
+    returns the value. You may order and group samples as you like, which changes only
+    the rounding.
 
     Example:
       >>> from tpu_embedding.metrics import MAE
@@ -124,25 +124,25 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Returns the metric without samples, with these settings."""
+        """Makes the metric without samples, with these settings."""
         return cls(**settings)
 
     @classmethod
     def from_batch(cls, *batch: Any, **settings: Any) -> Self:
-        """Returns the metric of one batch. Each class defines its batch."""
+        """Makes the metric from one batch. Each class defines its batch."""
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
-        """Returns the metric of this metric's samples and a batch.
+        """Adds a batch, and returns the new metric.
 
         Args:
-          *batch: arguments of `from_batch`.
-          **inputs: keyword arguments of `from_batch`, except settings, which are kept.
+          *batch: arguments for `from_batch`.
+          **inputs: keyword arguments for `from_batch`, except settings, which are kept.
         """
         return self.merge(self.from_batch(*batch, **inputs, **self._settings()))
 
     def merge(self, other: Self) -> Self:
-        """Returns the metric of the samples of both metrics.
+        """Combines the samples in both metrics.
 
         Raises:
           ValueError: if the other metric has a different class or different settings.
@@ -150,15 +150,15 @@ class Metric:
         return merge(self, other)
 
     def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if the samples determine a value; see each class."""
+        """Tells if the samples determine a value; see each class."""
         raise NotImplementedError(f"{type(self).__name__} has no is_defined")
 
     def compute(self) -> Float[Array, ""]:
-        """Returns the value, a float32 scalar, or NaN if it is not defined."""
+        """Computes the value, a float32 scalar, or NaN if it is not defined."""
         return _value_of(self)
 
     def _compute(self) -> Float[Array, ""]:
-        """Returns the value, arbitrary if it is not defined."""
+        """Computes the value, which may be anything if it is not defined."""
         raise NotImplementedError(f"{type(self).__name__} has no _compute")
 
     def _settings(self) -> dict[str, Any]:
@@ -169,6 +169,7 @@ class Metric:
         }
 
 
+# Jitted, so that a metric compiles once per run, even if `compute` is called eagerly.
 @jax.jit
 def _value_of(metric: Metric) -> Float[Array, ""]:
     return jnp.where(metric.is_defined(), metric._compute(), jnp.nan)
@@ -183,6 +184,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
       >>> float(merge({"mae": first}, {"mae": second})["mae"].compute())
       0.5
     """
+    # Settings are part of a metric's pytree structure, so unequal ones raise below.
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     try:
         return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)
@@ -194,7 +196,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
 
 
 def compute(metrics: Any) -> Any:
-    """Returns the values of a nest of metrics, as a nest of float32 scalars.
+    """Computes all metrics in a nest, as float32 scalars.
 
     Example:
       >>> from tpu_embedding.metrics import MAE
@@ -206,21 +208,13 @@ def compute(metrics: Any) -> Any:
 
 
 def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
-    """Returns the arrays of a batch as float32, with ones for `None`.
-
-    Args:
-      owner: class of the metric, for the error.
-      **arrays: arrays by name. All must have the shape of the first array, because JAX
-        would silently broadcast `[batch]` with `[batch, 1]`.
-
-    Raises:
-      ValueError: if a shape differs.
-    """
+    """Converts a batch to float32, with ones for None."""
     converted = {
         name: as_float32(array) for name, array in arrays.items() if array is not None
     }
     (first, values), *others = converted.items()
     for name, array in others:
+        # JAX would silently broadcast `[batch]` with `[batch, 1]`.
         if array.shape != values.shape:
             rule = f"have the shape of {first}, {list(values.shape)}"
             raise invalid(f"{owner}: {name}", rule, list(array.shape))
@@ -228,35 +222,31 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
 
 
 def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
-    """Returns values as float32. JAX would truncate 64-bit integers first."""
     if is_on_device(values):
         return jnp.asarray(values).astype(jnp.float32)
+    # Not jnp.asarray alone, which would truncate 64-bit integers before the cast.
     return jnp.asarray(np.asarray(values).astype(np.float32))
 
 
 def is_on_device(values: Any) -> bool:
-    """Returns True if values, such as a list, contain a JAX array."""
+    """Tells if a value is or contains a JAX array."""
     return any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
 
 
 def check_clicks(
     owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
 ) -> list[Float[Array, "*shape"]]:
-    """Checks logits, labels and weights of a batch, and returns them as float32.
-
-    The values of device arrays are not checked, because the host would wait for them.
-
-    Raises:
-      ValueError: if a shape differs, or if a label with nonzero weight is outside
-        `[0, 1]`, such as when logits are passed as labels.
-    """
+    """Checks a click batch, and converts it to float32."""
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
+    # The host would have to wait for the values of device arrays.
     if is_on_device((labels, weights)):
         return batch
+    # Labels without weight may be padding, with any value.
     used = np.asarray(labels, np.float32)
     used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
+        # Typically, logits were passed as labels.
         rule = f"be in [0, 1], but {int(is_wrong.sum())} labels are not"
         fix = "The order of arguments is from_batch(logits, labels, weights)."
         raise invalid(f"{owner}: labels", rule, float(used[is_wrong][0]), fix)
@@ -266,33 +256,32 @@ def check_clicks(
 def weighted(
     values: Float[Array, "*shape"], weights: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Returns `weights * values`, 0 where the weight is 0 even if the value is NaN."""
+    # Samples with weight 0 may have infinite or NaN values, such as padding.
     return jnp.where(weights == 0, 0.0, weights * values)
 
 
 def total_of(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) -> Sum:
-    """Returns the total of weight times value over all samples."""
+    # Only totals across batches are exact. Within a batch, XLA sums in float32.
     return Sum.of(jnp.sum(weighted(values, weights)))
 
 
 _MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
-"""Bits of the widest dtype of each kind whose values float32 represents exactly."""
+"""Bits in the widest dtype per kind whose values float32 represents exactly.
+
+Other kinds, such as bool and bfloat16 (kind "V"), always fit."""
 
 
 def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
-    """Returns float32 values that have the order of `values` along the last axis.
+    """Converts values to float32, in the same order along the last axis.
 
-    Equal values stay equal, and NaN stays NaN. Values of most dtypes are unchanged.
-    Values that float32 would round, because of their dtype, become ranks among the
-    distinct values, from 0.
-
-    Args:
-      values: numbers of any shape.
+    Equal values stay equal, and NaN stays NaN. If float32 could round values of this
+    dtype, they become ranks among the distinct values, from 0.
 
     Example:
       >>> float32_in_order(np.array([1_700_000_001, 5, 1_700_000_003])).tolist()
       [1.0, 0.0, 2.0]
     """
+    # NumPy keeps all bits of 64-bit values on the host, which JAX would truncate.
     xp: Any = jnp if is_on_device(values) else np
     values = xp.asarray(values)
     dtype = values.dtype
@@ -304,18 +293,16 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     is_new = xp.concatenate([xp.zeros_like(ordered[..., :1], bool), is_new], axis=-1)
     ranks = xp.cumsum(is_new, axis=-1, dtype=xp.int32)
     ranks = xp.take_along_axis(ranks, xp.argsort(order, axis=-1), axis=-1)
+    # Only NaN differs from itself.
     ranks = xp.where(values == values, ranks.astype(xp.float32), xp.float32(np.nan))
     return jnp.asarray(ranks)
 
 
 def as_integers(owner: str, ids: ArrayLike) -> Array | np.ndarray:
-    """Returns ids as an array. Ids on the host stay on the host.
-
-    Raises:
-      ValueError: if they are not integers, because other dtypes can round ids.
-    """
+    """Converts ids to an array. Host ids stay on the host."""
     ids = jnp.asarray(ids) if is_on_device(ids) else np.asarray(ids)
-    if ids.size == 0:  # NumPy makes empty lists float64.
+    # NumPy makes empty lists float64.
+    if ids.size == 0:
         return ids.astype(np.int32)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise invalid(owner, "be integers", ids, "Floats can round ids.")
@@ -327,12 +314,12 @@ def equal_ids(
 ) -> Bool[Array, "*shape"]:
     """Compares integers of any dtypes exactly, on the host or on devices.
 
-    JAX would truncate 64-bit integers of the host, and 4294967295 would equal -1.
-
     Example:
       >>> equal_ids(np.array([5, 2**40 + 5]), jnp.array([5, 5])).tolist()
       [True, False]
     """
+    # Without casts, JAX would truncate 64-bit integers from the host, and 4294967295
+    # would equal -1.
     on_device = [x.dtype for x in (ids, others) if isinstance(x, jax.Array)]
     dtype = on_device[0] if on_device else ids.dtype
     (ids, fits), (others, others_fit) = (cast_ids(x, dtype) for x in (ids, others))
@@ -340,6 +327,7 @@ def equal_ids(
 
 
 def cast_ids(ids: Any, dtype: Any) -> tuple[Any, Any]:
-    """Returns integers in another dtype, and a mask of those that keep their value."""
+    """Casts integers, and marks the ones that keep their value."""
     cast = ids.astype(dtype)
+    # 4294967295 survives the round trip through int32, but its sign changes.
     return cast, (cast.astype(ids.dtype) == ids) & ((cast < 0) == (ids < 0))

@@ -37,38 +37,37 @@ def in_batch_softmax(
     item_ids: Int[Array, " batch"] | None = None,
     num_hard_negatives: int | None = None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
-    """Returns the log-softmax and ranks of each query's own item in its batch. Global.
+    """Scores each query's own item against the other items in its batch.
 
-    The other items of the batch are the negatives. `q_j` is the probability that a
-    sample contains item `j`. The scores are from equation 5 of Yi et al.,
-    "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"
-    (RecSys 2019):
+    The other items are the negatives. `q_j` is the probability that a sample contains
+    item `j`. The scores are from equation 5 in Yi et al., "Sampling-Bias-Corrected
+    Neural Modeling for Large Corpus Item Recommendations" (RecSys 2019):
 
         s_ij = <queries_i, items_j> - log q_j
         log_softmax_i = s_ii - log(sum over j of exp(s_ij))
 
-    A popular item often appears as a negative. The correction `log q_j` keeps that from
-    lowering its score. At the minimum of the loss, `<queries_i, items_j>` is the
-    logarithm of the probability that query `i` chooses item `j`, up to a constant per
-    query. The loss is the mean of `-log_softmax`.
+    The correction `log q_j` keeps popular items, which often appear as negatives, from
+    scoring too low. At the minimum of the loss, `<queries_i, items_j>` is, up to a
+    constant per query, the logarithm of the probability that query `i` chooses item
+    `j`. Your loss is the mean of `-log_softmax`.
 
     Args:
-      queries: one query vector per sample.
+      queries: one query vector per sample. Global.
       items: one item vector per sample. Items of samples with weight 0 are also
         candidates.
-      log_probabilities: natural logarithm of `q` for each sample's item. By default,
-        all items are equally frequent.
-      item_ids: id of each sample's item. Samples with the same item are then not
-        negatives of each other. Without ids they are, as in the paper.
-      num_hard_negatives: number of negatives per query in the softmax, at least 1. The
-        negatives with the highest `s` are used, as in TensorFlow Recommenders'
-        `tasks.Retrieval`. Defaults to all. Ranks always count all.
+      log_probabilities: natural logarithm `log q` per sample. By default, all items are
+        equally frequent.
+      item_ids: item id per sample. If you pass them, samples with the same item are not
+        negatives of each other. Otherwise they are, as in the paper.
+      num_hard_negatives: how many negatives per query enter the softmax, at least 1.
+        The highest `s` are used, as in TensorFlow Recommenders' `tasks.Retrieval`.
+        Defaults to all. Ranks always count all.
 
     Returns:
-      `log_softmax`, at most 0, and the `te.metrics.Ranks` of each sample's own item:
-      the number of candidates with a higher `s`, from 0 to `batch - 1`, and the number
-      with an equal one. Pass them to `te.metrics.RecallAtK.from_ranks`. Ranks are NaN
-      if a score of the sample is NaN.
+      `log_softmax`, at most 0, and `te.metrics.Ranks`: how many candidates have a
+      higher `s` than the sample's own item, from 0 to `batch - 1`, and how many the
+      same. Pass them to `te.metrics.RecallAtK.from_ranks`. If a score of the sample is
+      NaN, its ranks are NaN.
 
     Raises:
       ValueError: if shapes differ, or `num_hard_negatives` is not a positive int.
@@ -107,38 +106,38 @@ def sampled_softmax(
     negative_ids: Int[Array, " negatives"] | None = None,
     num_hard_negatives: int | None = None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
-    """Returns the log-softmax and ranks of each query's item among sampled negatives.
+    """Scores each query's item against negatives that you sampled.
 
-    All queries share the negatives, which you sample and look up. `q` is the expected
-    number of times that a batch of negatives contains an item. Its correction makes the
-    softmax an estimate of the softmax over all items:
+    All queries share the negatives, which you also look up. `q` is the expected number
+    of times that a batch of negatives contains an item. With this correction, the
+    result estimates the softmax over all items:
 
         s_i = <queries_i, items_i> - log q(items_i)
         s_ij = <queries_i, negatives_j> - log q(negatives_j)
         log_softmax_i = s_i - log(exp(s_i) + sum over j of exp(s_ij))
 
-    The loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
+    Your loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
     Target Vocabulary for Neural Machine Translation" (ACL 2015), like
-    `tf.nn.sampled_softmax_loss`. With ids, negatives that are the query's own item
-    (*accidental hits*) are excluded, as in TensorFlow by default.
+    `tf.nn.sampled_softmax_loss`. If you pass ids, negatives that are the query's own
+    item (*accidental hits*) are excluded, as in TensorFlow by default.
 
     Args:
       queries: one query vector per sample. Global.
-      items: vector of the item that each sample chose.
+      items: vectors of the items that the samples chose.
       negatives: vectors of the sampled items.
-      item_log_probabilities: natural logarithm of `q` for each sample's item.
-      negative_log_probabilities: natural logarithm of `q` for each sampled item. Pass
-        both, or neither if all items are sampled equally often.
-      item_ids: id of each sample's item.
-      negative_ids: id of each sampled item. Pass both or neither.
+      item_log_probabilities: natural logarithm `log q` for each sample's item.
+      negative_log_probabilities: the same for each sampled item. Pass both, or neither
+        if all items are sampled equally often.
+      item_ids: item id per sample.
+      negative_ids: id per sampled item. Pass both or neither.
       num_hard_negatives: see `in_batch_softmax`.
 
     Returns:
-      `log_softmax` and ranks, as `in_batch_softmax` returns them. Ranks are from 0 to
-      the number of negatives.
+      `log_softmax` and ranks, as in `in_batch_softmax`. Ranks go from 0 to the number
+      of negatives.
 
     Raises:
-      ValueError: if shapes don't fit, only one array of a pair is passed, or
+      ValueError: if shapes don't fit, only one array in a pair is passed, or
         `num_hard_negatives` is not a positive int.
 
     Example:
@@ -187,8 +186,6 @@ def sampled_softmax(
 
 
 class _Candidates(NamedTuple):
-    """Scalar products with the queries, and the vectors and log q of the candidates."""
-
     products: Float[Array, "*batch candidates"]
     vectors: Float[Array, "candidates dim"]
     log_probabilities: Float[Array, " candidates"] | None
@@ -206,13 +203,14 @@ def _softmax_of_own(
     is_negative: Bool[Array, "batch negatives"],
     num_hard_negatives: int | None,
 ) -> tuple[Float[Array, " batch"], Ranks]:
-    """Returns the log-softmax and ranks of a score among the scores of negatives."""
     if num_hard_negatives is not None:
         check = int_from(1, num_hard_negatives)
         check_hyperparameters(f"te.nn.{owner}", num_hard_negatives=check)
     own_log_q, log_q = own_item.log_q(), others.log_q()
     own, scores = own_item.products - own_log_q, others.products - log_q[None, :]
+    # NaN compares as False with everything, which would rank the item first.
     is_nan = jnp.isnan(own) | jnp.any(jnp.isnan(scores) & is_negative, axis=1)
+    # exp(-inf) is 0, so hits add nothing, and get no gradient.
     scores = jnp.where(is_negative, scores, -jnp.inf)
     hard = scores
     if num_hard_negatives is not None and num_hard_negatives < scores.shape[1]:
@@ -238,17 +236,18 @@ def _softmax_of_own(
 def _are_equal(
     vectors: Float[Array, "n dim"], others: Float[Array, "m dim"]
 ) -> Bool[Array, "n m"]:
-    """Compares each pair of vectors with 64-bit hashes of the bits of their elements.
-
-    The chance that two different vectors have equal hashes is 2^-64.
-    """
+    """Compares each pair of vectors. A wrong result has a chance of 2^-64."""
+    # Compares 64-bit hashes, because elements would take `n * m * dim` comparisons.
+    # Equal numbers have equal bits only in the same dtype.
     dtype = jnp.promote_types(vectors.dtype, others.dtype)
 
     def hash_words(vectors: Array) -> tuple[Array, Array]:
         vectors = jax.lax.stop_gradient(vectors).astype(dtype)
-        vectors = jnp.where(vectors == 0, jnp.zeros_like(vectors), vectors)  # -0.0
+        # -0.0 equals 0.0, but has different bits.
+        vectors = jnp.where(vectors == 0, jnp.zeros_like(vectors), vectors)
         bits = vectors.view(f"uint{min(8 * dtype.itemsize, 32)}").astype(jnp.uint32)
         positions = np.arange(1, bits.shape[1] + 1, dtype=np.uint32)
+        # Sums ignore the order, so each element is mixed with its position.
         words = mix_bits(bits ^ mix_bits(positions)[None, :])
         more_words = mix_bits(words + jnp.uint32(1))
         # Unlike sums of floats, sums of integers are exact in any order.
@@ -269,27 +268,27 @@ def pairwise_loss(
     *,
     where: Bool[Array, "*lists items"] | None = None,
 ) -> Float[Array, "*lists"]:
-    """Returns the sum of `of_difference(s_j - s_i)` over the pairs with `y_i > y_j`.
+    """Sums `of_difference(s_j - s_i)` over the pairs with `y_i > y_j`.
 
-    The default is the logistic loss `log(1 + exp(s_j - s_i))` of RankNet, and of BPR if
-    one item of each pair was chosen; see Burges et al., "Learning to Rank using
-    Gradient Descent" (ICML 2005). Other pairwise losses:
+    The default is the logistic loss `log(1 + exp(s_j - s_i))` from RankNet, and from
+    BPR if one item in each pair was chosen; see Burges et al., "Learning to Rank using
+    Gradient Descent" (ICML 2005). You can also pass other losses, for example:
 
     * hinge: `lambda d: jax.nn.relu(1 + d)`; see Joachims, "Optimizing Search Engines
       using Clickthrough Data" (KDD 2002);
     * soft zero-one: `jax.nn.sigmoid`.
 
-    TensorFlow Ranking and Keras Recommenders form the same pairs. To average,
-    Keras Recommenders divides the sum by the number of items.
+    TensorFlow Ranking and Keras Recommenders form the same pairs. To average, Keras
+    Recommenders divides the sum by the item count.
 
     Args:
-      scores: score `s` of each item, optionally divided by a temperature.
-      labels: relevance `y` of each item, of the same shape.
-      of_difference: elementwise loss of a pair. Its derivative must be finite at -0.5.
+      scores: item scores `s`, optionally divided by a temperature.
+      labels: item relevances `y`, in the same shape.
+      of_difference: elementwise loss for a pair. Its derivative must be finite at -0.5.
       where: False for padding. By default, nothing is padding.
 
     Returns:
-      The loss of each list, 0 if all labels are equal.
+      One loss per list, 0 if all labels are equal.
 
     Raises:
       ValueError: if shapes differ.
@@ -307,6 +306,8 @@ def pairwise_loss(
         where = jnp.asarray(where)
         is_pair &= where[..., :, None] & where[..., None, :]
     differences = scores[..., None, :] - scores[..., :, None]
+    # Both `where`s are needed: this one keeps NaN out of the derivative, and the last
+    # one keeps other pairs out of the sum.
     differences = jnp.where(is_pair, differences, DIFFERENCE_OF_NO_PAIR)
     losses = of_difference(differences)
     return jnp.sum(jnp.where(is_pair, losses, 0.0), axis=(-2, -1))
@@ -318,20 +319,20 @@ def list_mle_loss(
     *,
     where: Bool[Array, "*lists items"] | None = None,
 ) -> Float[Array, "*lists"]:
-    """Returns the negative log-likelihood of the labels' order, a listwise loss.
+    """Computes the negative log-likelihood of the label order, a listwise loss.
 
     In the Plackett-Luce model, items are drawn one after the other, each from a softmax
-    of the remaining scores:
+    over the remaining scores:
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 
     Items are numbered by descending label, with equal labels in order, as in Keras
-    Recommenders. All bits of labels count, except that JAX truncates 64-bit arguments
-    of a jitted function. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
+    Recommenders. All label bits count. However, JAX truncates 64-bit arguments of
+    jitted functions. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
     2008). Arguments and errors are the same as for `pairwise_loss`.
 
     Returns:
-      The loss of each list, at least 0. It is 0 for lists of at most one item.
+      One loss per list, at least 0. Lists with at most one item have 0.
 
     Example:
       >>> loss = list_mle_loss(jnp.array([1.0, 1.0, 1.0]), jnp.array([0, 2, 1]))
@@ -342,6 +343,8 @@ def list_mle_loss(
     _check_shapes("list_mle_loss", "[..., items]", **given)
     scores, labels = jnp.asarray(scores), float32_in_order(labels)
     where = jnp.ones(scores.shape, bool) if where is None else jnp.asarray(where)
+    # Padding sorts last, and adds exp(-3e38), which is 0. The stable sort keeps equal
+    # labels in order.
     keys = jnp.where(where, -labels, jnp.inf)
     falling = jnp.argsort(keys, axis=-1, stable=True)
     where = jnp.take_along_axis(where, falling, axis=-1)
@@ -353,15 +356,15 @@ def list_mle_loss(
 
 
 def _where_given(values: Any) -> Array | np.ndarray:
-    """Returns an array, on the host if the values are: JAX would truncate 64 bits."""
+    # Host values stay on the host, because JAX would truncate 64 bits.
     return values if isinstance(values, jax.Array) else np.asarray(values)
 
 
 def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
-    """Raises ValueError unless all shapes are equal and have these axes."""
     shapes = {name: np.shape(x) for name, x in arrays.items() if x is not None}
     first, *others = shapes.values()
     num_axes = axes.count(",") + 1
+    # JAX would broadcast `[batch]` with `[batch, 1]`.
     is_right = first != () if "..." in axes else len(first) == num_axes
     if not is_right or any(shape != first for shape in others):
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -1,8 +1,8 @@
-"""Metrics of retrieval, for samples that rank candidates.
+"""Retrieval metrics, for samples that rank candidates.
 
 Candidates with equal scores can be ranked in any order. Both metrics average over all
 possible orders, like scikit-learn's `ndcg_score`. So a model that gives all candidates
-the same score gets the value of a random order, and not the value of a perfect order.
+the same score gets the value of a random order, not of a perfect one.
 """
 
 import dataclasses
@@ -26,15 +26,16 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 
 class Ranks(NamedTuple):
-    """The possible ranks of one relevant candidate per sample, if scores can be equal.
+    """The possible ranks of one relevant candidate per sample.
 
-    The `num_equal` ranks that begin with `num_higher` are equally likely.
+    If scores are equal, several ranks are possible: `num_equal` ranks from `num_higher`
+    on, all equally likely.
 
     Attributes:
-      num_higher: number of candidates with a higher score, any shape. NaN if a score is
+      num_higher: how many candidates have a higher score, any shape. NaN if a score is
         NaN.
-      num_equal: number of candidates with the same score as the relevant candidate,
-        including itself; shaped like `num_higher`.
+      num_equal: how many candidates have the relevant candidate's score, including
+        itself; shaped like `num_higher`.
 
     Example:
       >>> ranks = Ranks(jnp.array([0.0, 1.0]), num_equal=jnp.array([2.0, 1.0]))
@@ -49,13 +50,10 @@ class Ranks(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TopK(Mean):
-    """The weighted mean of a value that each sample's best `k` candidates determine.
+    """A weighted mean over samples, each valued by its best `k` candidates.
 
-    Samples without a relevant candidate are ignored. The metric is defined if the total
-    weight of the remaining samples is not 0.
-
-    Attributes:
-      k: number of candidates that count.
+    Samples without a relevant candidate are ignored. If no weight remains, the metric
+    is not defined.
     """
 
     k: int = dataclasses.field(metadata={"static": True})
@@ -70,20 +68,21 @@ class _TopK(Mean):
         is_candidate: ArrayLike | None = None,
         k: int,
     ) -> Self:
-        """Returns the metric of one batch.
+        """Makes the metric from one batch.
 
         Args:
           scores: `[batch, candidates]`. Higher scores rank first. Only their order
             matters, even for 64-bit numbers on the host.
-          labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
+          labels: `[batch, candidates]`, candidate relevances; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           is_candidate: bool `[batch, candidates]`, False for padding. Defaults to True.
-          k: at least 1. If it exceeds the number of candidates, all candidates count.
+          k: at least 1. If it exceeds the candidate count, all candidates count.
 
         Raises:
           ValueError: if shapes differ, or `k` is below 1.
         """
         cls._check(k)
+        # A cast to float32 would make different 64-bit scores equal.
         scores = float32_in_order(scores)
         scores, labels, is_candidate = check_batch(
             cls.__name__, scores=scores, labels=labels, is_candidate=is_candidate
@@ -96,8 +95,10 @@ class _TopK(Mean):
         is_candidate = is_candidate != 0
         labels = jnp.where(is_candidate, labels, 0.0)
         values = cls._values(scores, labels, is_candidate, k)
+        # A NaN score would otherwise rank last, and a broken model would get a value.
         is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
         values = jnp.where(is_nan, jnp.nan, values)
+        # Weight 0 also drops the values 0 / 0 of these samples.
         is_used = jnp.any(labels != 0, axis=1)
         return cls._of(values, jnp.where(is_used, weights, 0.0), k=k)
 
@@ -105,11 +106,11 @@ class _TopK(Mean):
     def from_ranks(
         cls, ranks: ArrayLike | Ranks, weights: ArrayLike | None = None, *, k: int
     ) -> Self:
-        """Returns the metric of samples with one relevant candidate each.
+        """Makes the metric for samples with one relevant candidate each.
 
         Args:
-          ranks: number of candidates ranked before the relevant candidate, any shape;
-            or `Ranks`, such as from `te.nn.in_batch_softmax`, if scores can be equal.
+          ranks: how many candidates rank before the relevant one, any shape; or
+            `Ranks`, such as from `te.nn.in_batch_softmax`, if scores can be equal.
           weights: at least 0, or bool, shaped like `ranks`. Defaults to 1.
           k: at least 1.
 
@@ -142,14 +143,14 @@ class _TopK(Mean):
         *,
         k: int,
     ) -> Self:
-        """Returns the metric of retrieved ids, such as those from `te.nn.top_k`.
+        """Makes the metric for retrieved ids, such as from `te.nn.top_k`.
 
         A sample whose label was not retrieved has the value 0. The label
         `te.inputs.PADDING_ROW_ID`, which pads `ids`, is never found.
 
         Args:
-          ids: integers `[batch, n]`, the candidates of each sample, best first.
-          labels: integers `[batch]`, the relevant id of each sample. Host arrays are
+          ids: integers `[batch, n]`, candidates per sample, best first.
+          labels: integers `[batch]`, the relevant id per sample. Host arrays are
             compared with all 64 bits.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           k: from 1 to `n`.
@@ -172,16 +173,14 @@ class _TopK(Mean):
             raise invalid(f"{cls.__name__}: ids", rule, shapes)
         is_wanted = equal_ids(ids, labels[:, None])
         is_wanted &= ~equal_ids(labels, np.array([PADDING_ROW_ID]))[:, None]
+        # argmax is 0 without a match, which would be the best rank.
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
         ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
         return cls.from_ranks(ranks, weights, k=k)
 
     @classmethod
     def _gains(cls, ranks: Any, xp: Any = jnp) -> Any:
-        """Returns the gain of a relevant candidate by rank, from 0.
-
-        `xp` is the library of the array, `numpy` or `jax.numpy`.
-        """
+        """Maps ranks, from 0, to gains. `xp` is `numpy` or `jax.numpy`."""
         raise NotImplementedError
 
     @classmethod
@@ -192,7 +191,6 @@ class _TopK(Mean):
         is_candidate: Bool[Array, "batch candidates"],
         k: int,
     ) -> Float[Array, " batch"]:
-        """Returns the value of each sample, undefined if no candidate is relevant."""
         raise NotImplementedError
 
     @classmethod
@@ -203,7 +201,6 @@ class _TopK(Mean):
         is_candidate: Bool[Array, "batch candidates"],
         k: int,
     ) -> Float[Array, " batch"]:
-        """Returns the total of label times gain over the best `k` candidates."""
         # NaN and padding sort after all scores.
         keys = jnp.where(is_candidate, -scores, jnp.nan)
         starts, ends = (
@@ -212,6 +209,7 @@ class _TopK(Mean):
             )
             for side in ("left", "right")
         )
+        # Equal scores share the ranks from `starts` to `ends`, and so their mean gain.
         gains = cls._sum_of_gains(starts, ends, min(k, scores.shape[1]))
         return jnp.sum(labels * gains / (ends - starts).astype(jnp.float32), axis=1)
 
@@ -219,7 +217,7 @@ class _TopK(Mean):
     def _sum_of_gains(
         cls, starts: Array, ends: Array, k: int
     ) -> Float[Array, "*shape"]:
-        """Returns the total gain of the ranks below `k` from `starts` to `ends - 1`."""
+        """Sums the gains for ranks in `[starts, ends)` and below `k`."""
         # Use float64 on the host, because differences of float32 totals are inexact.
         totals = np.cumsum(cls._gains(np.arange(k), np), dtype=np.float64)
         totals = np.concatenate([[0.0], totals])
@@ -241,7 +239,7 @@ class RecallAtK(_TopK):
     """The share of relevant candidates among the best `k`, averaged over samples.
 
     With one relevant candidate per sample, it is the hit rate. Samples without a
-    relevant candidate are ignored. For retrieved ids, use `from_top_k`.
+    relevant candidate are ignored. If you have retrieved ids, use `from_top_k`.
 
     Example:
       >>> recall = RecallAtK.from_batch([[3.0, 2.0, 1.0]], [[1, 0, 1]], k=2)
@@ -263,9 +261,9 @@ class RecallAtK(_TopK):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NDCGAtK(_TopK):
-    """The normalised discounted cumulative gain of the best `k`, averaged over samples.
+    """The normalized discounted cumulative gain at `k`, averaged over samples.
 
-    A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
+    A candidate at rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
     the sum for the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
     Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
     the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
@@ -294,11 +292,11 @@ class NDCGAtK(_TopK):
         gains: Literal["linear", "exponential"] = "linear",
         **options: Any,
     ) -> Self:
-        """Returns the metric of one batch.
+        """Makes the metric from one batch.
 
         Args:
           scores: `[batch, candidates]`. Higher scores rank first.
-          labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
+          labels: `[batch, candidates]`, candidate relevances; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           gains: `"linear"`, or `"exponential"` for `2**label - 1`.
           **options: `k` and `is_candidate`; see `RecallAtK.from_batch`.
@@ -321,4 +319,5 @@ class NDCGAtK(_TopK):
     @classmethod
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
+        # Labels as scores give the best order.
         return gains / cls._total_gains(labels, labels, is_candidate, k)

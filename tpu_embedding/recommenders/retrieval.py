@@ -1,4 +1,4 @@
-"""Retrieves the best rows of a layer's table, in training programs and in exports."""
+"""Retrieves the best rows from a layer, in training programs and in exports."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,32 +35,32 @@ def top_k(
     table: str | None = None,
     **options: Any,
 ) -> TopK:
-    """Returns the `k` rows of a table with the largest scalar product with each query.
+    """Finds the `k` rows whose scalar products with each query are largest.
 
     This is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders.
     It is exact, and sharded over all devices. Rows with equal scores are ordered by id.
-    To export a method of a model that calls `top_k`, use
+    If a method in your model calls `top_k`, export it with
     `te.export.save(model, directory, ..., method=...)`.
-    `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` is the recall of the result.
-    Outside `jax.jit`, calls with the same shapes compile once, unless `transform` is a
-    plain function.
+    `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` measures the recall. Outside
+    `jax.jit`, calls with the same shapes compile once, unless `transform` is a plain
+    function.
 
     Args:
-      layer: layer of the table. No gradient flows to its tables.
-      queries: `[queries, dim]`, converted to float32. Global.
-      k: number of rows, from 1 to the vocabulary size.
-      table: name of the table, optional if the layer has only one.
+      layer: layer with the table. No gradient flows to its tables.
+      queries: global `[queries, dim]`, converted to float32.
+      k: row count, from 1 to the vocabulary size.
+      table: table name, optional if the layer has only one.
       **options: `transform`, which maps rows to the vectors to compare with, such as an
         item tower; and `excluded`, the ids not to return. See `te.functional.top_k`.
 
     Returns:
-      `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If fewer
-      than `k` rows are left after exclusions, the remaining entries are `-inf` and
+      `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If
+      exclusions leave fewer than `k` rows, the remaining entries are `-inf` and
       `te.inputs.PADDING_ROW_ID`.
 
     Raises:
       TypeError: if `layer` is not a `TPUEmbedding`; for example, if it is a model.
-      ValueError: if `k`, the table's name or a shape doesn't fit, or if the table's ids
+      ValueError: if `k`, the table name or a shape doesn't fit, or if the table's ids
         are not row numbers.
 
     Example:
@@ -75,7 +75,8 @@ def top_k(
     """
     line = "te.nn.top_k(model.embedding, queries, k), if embedding is its layer"
     check_type("te.nn.top_k: layer", _LAYER, layer, line)
-    if layer.recording == "serving":  # An export traces the model with its own tables.
+    # An export traces the model with its own tables.
+    if layer.recording == "serving":
         tables = _recorded_tables(layer, table)
     else:
         tables = jax.lax.stop_gradient(layer.tables.get_value())
@@ -98,27 +99,27 @@ def top_k_of_tower(
     num_items: int,
     excluded: Any = None,
 ) -> TopK:
-    """Returns the `k` items whose vectors have the largest products with each query.
+    """Finds the `k` items whose vectors have the largest products with each query.
 
-    Unlike `top_k`, this function supports items whose vectors come from several tables,
-    or from other features. It is exact: the tower computes the vectors of all items, a
-    few thousand at a time. Call it inside `nnx.jit`, and outside of losses.
+    Unlike `top_k`, it supports items whose vectors come from several tables, or from
+    other features. It is exact: the tower computes all item vectors, a few thousand at
+    a time. Call it inside `nnx.jit`, and outside your loss.
 
     Args:
-      tower: maps numbers of items, int32 `[n]`, to vectors `[n, dim]`, such as
+      tower: maps item numbers, int32 `[n]`, to vectors `[n, dim]`, such as
         `lambda numbers: model.items({"item": numbers, "genre": genres[numbers]})`. It
         must treat each item independently.
-      queries: `[queries, dim]`, converted to float32. Global.
-      k: number of items, from 1 to `num_items`.
-      num_items: number of items, which are numbered from 0.
+      queries: global `[queries, dim]`, converted to float32.
+      k: item count, from 1 to `num_items`.
+      num_items: how many items there are, numbered from 0.
       excluded: integers `[queries, n]`, items not to return for a query; see
         `te.functional.top_k`.
 
     Returns:
-      `scores` and `ids`, the numbers of the items, as in `top_k`.
+      `scores` and `ids`, the item numbers, as in `top_k`.
 
     Raises:
-      ValueError: if `k`, the width of the queries or `excluded` doesn't fit.
+      ValueError: if `k`, the query width or `excluded` doesn't fit.
 
     Example:
       >>> vectors = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.7]])
@@ -126,12 +127,14 @@ def top_k_of_tower(
       >>> top_k_of_tower(lambda i: vectors[i], queries, k=2, num_items=3).ids.tolist()
       [[0, 2]]
     """
+    # The tower may return any sharding, and `Explicit` types must agree in a matmul.
     queries = replicated_type(jnp.asarray(queries, jnp.float32))
     vector = jax.eval_shape(tower, jax.ShapeDtypeStruct((1,), jnp.int32))
     check_search("te.nn.top_k_of_tower", queries, k, num_items, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
 
     def vectors_of(numbers: Array) -> Array:
+        # The last block's padding reads a valid item, which `best_of_all` ignores.
         vectors = tower(jnp.minimum(numbers, num_items - 1)).astype(jnp.float32)
         return replicated_type(vectors)
 
@@ -139,8 +142,9 @@ def top_k_of_tower(
 
 
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
-    """Returns whole tables, and records an empty lookup so that exports have them."""
+    """Reads whole tables from the trace of an export."""
     _, member = find_table(layer.plan, table)
+    # Exports keep the tables that a lookup reads, so this records a lookup of no ids.
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))
     given, *_ = layer.recorded.get_value()

@@ -1,9 +1,8 @@
-"""Finds the unique ids of each device's samples, for models that transform rows.
+"""Finds each device's unique ids, for models that transform rows.
 
-In a batch of a sequence model, most ids occur several times. Such a model looks up each
-device's unique ids as a plain feature, and transforms each row once. It then gathers
-the results into the positions of the samples with `expand`. The gradient of a value is
-the sum of the gradients at its positions.
+Most ids in a batch of sequences occur several times. With unique ids as a plain
+feature, a model transforms each row once, and `expand` gathers the results into the
+positions. Its gradient sums over them.
 """
 
 import functools
@@ -27,15 +26,14 @@ mark each value in the range than to sort."""
 
 
 class UniqueIds(NamedTuple):
-    """The unique ids of each device's samples, and the position of each id among them.
+    """Unique ids of each device, and where each id is among them.
 
     Attributes:
-      ids: `[num_devices * size]`, each device's unique ids, ascending, then padding.
-        Look them up as a feature with `output_shape=(-1,)`.
-      index: nest like the ids, of int32 arrays `[batch]` or `[batch, valence]`. They
-        hold the position of each id among its device's unique ids, or `size` for
-        padding.
-      size: ids per device, including padding.
+      ids: `[num_devices * size]`, unique ids per device, ascending, then padding. Look
+        them up as a feature with `output_shape=(-1,)`.
+      index: nest like the ids, with int32 arrays `[batch]` or `[batch, valence]`: the
+        position of each id among its device's `ids`, or `size` for padding.
+      size: ids per device, padding included.
 
     Example:
       >>> import tpu_embedding as te
@@ -49,15 +47,15 @@ class UniqueIds(NamedTuple):
     size: int
 
     def attribute_ids(self, attributes: Any) -> np.ndarray:
-        """Returns the attribute of each unique id, such as the artist of each item.
+        """Finds an attribute for each unique id, such as the artist of a song.
 
         Look up the result as another feature with `output_shape=(-1,)`. Its rows are
-        aligned with the rows of the ids. If many ids share an attribute, pass the
-        result to `unique_ids` first, and expand the attributes' rows to the ids.
+        aligned with the rows for `ids`. If many ids share an attribute, pass the result
+        to `unique_ids` first, and expand the attribute rows to the ids.
 
         Args:
-          attributes: nest like the ids, with the attribute of the id in each position.
-            All positions of an id must hold the same attribute, which is not checked.
+          attributes: nest like the ids, with an attribute in each position. An id must
+            have the same attribute in all positions, which is not checked.
 
         Returns:
           `[num_devices * size]`, padded like the ids.
@@ -78,6 +76,7 @@ class UniqueIds(NamedTuple):
         shapes = [index.shape for index in indices]
         arrays = [
             _padded(leaf, shape[1] if len(shape) > 1 else None)
+            # A different leaf count raises below, with the shapes in the error.
             for leaf, shape in zip(leaves, shapes, strict=False)
         ]
         if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
@@ -105,30 +104,30 @@ def unique_ids(
     length: int | None = None,
     samples: Samples = "global",
 ) -> UniqueIds:
-    """Finds the unique ids of each device's samples. Runs on the host.
+    """Finds the unique ids in the samples on each device. Runs on the host.
 
-    Each device then reads and exchanges a row once, however many of its samples need
-    it, and the model transforms it once. `te.functional.expand` sums the gradients at
-    the positions of a row before they are sent. So an optimizer that asks for each
+    Each device then reads and exchanges a row once, however many samples need it, and
+    your model transforms it once. `te.functional.expand` sums the gradients at all
+    positions of a row before they are sent. So an optimizer that asks for each
     occurrence of an id sees one occurrence per device and row.
 
     Args:
       ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
         `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these, such as a
         history and a candidate, which share the rows.
-      plan: plan of the layer, or `plan.for_loaders()`. If it is None, one device has
-        all samples, as in a served model.
+      plan: layer plan, or `plan.for_loaders()`. If it is None, one device has all
+        samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
-        is the mean number of unique ids on a device, divided by its samples, and
-        determines the first size.
-      sizes: remembers the sizes of earlier batches, as in `prepare_features`. By
-        default, each batch has its own size. No ids are dropped.
-      length: positions per sample of `RaggedIds`. Longer samples are truncated.
+        determines the first size: the mean number of unique ids on a device, divided by
+        its samples.
+      sizes: remembers earlier sizes, as in `prepare_features`. By default, each batch
+        has its own size. No ids are dropped.
+      length: positions per sample for `RaggedIds`. Longer samples are truncated.
       samples: the samples that this process passes; see `prepare_features`.
 
     Returns:
-      The unique ids and the index. Ids that don't fit in 32 bits are for tables of
-      64-bit ids. They are padded with the reserved id, so their feature needs
+      The unique ids and the index. Ids that don't fit in 32 bits are for tables with
+      64-bit ids. Their padding is the reserved id, so the feature needs
       `out_of_range_ids="drop"`.
 
     Raises:
@@ -186,6 +185,8 @@ def unique_ids(
         valence_square_sum=batch_size * (mean**2 + mean),
     )
     (size,) = choose_sizes([demand], sizes, num_processes)
+    # A device never has more unique ids than positions. `attribute_ids` divides by the
+    # size, so it is at least 1.
     size = max(1, min(size, per_device * num_positions))
     padded = np.full((num_devices, size), padding)
     for device, count in enumerate(counts):
@@ -202,7 +203,7 @@ def _is_ragged(leaf: Any) -> bool:
 
 
 def _padded(ids: Any, length: int | None) -> np.ndarray:
-    """Returns integers `[batch, ...]`. Truncates or pads ragged ids to `length`."""
+    """Makes integers `[batch, ...]`. Pads or truncates ragged ids to `length`."""
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
@@ -215,7 +216,8 @@ def _padded(ids: Any, length: int | None) -> np.ndarray:
         raise invalid("unique_ids: length", "be an int for RaggedIds", length, fix)
     values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
     if values.dtype != np.uint64:
-        values = values.astype(np.int64)  # Narrower types can't hold the padding.
+        # Narrower types can't hold the padding.
+        values = values.astype(np.int64)
     row_splits = row_splits.astype(np.int64, copy=False)
     is_used = np.arange(length) < np.diff(row_splits)[:, None]
     positions = row_splits[:-1, None] + np.arange(length)
@@ -225,10 +227,7 @@ def _padded(ids: Any, length: int | None) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
-    """Returns the ids of all arrays, `[batch, positions]`, and their padding.
-
-    The dtype is int32 if all ids fit, else uint64.
-    """
+    """Joins arrays to `[batch, positions]`, and finds the padding for their dtype."""
     columns = [x.reshape(len(x), x[:1].size) for x in arrays]
     masks = [x != padding_of(x.dtype) for x in columns]
     limits = np.iinfo(np.int32)
@@ -236,6 +235,8 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
     fits = all(
         x.min(initial=0) >= limits.min and x.max(initial=0) <= limits.max for x in used
     )
+    # int32 if possible, so that only tables with 64-bit ids get wide ids. A negative id
+    # becomes the uint64 with its bits.
     dtype = np.dtype(np.int32 if fits else np.uint64)
     joined = np.concatenate([x.astype(dtype) for x in columns], axis=1)
     padding = padding_of(dtype)
@@ -244,7 +245,7 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
 
 
 def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the unique ids, ascending, and the rank of each id, -1 for padding."""
+    """Finds the unique ids, ascending, and the rank of each id, -1 for padding."""
     is_id = ids != padding
     used = ids[is_id]
     ranks = np.full(ids.shape, -1, np.int32)
@@ -253,7 +254,7 @@ def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
     if num_values > _MAX_RANGE_PER_ID * used.size:
         unique, ranks[is_id] = np.unique(used, return_inverse=True)
         return unique, ranks
-    # Mark the values that occur in the range, which is faster than a sort.
+    # Marking the values that occur is faster than a sort if the range is small.
     offsets = used - lowest
     is_used = np.zeros(num_values, bool)
     is_used[offsets] = True
@@ -269,24 +270,24 @@ _MAX_SUMMED_POSITIONS: Final = 2**15
 def expand(
     values: Float[Array, "rows ..."], index: Any, plan: EmbeddingPlan | None
 ) -> Any:
-    """Gathers the values of unique ids into the positions of the samples.
+    """Gathers values from unique ids into sample positions.
 
-    Each device has the values of its samples, so nothing crosses the network. The
-    function supports reverse-mode differentiation. The gradients at all positions of a
-    value are summed in float32, and the sum is rounded once.
+    Each device has the values for its samples, so nothing crosses the network. You can
+    differentiate it in reverse mode: all gradients for a value are summed in float32,
+    and the sum is rounded once.
 
     Args:
-      values: `[num_devices * size, ...]`, global, of any float type. There is one value
-        per unique id, such as an MLP's output for the id's row.
+      values: `[num_devices * size, ...]`, global, any float type, one value per unique
+        id, such as an MLP output for its row.
       index: from `tpu_embedding.inputs.unique_ids`, or a nest of such arrays.
-      plan: plan of the lookup. If it is None, all values are on one device.
+      plan: plan for the lookup. If it is None, all values are on one device.
 
     Returns:
-      The value of each position, in the same type: `[batch, ...]` or `[batch,
-      positions, ...]`, like the index. Padding gives zeros.
+      A value per position, in the same type: `[batch, ...]` or
+      `[batch, positions, ...]`, like the index. Padding gives zeros.
 
     Raises:
-      ValueError: if the number of devices doesn't divide the number of values.
+      ValueError: if the device count doesn't divide the value count.
 
     Example:
       >>> values = jnp.array([[1.0, 2.0], [3.0, 4.0]])
@@ -301,7 +302,6 @@ def expand(
     flat = values.reshape(values.shape[0], -1)
 
     def expand_on_mesh(index: Array, plan: EmbeddingPlan) -> Array:
-        """Expands the values on the devices that hold them."""
         batch_size, spec = index.shape[0], plan.batch_sharding.spec
 
         def run(values: Array, index: Array) -> Array:
@@ -325,10 +325,11 @@ def expand(
 
 @jax.named_scope("expand")
 def _expand(values: Array, index: Array) -> Array:
-    """Gathers values. An index past the end gives zeros. Per device."""
+    """Gathers values per device. An index past the end gives zeros."""
     return _gather(values.shape[0], values, index)
 
 
+# JAX's own derivative would sum narrow cotangents in their narrow type.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(num_values: AxisSize, values: Array, index: Array) -> Array:
     del num_values
@@ -340,14 +341,11 @@ def _gather_forward(num_values, values, index):
 
 
 def _gather_backward(num_values, index, cotangents):
-    """Sums the cotangents of each value in float32.
-
-    Narrow cotangents are converted in slices, because a float32 copy of all of them
-    would take more memory than anything else in a sequence model's step.
-    """
     width, dtype = cotangents.shape[-1], cotangents.dtype
     index, cotangents = index.reshape(-1), cotangents.reshape(-1, width)
     num_positions, sum_dtype = index.shape[0], jnp.promote_types(dtype, jnp.float32)
+    # Narrow cotangents are converted in slices, because a float32 copy of all of them
+    # would take more memory than anything else in a sequence model's step.
     at_a_time = num_positions
     if dtype != sum_dtype:
         at_a_time = min(num_positions, _MAX_SUMMED_POSITIONS)
@@ -366,6 +364,7 @@ def _gather_backward(num_values, index, cotangents):
         lambda i, sums: add(i * at_a_time, at_a_time, sums),
         jnp.zeros((num_values, width), sum_dtype),
     )
+    # The rest has a static size, so it needs no padding.
     start = num_slices * at_a_time
     sums = add(start, num_positions - start, sums)
     return sums.astype(dtype), None
