@@ -1,4 +1,4 @@
-"""`te.save`, `te.restore`, and the Orbax handler behind them.
+"""`te.save`, `te.restore`, and their Orbax handler.
 
 Orbax keeps steps, finds the latest and writes in the background. `StateHandler` plugs
 into its `Checkpointer` and `CheckpointManager`, and only decides which arrays to write.

@@ -1,7 +1,7 @@
 """Sets table values together with the optimizer state derived from them.
 
-Moving averages, and the sum of squares behind Adafactor's scale, start from table
-values, so they are reset when a user sets these. `finalize_variable_values` does the
+Moving averages and Adafactor's sum of squares start from table values, so they are
+reset when a user sets these. `finalize_variable_values` does the
 reverse: it sets tables to their moving averages.
 """
 

@@ -303,8 +303,8 @@ class HostStack:
                     held[slot] = rows
         except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
-            # Nothing will be written, so nobody may wait for it. The writer records that
-            # in order: an earlier batch may still be on its way.
+            # Nothing will be written, so nobody may wait for it. The writer says so in
+            # order, since an earlier batch may still be on its way.
             self._writer.submit(self._write_back, batch, ())
             raise
         self.num_ids += sum(plan.num_rows for plan in plans)

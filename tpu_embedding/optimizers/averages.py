@@ -46,7 +46,7 @@ class AveragesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-    """The arithmetic behind `with_ema` and Adafactor's averages.
+    """Arithmetic for `with_ema` and Adafactor's averages.
 
     States are named tuples with at least the fields of `AveragesState`.
     """

@@ -78,7 +78,7 @@ def _in_range(
         except OverflowError:
             return Check(f"within float32's range, got {str(value)[:9]}...")
         if 0 < abs(number) < _SMALLEST:
-            # XLA rounds subnormal numbers to 0, by which a rule might divide.
+            # XLA rounds subnormal numbers to 0, and a rule might divide by them.
             zero = "0 or " if is_in_range(0.0) else ""
             return Check(f"{zero}at least {_SMALLEST:.3g} in size, got {value}")
         with np.errstate(over="ignore"):

@@ -123,7 +123,7 @@ def make_plan(
 
 
 def _name_tables(configs: Sequence[TableConfig]) -> list[str]:
-    """Names the table behind each feature. Two tables can't share a name."""
+    """Names each feature's table. Two tables can't share a name."""
     by_name: dict[str, TableConfig] = {}
     names_of_unnamed: dict[int, str] = {}
     names = []

@@ -144,7 +144,7 @@ def top_k_of_tower(
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
     """Reads whole tables from the trace of an export."""
     _, member = find_table(layer.plan, table)
-    # Exports keep the tables that a lookup reads, so this records a lookup of no ids.
+    # Exports keep the tables that a lookup reads, so this records an empty lookup.
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))
     given, *_ = layer.recorded.get_value()

@@ -1,16 +1,13 @@
-"""The command `tpu-embedding`.
+"""The command `tpu-embedding`; each module besides `command` has subcommands.
 
-* `command`: parses the command line, runs a command, turns errors into exit statuses.
-* `train`: the commands `train` and `evaluate`. `compile`, `export`,
-  `inspect` and `doctor` have one command each.
-* `arguments`: what several commands share.
+Docstrings of command classes and their fields are the `--help` texts.
 """
 
 from collections.abc import Sequence as _Sequence
 
 
 def main(arguments: _Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status; see `command.main`."""
+    """Runs the command; see `command.main`."""
     from tpu_embedding.tools.cli import command
 
     return command.main(arguments)

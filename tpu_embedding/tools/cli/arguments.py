@@ -1,4 +1,4 @@
-"""Options shared by several commands, emulated devices, and errors of usage."""
+"""Options, emulated devices and usage errors that several commands share."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ class UsageError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigCommand:
-    """Options of a command that takes a config."""
+    """Options for commands that take a config."""
 
     config: Annotated[str, tyro.conf.Positional]
     """Config name, or path of a Python file that defines `config`."""
@@ -28,16 +28,13 @@ class ConfigCommand:
     `--set help` lists the keys."""
 
     def origin(self) -> RunOrigin:
-        """Returns what the user started the run with."""
         return RunOrigin(config=self.config, settings=self.set)
 
 
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
-    """Returns a mesh of CPU devices, creating them if JAX is not initialised yet.
-
-    `count` devices are divided equally among the job's processes.
-    """
+    """Makes a mesh of `count` CPU devices, divided equally among the processes."""
     emulate_devices(count // num_processes)
+    # Fewer than `count` if JAX had already started, for example in a notebook.
     devices = jax.devices("cpu")
     if count % num_processes or not 1 <= count <= len(devices):
         raise UsageError(
@@ -49,6 +46,8 @@ def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
 
 def emulate_devices(count: int) -> None:
     """Makes JAX start with `count` CPU devices, unless it has started already."""
+    # JAX would otherwise also start a TPU, which only one process can use.
     jax.config.update("jax_platforms", "cpu")
+    # JAX raises a RuntimeError if it has started; `emulated_mesh` checks the count.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(1, count))

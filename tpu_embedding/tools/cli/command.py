@@ -1,8 +1,7 @@
 """Parses the command line with tyro, runs a command, and prints errors on one line.
 
-Exit status 1 means that a run failed after it had started, or that a program does not
-fit; 2 that the command, the config or the data are wrong; and 75 that a signal stopped
-a run, which saved its state.
+Exit status 1 means that a run failed or a program doesn't fit, 2 that the command, the
+config or the data are wrong, and 75 that a signal stopped a run.
 """
 
 import os
@@ -64,14 +63,10 @@ _FAILURES: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Args:
-      arguments: command line without the program's name. Defaults to the one in
-        `sys.argv`.
-    """
+    """Runs the command with `arguments`, by default from `sys.argv`."""
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # Not with tyro, which would also require a command.
     if arguments == ["--version"]:
         print(f"tpu-embedding {tpu_embedding.__version__}")
         return 0
@@ -84,10 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Returns the command that the arguments name: a dataclass with a method `run`.
-
-    Prints a text and raises `SystemExit` for `--help` and for wrong arguments.
-    """
+    """Parses a command, or exits with a text for `--help` and wrong arguments."""
     return tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="tpu-embedding",
@@ -97,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def _run(command: Any) -> int:
-    """Runs a command, and prints an error of the user or the machine on one line."""
+    """Runs a command, and prints user and machine errors on one line."""
     try:
         return command.run()
     except KeyboardInterrupt:
@@ -109,6 +101,7 @@ def _run(command: Any) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_OUTPUT
     except Exception as error:
+        # Any other error is a bug, here or in a user's config, so the traceback helps.
         if not isinstance(error, _WRONG_ERRORS + _FAILURES):
             traceback.print_exc()
         status = WRONG if isinstance(error, _WRONG_ERRORS) else FAILED
@@ -117,11 +110,13 @@ def _run(command: Any) -> int:
 
 
 def _output_is_closed() -> bool:
-    """Returns True if the reader of the output has closed it, as `head` does."""
+    """Tells if the reader has closed the output, as `head` does."""
+    # Another broken pipe, such as a data loader's, is a failure.
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # Not a file, as in a notebook.
         return False
+    # A closed pipe has an error condition, which `poll` reports without being asked.
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -28,15 +28,17 @@ class Compile(ConfigCommand):
     """Number of such slices, connected by the data-center network."""
 
     def run(self) -> int:
-        """Prints the report and returns the exit status."""
         config = self.origin().load()
+        # The program is for another machine, so this one's devices stay untouched.
         jax.config.update("jax_platforms", "cpu")
         try:
             mesh = topology_mesh(self.topology, num_slices=self.slices)
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
         name, topology = config.name, self.topology
+        # To stderr, so stdout has only the report.
         print(f"compiling {name} for {topology} ...", file=sys.stderr, flush=True)
+        # An outline has the sizes of the data, so this works without any files.
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
         plan = make_run_plan(config, data, mesh)
         step, *arguments = abstract_step(config, data, plan)

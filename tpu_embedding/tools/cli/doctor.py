@@ -13,10 +13,10 @@ from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 class Doctor:
     """Checks this machine: versions, variables, devices, memory and training.
 
-    Trains as in production, and compares every row with NumPy: with XLA's gathers and
+    Trains as in production, and compares every row with NumPy: with XLA gathers and
     scatters, and with SparseCores or, on other platforms, the same operations in plain
-    JAX. This takes a few minutes. Start it on all hosts of a slice at the same time.
-    The exit status is 1 if a check failed.
+    JAX. This takes a few minutes. On a slice with several hosts, start it on all of
+    them at the same time. The exit status is 1 if a check failed.
     """
 
     expect: str | None = None
@@ -33,7 +33,7 @@ class Doctor:
     of the timed steps."""
 
     def run(self) -> int:
-        """Prints the findings and returns the exit status."""
+        # A typo should not be found only after minutes of checks.
         try:
             if self.expect is not None:
                 parse_expectation(self.expect)

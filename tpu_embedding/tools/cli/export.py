@@ -25,9 +25,9 @@ from tpu_embedding.tools.train.run import open_data
 class Export:
     """Exports a run's model for serving, from its best or newest checkpoint.
 
-    A run of a config in the package needs no --config. Nothing in the run's directory
-    is executed, and files outside of it are read only if --data-dir names them. The
-    tables are restored on this process's devices and streamed to the files. Slot
+    If the package has the run config, you can leave out --config. Nothing in the run
+    directory is executed, and files outside of it are read only if --data-dir names
+    them. The tables are restored on the devices and streamed to the files. Slot
     variables are not restored.
     """
 
@@ -59,15 +59,7 @@ class Export:
     """Number of CPU devices to emulate, instead of using the machine's devices."""
 
     def run(self) -> int:
-        """Writes the export and returns the exit status.
-
-        Raises:
-          ConfigError, DataError: if the config or the data are wrong.
-          RunDirectoryError: if a file of the run is damaged or a link.
-          CheckpointError: if the checkpoint is missing, or its config differs.
-          ExportError: if the model cannot be exported, an extra is not installed, or
-            the output directory has files.
-        """
+        # All checks come before the tables, which can take long to restore.
         output, run_dir = local_path(self.output), local_path(self.run_dir)
         check_new_directory(output)
         if self.format != "safetensors":
@@ -87,12 +79,14 @@ class Export:
         run_directory.check_vocabularies(data, run_dir)
         plan = run_steps.make_run_plan(config, data, mesh)
         graph, state = run_steps.abstract_model_state(config, data, plan)
+        # Without the optimizer, so slot variables don't take device memory.
         (model,) = nnx.merge(graph, restore(checkpoint, state, plan=plan))
         vocabularies = getattr(data, "vocabularies", {})
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
         else:
             batch = data.train_batch(0)
+            # The program's inputs are what the model itself reads.
             with_inputs = getattr(config.model, "with_inputs", None)
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")

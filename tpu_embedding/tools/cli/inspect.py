@@ -1,4 +1,4 @@
-"""The command `tpu-embedding inspect`: the tables of a checkpoint, and one row."""
+"""The command `tpu-embedding inspect`."""
 
 import dataclasses
 import pathlib
@@ -40,7 +40,6 @@ class Inspect:
     For a run with a vocabulary, give the string instead of the id."""
 
     def run(self) -> int:
-        """Prints the tables or a row, and returns the exit status."""
         directory, run_dir = _find_checkpoint(local_path(self.checkpoint))
         tables = describe(directory).tables
         if self.row is None:
@@ -64,10 +63,9 @@ class Inspect:
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
-    """Returns a checkpoint and its run's directory, or None without a run.
-
-    The path can be a run's directory, its checkpoints directory, or a checkpoint.
-    """
+    """Finds a checkpoint, and its run if it has one."""
+    # The path can be a run, its checkpoints directory, or a checkpoint. It is resolved,
+    # because a link to a run is allowed, unlike links inside it.
     checkpoint = path = path.resolve()
     if (path / CHECKPOINTS_DIR).is_dir():
         check_files(path)
@@ -92,8 +90,9 @@ def _format_tables(tables: Mapping[str, TableRecord]) -> str:
 
 
 def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
-    """Returns the id of a string in the table's vocabulary, or else of an integer."""
+    """Looks a string up in the vocabulary, or parses an integer without one."""
     if vocabulary is None:
+        # `int` would also accept spaces and underscores.
         if not re.fullmatch("-?[0-9]{1,20}", text):
             raise UsageError(
                 f"--row: an id of table {name!r} must be an integer, got {text!r}; the "
@@ -109,7 +108,7 @@ def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
 
 
 def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
-    """Returns an id's row in the files: the id itself in a static table."""
+    """Finds an id's row in the files; in a static table, it is the id itself."""
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:
             raise UsageError(
@@ -117,6 +116,7 @@ def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) 
                 f"{table.vocabulary_size - 1}, got {id_}."
             )
         return id_
+    # Ids are stored as uint64, and negative ones modulo 2**64.
     ids = read_table(directory, name, slot=":ids")
     (rows,) = np.nonzero(ids == np.uint64(id_ % 2**64))
     if not rows.size:

@@ -32,7 +32,7 @@ command with `--resume`."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run(ConfigCommand):
-    """Options of a command that runs a config on some devices."""
+    """Options for commands that run a config on devices."""
 
     data_dir: str | None = None
     """File or directory of the data."""
@@ -54,13 +54,13 @@ class _Run(ConfigCommand):
     """Number of this process, from 0."""
 
     def origin(self) -> RunOrigin:
-        """Returns what the user started the run with."""
         return RunOrigin(config=self.config, settings=self.set, data_dir=self.data_dir)
 
     def start_devices(self) -> Mesh | None:
-        """Starts JAX, and returns the mesh of emulated devices, or None without any."""
+        """Starts JAX, and makes the mesh if devices are emulated."""
         # Orbax logs the traceback of a failed save, and also raises the error.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        # Both must come before JAX starts.
         if self.devices is not None:
             keep_freed_memory()
             emulate_devices(self.devices // (self.num_processes or 1))
@@ -92,8 +92,8 @@ class Train(_Run):
     """Prints the whole plan: each stack's packing, placement and backend."""
 
     def run(self) -> int:
-        """Trains and returns the exit status."""
         origin = self.origin()
+        # Before the devices, so a wrong config is reported without waiting for the job.
         config = origin.load()
         mesh = self.start_devices()
         directory = self.output_dir or pathlib.Path("runs") / config.name
@@ -125,12 +125,11 @@ class Train(_Run):
 class Evaluate(_Run):
     """Evaluates a run's best or newest checkpoint on the held-out data.
 
-    The first argument can also be the run's directory, if its config is in the package.
-    The run's records do not change.
+    The first argument can also be the run directory, if its config is in the package.
+    The metrics are added to the run records.
     """
 
     def run(self) -> int:
-        """Evaluates and returns the exit status."""
         run_dir = local_path(self.config)
         if (run_dir / RECORDS_FILE).exists():
             check_files(run_dir)

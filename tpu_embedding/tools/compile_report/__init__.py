@@ -1,9 +1,6 @@
-"""Ahead-of-time compilation and inspection of TPU programs, without a TPU.
+"""Compiles TPU programs ahead of time, without a TPU, and reports what they do.
 
-* `step_report`: compiles a step, and reports its memory, table accesses and cycles.
-* `cycles`: sums the compiler's estimated cycles.
-* `hlo`: parses a program, and finds what it does with its tables.
-* `topology`: meshes of TPUs that need not be present.
+docs/guides/compile_report.md explains the figures.
 """
 
 from tpu_embedding.tools.compile_report.cycles import Cycles as Cycles

@@ -1,10 +1,7 @@
-"""The TPU compiler's estimate of a program's cycles, with the iterations of its loops.
+"""Sums the TPU compiler's estimated cycles, with the iterations of all loops.
 
-XLA:TPU writes `estimated_cycles` on each operation of a TensorCore. XLA's cost analysis
-(`optimal_seconds`) counts the body of a loop once. This module multiplies the cycles of
-an operation by the iterations of the loops around it. The sum is not a running time:
-operations may overlap, and waiting for other devices is not part of it. Compare
-programs with it.
+XLA's own cost analysis (`optimal_seconds`) counts a loop body once. The sum is not a
+running time, because operations may overlap. Use it to compare programs.
 """
 
 import dataclasses
@@ -23,6 +20,7 @@ from tpu_embedding.tools.compile_report.hlo import (
 NOT_CHARGED: Final = "work on SparseCores and waiting for other devices"
 """What the compiler's estimate leaves out."""
 
+# At most 9 digits: without an estimate, the compiler writes -1 or 2**63 - 1.
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d{1,9})"')
 _SCOPE: Final = re.compile(r'op_name="([^"]*)"')
 _BRANCHES: Final = re.compile(
@@ -39,15 +37,13 @@ _KERNELS: Final = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation of a program, with the iterations of the loops around it.
+    """One operation in a program.
 
     Attributes:
-      name: the compiler's name, such as `"fusion.12"`.
-      scope: the `jax.named_scope`s and the primitive that the operation comes from, or
-        "" if the compiler added it.
-      shape: dimensions of the result, or of its first array.
-      runs: runs per step, with one iteration of each loop whose length depends on data.
-      cycles: estimated cycles of one run; 0 if the compiler charges nothing.
+      scope: `jax.named_scope`s and primitive, or "" if the compiler added the
+        operation.
+      runs: runs per step, counted as in `Cycles.total`.
+      cycles: estimated cycles per run; 0 if the compiler charges nothing.
     """
 
     name: str
@@ -59,14 +55,21 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """Estimated cycles of one run of a program, per TensorCore.
+    """Estimated cycles for one run of a program, per TensorCore.
 
     Attributes:
-      total: sum over all operations, with both branches of each conditional, and with
+      total: sum over all operations. It counts both branches of each conditional, and
         one iteration of each loop whose length depends on data.
       num_operations: number of kernels and transfers that start, counted as in `total`.
       data_loops: scopes of the loops whose length depends on data.
       operations: the operations, the most expensive first.
+
+    Example:
+      >>> cycles = count_cycles('''ENTRY %main (a: f32[8]) -> f32[8] {
+      ...   ROOT %b = f32[8] sort(%a), {"estimated_cycles":"55"}
+      ... }''')
+      >>> cycles.total, cycles.num_operations, cycles.data_loops
+      (55, 1, ())
     """
 
     total: int
@@ -123,10 +126,8 @@ def count_cycles(text: str) -> Cycles:
 def _operations_and_runs(
     module: Module, computation: Computation, runs: int
 ) -> Iterator[tuple[Instruction, int, bool]]:
-    """Yields each loop and operation, its runs, and whether data decide about a loop.
-
-    A loop tests its condition one time more than it runs its body.
-    """
+    """Yields loops and operations, their runs, and if data decide a loop's length."""
+    # Fusions aren't entered, because their cycles are on the fusion itself.
     for x in computation.values():
         inside, depends_on_data = [], False
         if x.opcode == "while":
@@ -134,6 +135,7 @@ def _operations_and_runs(
             depends_on_data = count is None
             iterations = runs * (1 if count is None else count)
             inside.append((x.called("body"), iterations))
+            # A loop tests its condition one time more than it runs its body.
             inside.append((x.called("condition"), iterations + runs))
         elif x.opcode == "conditional":
             names = " ".join("".join(pair) for pair in _BRANCHES.findall(x.text))
@@ -147,15 +149,15 @@ def _operations_and_runs(
 
 
 def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int | None:
-    """Returns the iterations of a loop with a counter, or None if data decide.
+    """Counts a loop's iterations, or returns None if data decide.
 
-    The counter is an element of the loop's tuple. It starts at a constant, grows by a
-    constant, and is compared with a constant.
+    The counter must start at, grow by and stay below constants.
     """
     condition = module.computations[loop.called("condition") or ""]
     body = module.computations[loop.called("body") or ""]
     test, start = list(condition.values())[-1], outside.get(loop.operands[0])
     bound = _constant(condition, test.operands[-1])
+    # `fori_loop` and `scan` compile to this test.
     if test.opcode != "compare" or "direction=LT" not in test.text or bound is None:
         return None
     counter = condition[test.operands[0]]
@@ -167,12 +169,14 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int 
     first = _constant(outside, start.operands[int(index[1])])
     if first is None or not step:
         return None
+    # Negated twice, because `//` rounds down and a last partial stride also runs.
     return max(0, -((first - bound) // step))
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the integer constant that an instruction is, or is a copy of."""
+    """Reads the integer constant that an instruction is or copies."""
     instruction = computation.get(name)
+    # XLA may copy a loop's start value.
     while instruction is not None and instruction.opcode == "copy":
         instruction = computation.get(instruction.operands[0])
     found = instruction and re.search(
@@ -182,7 +186,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
-    """Returns the sums and the most expensive operations as text.
+    """Formats the sums and the most expensive operations as text.
 
     Example:
       >>> print(format_cycles(cycles))  # doctest: +SKIP
@@ -194,6 +198,7 @@ def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
     ]
     if cycles.data_loops:
         lines.append("loops whose length depends on data, counted once:")
+        # The innermost scopes come last in a name.
         lines += [f"  {scope[-80:]}" for scope in cycles.data_loops]
     rows = [
         (f"{x.runs * x.cycles:,}", f"{x.runs} x", x.name, str(x.shape), x.scope[-60:])

@@ -1,9 +1,7 @@
-"""Reads from a program's optimised HLO how the program treats its tables.
+"""Finds in a program's optimized HLO what it does with its tables.
 
-A train step must update tables and slot variables in place, and must not copy an array
-of their size. If the chip has SparseCores, they must gather and scatter the rows. The
-HLO shows whether a step meets these rules, so tests check them without a TPU. JAX
-provides the HLO only as text (`compiled.as_text()`), which this module parses.
+A train step must update tables and slot variables in place, without copying arrays as
+large.
 """
 
 import dataclasses
@@ -26,15 +24,12 @@ _NAME: Final = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One instruction of a program.
+    """One instruction.
 
     Attributes:
-      name: name, unique within the program.
-      opcode: operation, such as `"copy"` or `"fusion"`.
-      dims: shape of each array of the result; tuples are flattened.
-      is_on_chip: whether an array of the result is in on-chip memory instead of HBM.
-      operands: names of the instructions whose results this one reads.
-      text: the whole line.
+      name: unique within the program.
+      dims: shape of each array in the result; tuples are flattened.
+      is_on_chip: True if such an array is in on-chip memory instead of HBM.
     """
 
     name: str
@@ -46,39 +41,34 @@ class Instruction:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each array of the result."""
+        """Elements in each result array."""
         return tuple(map(math.prod, self.dims))
 
     @property
     def base_opcode(self) -> str:
-        """Opcode without the `-start` of asynchronous operations."""
+        # Some collectives are asynchronous: a start and a done.
         return self.opcode.removesuffix("-start")
 
     def called(self, name: str) -> str | None:
-        """Returns the value of an attribute such as `calls=`, or None if absent."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return match.group(1) if match else None
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in program order. A computation is a function of the program:
+"""Instructions by name, in program order. A computation is a function in the program:
 the entry, a loop body, the inside of a fusion, and so on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Module:
-    """A compiled program.
-
-    Attributes:
-      computations: computations by name.
-      entry: the computation that runs first.
-    """
+    """A compiled program, which starts in its entry."""
 
     computations: dict[str, Computation]
     entry: Computation
 
     def unfused_instructions(self) -> Iterator[Instruction]:
-        """Yields all instructions except those inside fusions."""
+        """Yields the instructions whose results are stored in memory."""
+        # A fusion only writes its final result.
         fused = {
             i.called("calls")
             for computation in self.computations.values()
@@ -91,10 +81,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parses a program from the text of `compiled.as_text()`.
-
-    Raises:
-      ValueError: if the text has no entry computation.
+    """Parses the text from `compiled.as_text()`.
 
     Example:
       >>> module = parse_module('''ENTRY %main (a: f32[8,128]) -> f32[8,128] {
@@ -129,12 +116,14 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
     opcode, parenthesis, _ = call.lstrip().partition("(")
     if not parenthesis or not _OPCODE.fullmatch(opcode):
         return None
+    # The attributes after the operands may contain names and parentheses.
     operands, _ = _split(call.lstrip()[len(opcode) :])
     sides = (re.findall(r"\d+", dims) for dims in _DIMS.findall(result))
     return Instruction(
         name=name,
         opcode=opcode,
         dims=tuple(tuple(map(int, numbers)) for numbers in sides),
+        # Memory space 1 in a layout.
         is_on_chip="S(1)" in result,
         operands=tuple(_NAME.findall(operands)),
         text=text,
@@ -142,7 +131,7 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Splits a text after the parenthesised group that it starts with."""
+    """Splits a text after its leading group in parentheses."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -168,26 +157,31 @@ tables to on-chip memory.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableAccesses:
-    """What a compiled train step does with its tables. Sizes are in bytes per device.
+    """Table accesses in a compiled train step, with sizes in bytes per device.
 
     Attributes:
-      argument_bytes: size of all inputs.
+      argument_bytes: total size of the inputs.
       alias_bytes: size of the inputs that are updated in place.
-      temporary_bytes: maximum total size of the temporaries that exist at a time,
-        including temporaries of SparseCores.
+      temporary_bytes: peak size of the temporaries, including what SparseCores write.
       table_sized_copies: copies within HBM of an array as large as a stacked table, a
-        slot variable or a map of cached rows, or larger than all of them. XLA may keep
-        small tables in on-chip memory during a step. Copies between this memory and HBM
-        are not reported, and neither are copies below 64 KiB per device.
-      table_sized_passes: other instructions that write an array of such a size, except
-        in-place scatters. Only an optimizer that updates every row needs them.
-      table_sized_all_gathers: all-gathers whose result has such a size.
-      sparse_core_gathers: number of gathers on SparseCore.
-      sparse_core_scatters: number of scatters on SparseCore.
-      sparse_core_operations: number of XLA's embedding lookups and updates.
-      sparse_core_relayouts: number of copies on SparseCore that change an array's
-        layout. Any such copy is a defect.
-      all_to_alls: number of all-to-alls, including later rounds.
+        slot variable or a map of cached rows, or larger than all of them. However, XLA
+        may keep small tables in on-chip memory during a step. Copies between this
+        memory and HBM are not reported, and neither are copies below 64 KiB per device.
+      table_sized_passes: other instructions that write such an array, except in-place
+        scatters. Only an optimizer that updates every row needs them.
+      table_sized_all_gathers: all-gathers that produce such an array.
+      sparse_core_gathers: gathers on SparseCore.
+      sparse_core_scatters: scatters on SparseCore.
+      sparse_core_operations: XLA embedding lookups and updates.
+      sparse_core_relayouts: copies on SparseCore that change the layout of an array.
+        Any such copy is a defect.
+      all_to_alls: all-to-alls, including later rounds.
+
+    Example:
+      Given the `report` of your own step, from `compile_report`::
+
+          assert report.accesses.table_sized_copies == ()
+          assert report.accesses.sparse_core_gathers > 0
     """
 
     argument_bytes: int
@@ -206,12 +200,25 @@ class TableAccesses:
 def inspect_program(
     compiled: jax.stages.Compiled, plan: EmbeddingPlan
 ) -> TableAccesses:
-    """Returns what a compiled program does with its tables.
+    """Finds what a compiled program does with its tables.
 
     Args:
       compiled: result of `jax.jit(...).lower(...).compile(...)`, for any platform.
-      plan: plan of the program's layer, which has the sizes of tables and slots.
+      plan: embedding plan, which has the sizes of tables and slots.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> from tpu_embedding.tools.compile_report import abstract_arrays
+      >>> table = te.TableConfig(vocabulary_size=1_000_000, dim=8, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> key = jax.random.key(0)
+      >>> tables = jax.eval_shape(te.functional.init_tables, plan, key)
+      >>> double = jax.jit(lambda tables: jax.tree.map(lambda x: 2 * x, tables))
+      >>> compiled = double.lower(abstract_arrays(tables, plan)).compile()
+      >>> len(inspect_program(compiled, plan).table_sized_passes)
+      1
     """
+    # JAX gives the optimized program only as text.
     text = compiled.as_text()
     assert text is not None
     memory = compiled.memory_analysis()
@@ -251,6 +258,7 @@ def inspect_program(
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_operations=sum(
+            # An asynchronous call has a start and a done, so only starts count.
             i.opcode == "call-start" and "OFFLOAD_EMBEDDING" in i.text
             for i in instructions
         ),
@@ -260,15 +268,9 @@ def inspect_program(
 
 
 def temporary_bytes(sizes: Any) -> int:
-    """Returns the maximum size of a program's temporaries at a time.
-
-    XLA's `temp_size_in_bytes` does not include what SparseCores write, but XLA's peak
-    memory does. For a gather of 16.7 million rows, the two figures are 0.12 MiB and
-    8,938 MiB. This function returns the larger figure.
-
-    Args:
-      sizes: result of `compiled.memory_analysis()`.
-    """
+    """Computes the peak size of temporaries, from `compiled.memory_analysis()`."""
+    # `temp_size_in_bytes` leaves out what SparseCores write, unlike the peak memory. A
+    # gather of 16.7 million rows has 0.12 MiB in the first and 8,938 MiB in the second.
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - outputs
     return max(sizes.temp_size_in_bytes, peak)

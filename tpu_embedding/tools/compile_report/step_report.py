@@ -1,8 +1,4 @@
-"""The compile report: whether a step fits, how it treats its tables, what it costs.
-
-`compile_report` compiles a step ahead of time, without a TPU. The report has the
-compiler's memory figures, the counts from `hlo.py`, and the cycles from `cycles.py`.
-"""
+"""Compiles a step ahead of time; reports if it fits, what it does and what it costs."""
 
 import dataclasses
 import time
@@ -33,13 +29,17 @@ class Memory:
     Attributes:
       arguments: all inputs, including tile padding: tables, slot variables, dense state
         and the batch. 0 if the compiler rejected the program.
-      aliased: inputs whose memory is reused for results.
-      outputs: results that do not reuse an input's memory.
-      temporaries: see `hlo.temporary_bytes`.
-      code: the program's code.
-      required: total memory. None if the compiler rejected the program; its error has
-        the figure.
-      capacity: the device's memory, or None if unknown.
+      aliased: inputs with memory that results reuse.
+      outputs: results in new memory.
+      temporaries: peak size of the temporaries, including what SparseCores write.
+      code: program code.
+      required: total memory. If the compiler rejected the program, this is None and the
+        error has the figure.
+      capacity: device memory, or None if unknown.
+
+    Example:
+      >>> Memory(arguments=5, temporaries=4, required=9, capacity=16).fits
+      True
     """
 
     arguments: int = 0
@@ -60,19 +60,25 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """Memory, table accesses and cycles of a step compiled for a TPU, per device.
+    """Memory, table accesses and cycles for a compiled step, per device.
 
     Attributes:
-      name: name of the step.
-      topology: name of the topology, as passed by the caller.
-      plan: plan of the layer.
-      memory: memory of the step, and whether it fits.
+      name: step name.
+      topology: topology name, as passed by the caller.
+      plan: embedding plan.
+      memory: memory that the step needs, and whether it fits.
       accesses: what the program does with its tables. None if the compiler rejected it.
-      cycles: the compiler's estimate of the program's cycles; see `cycles.py`. None if
-        the compiler rejected it.
+      cycles: estimated cycles; see `Cycles`. None if the compiler rejected the program.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time to compile.
-      rejection: the compiler's error if it rejected the step, or "".
+      rejection: error from the compiler if it rejected the step, or "".
+
+    Example:
+      You get a report from `compile_report`::
+
+          report = compile_report(step, (state, batch), plan, topology="v5e:2x4")
+          if report.memory.fits:
+              print(report.cycles.total)
     """
 
     name: str
@@ -87,7 +93,7 @@ class CompileReport:
 
     @property
     def title(self) -> str:
-        """The step's name, the topology and the number of devices."""
+        """Step name, topology and device count."""
         num_slices, num_devices = num_slices_of(self.plan.mesh), self.plan.num_shards
         slices = f"{num_slices} slices of " if num_slices > 1 else ""
         devices = "device" if num_devices == 1 else "devices"
@@ -107,12 +113,12 @@ def compile_report(
     Args:
       step: jitted function that donates the state and uses the plan's
         `compiler_options`.
-      arguments: arguments of the step, such as the state and a batch, as
+      arguments: step arguments, such as the state and a batch, as
         `jax.ShapeDtypeStruct`s with shardings; see `abstract_arrays` and
         `abstract_batch`.
-      plan: plan of the layer, on a mesh from `topology_mesh`.
-      name: name of the step in the report.
-      topology: name of the topology in the report.
+      plan: embedding plan, on a mesh from `topology_mesh`.
+      name: step name in the report.
+      topology: topology name in the report.
 
     Returns:
       The report, even if the step does not fit.
@@ -144,6 +150,7 @@ def compile_report(
     rejection, accesses, cycles = "", None, None
     try:
         compiled = lowered.compile()
+    # A step that does not fit is a result, so only other errors are raised.
     except jax.errors.JaxRuntimeError as error:
         rejection = str(error).splitlines()[0]
         memory = refused_memory(rejection, plan.hardware)
@@ -167,11 +174,11 @@ def compile_report(
 
 
 def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
-    """Returns the memory that a compiled program needs."""
     sizes = compiled.memory_analysis()
     assert sizes is not None
     used = {
         "arguments": sizes.argument_size_in_bytes,
+        # Aliased outputs are already counted as arguments.
         "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         "temporaries": temporary_bytes(sizes),
         "code": sizes.generated_code_size_in_bytes,
@@ -185,17 +192,14 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 
 
 def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
-    """Returns the memory of a program that the compiler rejected for its size.
-
-    Returns None if `rejection`, the error's first line, has another reason.
-    """
+    """Reads the first line of a compiler error; None if memory isn't the reason."""
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
     return Memory(required=None, capacity=hardware.device_memory_bytes)
 
 
 def format_report(report: CompileReport) -> str:
-    """Returns a report as text: plan, memory, table accesses and cycles.
+    """Formats a report as text: plan, memory, table accesses and cycles.
 
     Example:
       >>> print(format_report(report))  # doctest: +SKIP
@@ -225,6 +229,7 @@ def format_report(report: CompileReport) -> str:
     if accesses is None or report.cycles is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
+    # The plan counts the maps as part of the tables.
     maps = sum(stack.storage.bytes_per_device for stack in plan.stacks)
     sizes = {
         "tables": tables - maps,

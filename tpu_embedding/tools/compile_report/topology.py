@@ -1,9 +1,7 @@
 """Meshes of TPU topologies to compile programs for, without TPUs.
 
-`libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. No
-function in this module uses a device. `SLICE_SHAPES` lists the grids of each
-generation's slices. libtpu also accepts other grids, but aborts the process for some of
-them.
+`libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. Nothing
+here uses a device.
 """
 
 import contextlib
@@ -44,7 +42,7 @@ _REMOVED: Final = "TPU_CHIPS_PER_HOST_BOUNDS"
 
 
 def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
-    """Returns a mesh of the devices of one TPU slice or of several equal slices.
+    """Builds a mesh for one TPU slice or several equal slices.
 
     Args:
       topology: generation and chip grid of a slice, as in
@@ -58,6 +56,12 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
     Raises:
       ImportError: if libtpu is not installed.
       ValueError: if the topology is unknown, or `num_slices` is out of range.
+
+    Example:
+      If you have installed the `tpu` extra::
+
+          mesh = topology_mesh("v5e:2x4")
+          plan = te.make_plan(feature_config, mesh)
     """
     hardware = topology_hardware(topology)
     if not 1 <= num_slices <= MAX_SLICES:
@@ -83,16 +87,13 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
 
 
 def topology_hardware(topology: str) -> HardwareInfo:
-    """Returns the hardware of a topology, after checking its name and grid.
-
-    Raises:
-      ValueError: if the generation is unknown, or its slices do not have this grid.
-    """
+    """Checks a topology's name and grid, and finds its hardware."""
     match = _TOPOLOGY.fullmatch(topology)
     if match is None or match[1] not in TPU_GENERATIONS:
         raise _unknown(topology, f"Known generations: {', '.join(TPU_GENERATIONS)}")
     hardware = hardware_by_name(match[1])
     grid = tuple(map(int, match[2].split("x")))
+    # libtpu accepts some grids that no slice has, and aborts the process for others.
     shapes = SLICE_SHAPES[hardware.name]
     if not shapes.has(grid):
         rule = f"be a slice of {hardware.name}, which has {shapes.describe()}"
@@ -107,7 +108,6 @@ def _unknown(topology: str, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _one_host() -> Iterator[None]:
-
     names = (*_HOST, _REMOVED)
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ.update(_HOST)
@@ -120,16 +120,26 @@ def _one_host() -> Iterator[None]:
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
-    """Returns the shapes of a train state with the shardings of a real state.
+    """Replaces the arrays in a train state by shapes with a real state's shardings.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
         and slot variables are in dicts by stack name.
-      plan: plan of the layer.
+      plan: embedding plan.
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`. Packed rows and id directories are
       sharded like their stack, and all other arrays are replicated.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> key = jax.random.key(0)
+      >>> tables = jax.eval_shape(te.functional.init_tables, plan, key)
+      >>> (lines,) = jax.tree.leaves(abstract_arrays(tables, plan))
+      >>> lines.sharding == plan.rows_sharding(plan.stacks[0])
+      True
     """
     by_name = {stack.name: stack for stack in plan.stacks}
     for stack in plan.stacks:
@@ -138,6 +148,7 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
     def place(path: Any, leaf: Any) -> Any:
         if not _are_rows(leaf):
             return _struct(leaf, plan.replicated)
+        # The innermost name wins, because the outer dicts may have any keys.
         names = (getattr(key, "key", None) for key in reversed(path))
         stack = by_name[next(name for name in names if name in by_name)]
         sharding = plan.rows_sharding(stack)
@@ -151,7 +162,16 @@ def _are_rows(leaf: Any) -> bool:
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
-    """Returns the shapes of a batch with the shardings from `shard_batch`."""
+    """Replaces the arrays in a batch by shapes with the shardings from `shard_batch`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> ids = {"watched": jax.ShapeDtypeStruct((16,), "int32")}
+      >>> abstract_batch(ids, plan)["watched"].sharding == plan.batch_sharding
+      True
+    """
     return jax.tree.map(
         lambda leaf: _struct(leaf, plan.sharding_of_samples(leaf.shape)), batch
     )
@@ -174,13 +194,11 @@ _MAX_SIDE: Final = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceShapes:
-    """The chip grids of a generation's slices.
+    """Chip grids that slices can have.
 
     Attributes:
-      fixed: grids listed individually, smallest first. The order of sides matters.
-      cube_side: chips per side of the cubes that make up larger slices. None if there
+      cube_side: chips per side of the cubes that make up larger slices. If None, there
         are no larger slices.
-      max_chips: number of chips of the largest slice.
     """
 
     fixed: tuple[tuple[int, ...], ...]
@@ -188,7 +206,6 @@ class SliceShapes:
     max_chips: int
 
     def has(self, grid: tuple[int, ...]) -> bool:
-        """Returns True if a slice can have this grid of chips along each dimension."""
         if grid in self.fixed or self.cube_side is None:
             return grid in self.fixed
         fits = len(grid) == len(self.fixed[0]) and math.prod(grid) <= self.max_chips
@@ -197,7 +214,7 @@ class SliceShapes:
         )
 
     def describe(self) -> str:
-        """Returns the rule as text, for errors."""
+        """Words the rule for errors."""
         fixed = ", ".join("x".join(map(str, grid)) for grid in self.fixed)
         if self.cube_side is None:
             return fixed

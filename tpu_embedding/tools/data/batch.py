@@ -1,4 +1,4 @@
-"""Batches, data sets and data sources of the training loop."""
+"""Batches, data sets and data sources, as the training loop uses them."""
 
 import abc
 import dataclasses
@@ -27,8 +27,8 @@ class Batch:
 
     Attributes:
       features: ids by feature name: an int array `[batch]` or `[batch, valence]`
-        (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`.
-        A model's `with_inputs` may replace them by other features.
+        (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`. A
+        model may replace them in its `with_inputs`.
       dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts them
         to float32, like labels and weights. A dict of arrays `[batch, ...]` is also
         accepted; its integers become int32. `None` if there are no dense inputs.
@@ -53,35 +53,50 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """Batches of one fixed size, as returned by `DataSource.open`.
+    """Batches with one fixed size, as opened by a `DataSource`.
 
-    The training batch is a pure function of the step. A resumed run thus reads the same
-    batches as the interrupted run, and no reader state needs saving.
+    The training batch must be a pure function of the step. A resumed run then reads the
+    same batches as the interrupted run, without any saved reader state.
 
-    `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so it can
-    have attributes for them, such as the sizes of its vocabularies. The loop itself
-    uses two optional attributes:
+    `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so you
+    can give it attributes for them, such as vocabulary sizes. The loop itself uses two
+    optional attributes:
 
     * `vocabularies`: dict from feature name to `Vocabulary`. A run stores them and
       checks them on resuming, and an export includes them.
     * `description`: text printed when a run starts.
 
-    In a job of several processes, each process feeds its own devices. If the data set
-    has a method `train_part(step, samples)`, like `BlockDataset`, the process reads
-    only the samples of these devices. Otherwise, it reads the whole batch.
+    In a job with several processes, each process feeds its own devices. If your data
+    set has a method `train_part(step, samples)`, like `BlockDataset`, a process reads
+    only the samples for these devices. Otherwise, it reads the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as passed to `open`.
+
+    Example:
+      >>> class Ones:
+      ...     batch_size = 2
+      ...
+      ...     def train_batch(self, step):
+      ...         ones = np.ones(2, np.float32)
+      ...         ids = {"movie": np.array([step, 0])}
+      ...         return Batch(features=ids, labels=ones, weights=ones)
+      ...
+      ...     def evaluation_batches(self):
+      ...         yield self.train_batch(0)
+      >>> data: Dataset = Ones()
+      >>> data.train_batch(3).features["movie"].tolist()
+      [3, 0]
     """
 
     batch_size: int
 
     def train_batch(self, step: int) -> Batch:
-        """Returns the batch of training step `step`, counted from 0."""
+        """Makes the batch for training step `step`, counted from 0."""
         ...
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out samples once; samples of weight 0 pad the last batch."""
+        """Yields the held-out samples once. Weight-0 samples pad the last batch."""
         ...
 
 
@@ -89,15 +104,20 @@ class DataError(ValueError):
     """Raised for missing or damaged data; the message names file and line.
 
     Raise it in your own data sets. The training command prints it as one line.
+
+    Example:
+      >>> try:
+      ...     required_files("absent/clicks", "click logs")
+      ... except DataError as error:
+      ...     print(error)
+      --data-dir must be the path of click logs on this machine, got 'absent/clicks'.
     """
 
 
 def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Batch:
-    """Joins selected samples of several batches into one batch, in order.
+    """Joins selected samples from several batches into one batch, in order.
 
-    Args:
-      batches: batches with the same inputs.
-      samples: numbers of the samples to take from each batch.
+    `samples` has the sample numbers to take from each batch.
 
     Example:
       >>> batch = Batch(features={}, labels=np.array([0, 1, 2]), weights=np.ones(3))
@@ -106,6 +126,7 @@ def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Bat
     """
 
     def join(*arrays: Any) -> Any:
+        # Its values and splits differ in length, so neither is indexed by sample.
         if isinstance(arrays[0], RaggedIds):
             return _join_ragged(arrays, samples)
         pairs = zip(arrays, samples, strict=True)
@@ -140,35 +161,61 @@ def padded_batches(
 ) -> Iterator[Batch]:
     """Yields the numbered samples in batches of equal size, for evaluation.
 
-    `read` returns the given samples. Copies of the last sample, with weight 0, pad the
-    last batch.
+    `read` makes a batch from sample numbers. Copies of the last sample, with weight 0,
+    pad the last batch.
+
+    Example:
+      >>> def read(samples):
+      ...     return Batch(features={}, labels=samples, weights=np.ones(len(samples)))
+      >>> for batch in padded_batches(read, np.arange(3), batch_size=2):
+      ...     print(batch.labels, batch.weights)
+      [0 1] [1. 1.]
+      [2 2] [1. 0.]
     """
     for start in range(0, len(samples), batch_size):
         places = start + np.arange(batch_size)
+        # A shorter batch would recompile the evaluation step. `read` only knows real
+        # samples, so the padding repeats one.
         batch = read(samples[np.minimum(places, len(samples) - 1)])
         weights = np.where(places < len(samples), batch.weights, 0)
         yield dataclasses.replace(batch, weights=weights.astype(np.float32))
 
 
 class DataSource(Protocol):
-    """Settings of a data set, and how to open it: the type of `RunConfig.data`.
+    """Settings that open a data set: the type of `RunConfig.data`.
 
-    A source is a frozen dataclass. Its fields are numbers, strings, paths or tuples of
-    these, so that the command line can change them.
+    Write your source as a frozen dataclass with numbers, strings, paths or tuples of
+    these as fields. The command line can then change them.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class RatingsSource:
+      ...     num_held_out: int = 1000
+      ...
+      ...     def open(self, data_dir, *, batch_size, seed):
+      ...         path = required_files(data_dir, "ratings")
+      ...         return BlockDataset(
+      ...             RatingsReader(path),
+      ...             batch_size=batch_size,
+      ...             num_evaluation_samples=self.num_held_out,
+      ...             seed=seed,
+      ...         )
+      >>> RatingsSource(num_held_out=10)
+      RatingsSource(num_held_out=10)
     """
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> Dataset:
-        """Returns the data set.
+        """Opens the data set.
 
         Args:
-          data_dir: path of the files, or None.
+          data_dir: path to the files, or None.
           batch_size: samples per batch, over all devices.
-          seed: seed of the samples' order, or of synthetic samples.
+          seed: seed for the sample order, or for synthetic samples.
 
         Returns:
-          The data set, whose batches have `batch_size` samples.
+          The data set. Its batches have `batch_size` samples.
 
         Raises:
           DataError: if files are missing or damaged.
@@ -176,7 +223,7 @@ class DataSource(Protocol):
         ...
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns a data set with the same sizes, without reading any file.
+        """Makes a data set with the same sizes, without reading any file.
 
         Its batches have the real shapes and arbitrary values, for compiling a step.
         Only `tpu-embedding compile` calls this method.
@@ -185,14 +232,21 @@ class DataSource(Protocol):
 
 
 def required_files(data_dir: Any, files: str) -> pathlib.Path:
-    """Returns the path of a source's files, after checking that it exists.
+    """Checks that the path to a source's files exists.
 
     Args:
       data_dir: the user's path, or None.
       files: what the source reads, for errors.
 
+    Returns:
+      The path, with `~` expanded.
+
     Raises:
       DataError: if the path is None or does not exist.
+
+    Example:
+      >>> required_files(".", "click logs").as_posix()
+      '.'
     """
     if is_local_path(data_dir) and local_path(data_dir).exists():
         return local_path(data_dir)
@@ -202,13 +256,24 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
 
 def check_counts(settings: Any) -> None:
-    """Raises a ValueError that names each int field that is less than 1."""
+    """Raises a ValueError that names each int field less than 1."""
     counts = [name for name, value in vars(settings).items() if is_int(value)]
     raise_all(broken_rules(settings, dict.fromkeys(counts, int_rule(1))))
 
 
 class SyntheticSource(abc.ABC):
-    """Base class of sources that read no file."""
+    """Base class for sources that read no file.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Dice(SyntheticSource):
+      ...     num_evaluation_samples: int
+      ...
+      ...     def draw(self, *, batch_size, seed):
+      ...         return DiceRolls(self, batch_size=batch_size, seed=seed)
+      >>> Dice(num_evaluation_samples=10)
+      Dice(num_evaluation_samples=10)
+    """
 
     def __post_init__(self):
         check_counts(self)
@@ -216,7 +281,7 @@ class SyntheticSource(abc.ABC):
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> Dataset:
-        """Returns the data set.
+        """Draws the data set.
 
         Raises:
           DataError: if a directory is given.
@@ -227,9 +292,9 @@ class SyntheticSource(abc.ABC):
         return self.draw(batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns a data set of the same sizes; by default, the data set itself."""
+        """Makes a data set with the same sizes; by default, the same data set."""
         return self.draw(batch_size=batch_size, seed=seed)
 
     @abc.abstractmethod
     def draw(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns the data set."""
+        """Builds the data set."""

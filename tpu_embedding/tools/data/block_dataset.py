@@ -1,7 +1,7 @@
 """A data set over files that need not fit in memory, given a reader of samples.
 
-The reader only handles the file format. `BlockDataset` adds batches, epochs, seeds and
-processes. This package's reader of Parquet files uses it, and so can your own.
+The reader handles the file format. `BlockDataset` adds the order, epochs, held-out
+samples and the parts that processes read.
 """
 
 import functools
@@ -19,14 +19,25 @@ class SampleReader(Protocol):
     """Reads samples by number.
 
     Attributes:
-      block_bounds: int64 `[blocks + 1]`, the first sample of each block, then the
-        number of samples. Reading samples of the same block together is cheap.
+      block_bounds: int64 `[blocks + 1]`, the first sample in each block, then the
+        sample count. Reading samples from one block together is cheap.
+
+    Example:
+      >>> class Squares:
+      ...     block_bounds = np.array([0, 4, 8])
+      ...
+      ...     def read(self, samples):
+      ...         weights = np.ones(len(samples))
+      ...         return Batch(features={}, labels=samples**2, weights=weights)
+      >>> reader: SampleReader = Squares()
+      >>> reader.read(np.array([3, 4])).labels.tolist()
+      [9, 16]
     """
 
     block_bounds: np.ndarray
 
     def read(self, samples: np.ndarray) -> Batch:
-        """Returns the given samples, in the given order.
+        """Reads the given samples, in the given order.
 
         Args:
           samples: int64 `[num_samples]`, mostly runs of consecutive numbers.
@@ -40,13 +51,13 @@ class SampleReader(Protocol):
 class BlockDataset:
     """A `Dataset` that visits a reader's samples in an order shuffled by blocks.
 
-    Every training sample is used once per epoch. A batch may span two epochs, so every
-    batch is full. The last samples are held out for evaluation.
+    Each epoch uses every training sample once. Note that a batch may span two epochs,
+    so every batch is full. The last samples are held out for evaluation.
 
     Attributes:
       batch_size: samples per batch.
-      num_train_samples: number of training samples.
-      num_evaluation_samples: number of held-out samples.
+      num_train_samples: training samples in an epoch.
+      num_evaluation_samples: held-out samples.
 
     Example:
       >>> class Squares:
@@ -78,15 +89,14 @@ class BlockDataset:
         """Splits the samples into training samples and held-out samples.
 
         Args:
-          reader: reader of the training samples.
+          reader: reads the training samples.
           batch_size: samples per batch.
-          num_evaluation_samples: number of held-out samples. They are the last samples
-            of the evaluation reader, or of the training reader if there is no
-            evaluation reader. Defaults to all samples of the evaluation reader.
-          evaluation_reader: reader of the held-out samples, or None.
-          seed: seed of the training order, at least 0.
-          num_streams: number of pieces of an epoch that a batch mixes; see
-            `BlockOrder`.
+          num_evaluation_samples: how many samples to hold out. They are the last
+            samples in the evaluation reader, or in the training reader if there is no
+            evaluation reader. Defaults to all samples in the evaluation reader.
+          evaluation_reader: reads the held-out samples. If None, `reader` does.
+          seed: seed for the training order, at least 0.
+          num_streams: how many pieces of an epoch a batch mixes; see `BlockOrder`.
 
         Raises:
           DataError: if there are not enough samples to hold out.
@@ -105,23 +115,27 @@ class BlockDataset:
             field, fix = "num_evaluation_samples", "Lower it, or set evaluation files."
             raise invalid(field, rule, num_evaluation_samples, fix, DataError)
         bounds = reader.block_bounds
+        # The held-out samples may start within a block, which is then shorter.
         bounds = bounds[bounds < self.num_train_samples]
         self._order = BlockOrder(
             np.append(bounds, self.num_train_samples),
             seed=seed,
             num_streams=num_streams,
+            # A batch takes one run from each stream, because reading consecutive
+            # samples is cheap. If it has fewer samples than streams, runs have one
+            # sample.
             stride=max(1, batch_size // num_streams),
         )
 
     def train_batch(self, step: int) -> Batch:
-        """Returns the batch of training step `step`, counted from 0."""
+        """Reads the batch for training step `step`, counted from 0."""
         return self.train_part(step, range(self.batch_size))
 
     def train_part(self, step: int, samples: range) -> Batch:
-        """Returns a part of the batch of `step`, and reads only this part.
+        """Reads only part of a step's batch.
 
         Args:
-          step: number of the step, from 0.
+          step: training step, counted from 0.
           samples: consecutive positions in the batch.
         """
         first = step * self.batch_size
@@ -141,22 +155,13 @@ class BlockDataset:
 
 
 class BlockOrder:
-    """An order of samples, with the blocks in a new random order in each epoch.
+    """Sample order that shuffles the blocks again in each epoch.
 
-    Positions are counted over all epochs. The sample at a position is a pure function
-    of the position, so a run can resume anywhere, on any number of processes, without
-    saved reader state.
+    A position, counted over all epochs, determines its sample. A run can thus resume
+    anywhere, on any number of processes.
 
-    With several streams, an epoch is cut into `num_streams` equal pieces. A batch mixes
-    the pieces: it takes `stride` consecutive samples from each piece in turn. Samples
-    that don't fill a turn come last.
-
-    Args:
-      bounds: int64 `[blocks + 1]`, ascending: the first sample of each block, then the
-        number of samples.
-      seed: seed of the order.
-      num_streams: number of pieces.
-      stride: number of consecutive samples from a piece, at least 1.
+    An epoch is cut into `num_streams` equal pieces. Each turn takes `stride`
+    consecutive samples from every piece.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -172,16 +177,19 @@ class BlockOrder:
         self._seed = seed
         self._num_streams = num_streams
         self._stride = stride
+        # One epoch is enough, because steps are read in order. A cache on the method
+        # would keep every instance alive.
         self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the int64 numbers of the samples at ascending positions."""
+        """Maps positions to sample numbers, int64."""
         epochs, offsets = np.divmod(positions, self.num_samples)
-        # Each turn takes `stride` samples from every stream.
         turns, turn_offsets = np.divmod(offsets, self._num_streams * self._stride)
         streams, stream_offsets = np.divmod(turn_offsets, self._stride)
         num_turns = self.num_samples // (self._num_streams * self._stride)
         dealt = (streams * num_turns + turns) * self._stride + stream_offsets
+        # Samples after the last full turn keep their offsets, so every sample still
+        # comes once per epoch.
         offsets = np.where(turns < num_turns, dealt, offsets)
 
         samples = np.empty(len(positions), np.int64)
@@ -196,7 +204,8 @@ class BlockOrder:
         return samples
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the block order of an epoch, and the end offset of each block."""
+        """Shuffles the blocks for an epoch, and finds the end offset of each."""
+        # Seeded with the epoch, so that every process finds the same order.
         generator = random_generator(seed=self._seed, stream=TRAIN_STREAM, step=epoch)
         blocks = generator.permutation(len(self._bounds) - 1)
         return blocks, np.cumsum(np.diff(self._bounds)[blocks])

@@ -1,7 +1,7 @@
 """Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`scripts/criteo_to_parquet.py` converts the text of the logs to Parquet files.
-`SyntheticCriteo` draws samples of the same shape without files.
+`scripts/criteo_to_parquet.py` converts their text. Without files, `SyntheticCriteo`
+draws samples.
 """
 
 import dataclasses
@@ -26,20 +26,25 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Source of a log in Parquet files, or of `SyntheticCriteo` without files.
+    """Criteo's log from Parquet files, or `SyntheticCriteo` without files.
 
     The features are named `cat_00`, `cat_01` and so on. Ids from files are taken modulo
-    their table's number of rows.
+    the number of table rows.
 
     Attributes:
-      vocabulary_size: number of table rows of each feature.
-      num_evaluation_samples: number of held-out samples, the last ones of the files.
-      vocabulary_sizes: number of table rows of each feature, if they differ.
-        `vocabulary_size` is then an upper limit, so that a small machine can hold the
-        tables.
-      valences: number of ids per sample for each feature. In files, a column contains
-        integers for a valence of 1, and lists of a fixed size for larger valences.
-      max_valence: upper limit of synthetic samples' valences, or None.
+      vocabulary_size: table rows for each feature.
+      num_evaluation_samples: number of held-out samples, the last ones in the files.
+      vocabulary_sizes: table rows for each feature, if they differ. `vocabulary_size`
+        is then an upper limit, so that a small machine can hold the tables.
+      valences: ids per sample for each feature. In files, a column contains integers
+        for valence 1, and lists with a fixed size for larger valences.
+      max_valence: upper limit for synthetic valences. By default, there is no limit.
+
+    Example:
+      >>> source = CriteoSource(vocabulary_size=1000, num_evaluation_samples=10)
+      >>> batch = source.open(None, batch_size=4, seed=0).train_batch(0)
+      >>> len(batch.features), batch.dense.shape
+      (26, (4, 13))
     """
 
     vocabulary_size: int
@@ -54,10 +59,10 @@ class CriteoSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> ParquetClicks | SyntheticCriteo:
-        """Returns the data set: rows of a log, or synthetic rows if `data_dir` is None.
+        """Opens a log, or draws synthetic rows if `data_dir` is None.
 
-        `data_dir` is a file that `scripts/criteo_to_parquet.py` wrote, a directory of
-        such files whose names sort by time, or None. See also `DataSource.open`.
+        Otherwise, pass a file that `scripts/criteo_to_parquet.py` wrote, or a directory
+        with such files, named so that they sort by time. See also `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.
@@ -65,18 +70,23 @@ class CriteoSource:
         if data_dir is None:
             return self.outline(batch_size=batch_size, seed=seed)
         path = required_files(data_dir, "Criteo's logs in Parquet")
+        # `ParquetSource` would also reject Criteo's text, but couldn't name the
+        # converter.
         if not path.match("*.parquet") and not any(path.glob("*.parquet")):
             raise DataError(
                 f"{path} must be a Parquet file, or a directory of them. Convert "
                 "Criteo's text once, in a clone of the repository: python "
                 "scripts/criteo_to_parquet.py TEXT PARQUET"
             )
+        # Not strict, because a config may have fewer than 26 features.
         columns = zip(CATEGORY_NAMES, self.sizes, self.valences, strict=False)
         features = tuple(
             ParquetFeature(
                 name=name,
                 vocabulary_size=size,
                 expected_valence=valence if valence > 1 else None,
+                # The converter writes 1 plus a category's 32 bits, far beyond most
+                # tables.
                 out_of_range="modulo",
             )
             for name, size, valence in columns
@@ -90,12 +100,12 @@ class CriteoSource:
         return source.open(path, batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
-        """Returns synthetic rows with the shapes of a log's rows."""
+        """Makes synthetic rows with the same shapes as the log's rows."""
         return SyntheticCriteo(self, batch_size=batch_size, seed=seed)
 
     @property
     def sizes(self) -> list[int]:
-        """Number of table rows of each feature."""
+        """Table rows for each feature."""
         limit = self.vocabulary_size
         sizes = self.vocabulary_sizes or [limit] * len(self.valences)
         return [min(size, limit) for size in sizes]

@@ -1,8 +1,7 @@
-"""Samples of Parquet files that may be larger than memory, with a column per feature.
+"""Reads Parquet files that may be larger than memory, with one column per feature.
 
-The blocks of the training order are row groups, the smallest parts of a file that can
-be read separately. A few decoded row groups stay in memory. pyarrow is only imported
-when a file is opened.
+The training order shuffles row groups, the smallest parts that can be read separately.
+A few decoded ones stay in memory.
 """
 
 import contextlib
@@ -30,19 +29,23 @@ from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFeature:
-    """A column of ids.
+    """A Parquet column with feature ids.
 
     Attributes:
-      name: name of the feature.
-      vocabulary_size: number of rows of the feature's table.
-      column: name of the column. Defaults to the feature's name.
-      expected_valence: mean number of ids per row, for a column of lists of integers.
-        The compile report sizes buffers with it; training accepts lists of any length.
-        Leave it out for a column of integers, with one id per row.
+      name: feature name.
+      vocabulary_size: number of table rows.
+      column: column name. Defaults to the feature name.
+      expected_valence: mean number of ids per row, for a column with lists of integers.
+        The compile report sizes buffers with it; training accepts lists with any
+        length. Leave it out for a column with integers, one id per row.
       out_of_range: how to handle ids outside `[0, vocabulary_size)`. `"error"` raises
         an error that names file and row. `"modulo"` takes ids modulo the size. `"keep"`
         leaves them to `FeatureConfig.out_of_range_ids`; all ids are then int64, or
         uint64 if the column is uint64.
+
+    Example:
+      >>> ParquetFeature(name="user", vocabulary_size=1000, column="uid").column_name
+      'uid'
     """
 
     name: str
@@ -56,19 +59,25 @@ class ParquetFeature:
 
     @property
     def column_name(self) -> str:
-        """Name of the column in the files."""
+        """Column name in the files."""
         return self.column or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """A row group of a file, with at least one row.
+    """A row group in a Parquet file, with at least one row.
 
     Attributes:
-      path: path of the file.
-      number: number of the row group in the file.
-      first_row: number of the group's first row in the file, from 0.
+      path: file that contains the group.
+      number: position among all row groups in the file, from 0.
+      first_row: first row's number in the file, from 0.
       num_rows: number of rows.
+
+    Example:
+      >>> path = pathlib.Path("clicks.parquet")
+      >>> group = RowGroup(path=path, number=1, first_row=100, num_rows=50)
+      >>> print(group.error("user", 3, "an id must not be null"))
+      clicks.parquet, row 103 (row group 1), column 'user': an id must not be null.
     """
 
     path: pathlib.Path
@@ -77,22 +86,25 @@ class RowGroup:
     num_rows: int
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns columns as Arrow arrays, by name.
+        """Reads columns as Arrow arrays, by name.
 
         Raises:
           DataError: if the row group is damaged.
         """
         parquet = load_pyarrow("pyarrow.parquet")
         with _data_errors(f"{self.path}, row group {self.number},"):
+            # By default, pyarrow ignores page checksums.
             with parquet.ParquetFile(
                 self.path, page_checksum_verification=True
             ) as file:
                 table = file.read_row_group(self.number, columns=list(names))
+            # A column may come in several chunks, but callers expect one array.
             table = table.combine_chunks()
         return {name: table.column(name).chunk(0) for name in names}
 
     def numbers(self, array: Any, column: str) -> np.ndarray:
-        """Returns a column of numbers. Nulls and other types raise a DataError."""
+        """Converts a column to NumPy; nulls and other types raise a DataError."""
+        # `to_numpy` would turn nulls into NaN.
         if array.null_count:
             row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
             text = "a value must not be null; fill it, or drop the row"
@@ -103,21 +115,16 @@ class RowGroup:
         return numbers
 
     def error(self, column: str, row: int, text: str) -> DataError:
-        """Returns the error for a value in a row of the group."""
+        """Builds the error for a value; `row` counts from the group's first row."""
         row += self.first_row
         where = f"{self.path}, row {row} (row group {self.number}), column {column!r}"
         return about(DataError(f"{where}: {text}."), where)
 
 
 class ParquetRows:
-    """A `SampleReader` of Parquet files. The samples are the rows of all files.
-
-    Attributes:
-      block_bounds: first row of each row group, then the number of rows.
-    """
+    """Reads all rows in one or more files, as a `SampleReader`."""
 
     def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
-        """Reads the footers of one or more files."""
         self._source, self._paths = source, paths
         names = source.column_names
         self._groups = [group for path in paths for group in row_groups(path, names)]
@@ -129,22 +136,15 @@ class ParquetRows:
         self._array_types: dict[str, tuple[Any, ...]] = {}
 
     def read(self, samples: np.ndarray) -> Batch:
-        """Returns the given rows.
-
-        Raises:
-          DataError: if a row group is damaged or has a wrong value. The message names
-            file, row and column.
-        """
         groups = np.searchsorted(self.block_bounds, samples, side="right") - 1
         rows = samples - self.block_bounds[groups]
-        # Consecutive samples of a row group are taken together.
+        # Consecutive samples in a row group are taken together.
         breaks = np.flatnonzero(np.diff(groups)) + 1
         run_groups = groups[np.append(0, breaks)].tolist()
         batches = [self._decoded(number) for number in run_groups]
         return join_samples(batches, np.split(rows, breaks))
 
     def _decode(self, number: int) -> Batch:
-
         source, group = self._source, self._groups[number]
         arrays = group.read(source.column_names)
 
@@ -178,13 +178,19 @@ class ParquetRows:
 
 
 def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
-    """Returns the row groups of a file that have rows.
+    """Lists the row groups in a file that have rows.
 
     The file must have the given columns.
 
     Raises:
       DataError: if the file is missing or damaged, lacks a column, or pyarrow is not
         installed.
+
+    Example:
+      With a file `clicks.parquet`::
+
+          for group in row_groups(pathlib.Path("clicks.parquet"), ["user"]):
+              users = group.numbers(group.read(["user"])["user"], "user")
     """
     with _data_errors(str(path)):
         footer = load_pyarrow("pyarrow.parquet").read_metadata(path)
@@ -202,18 +208,15 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
 
 
 def load_pyarrow(module: str) -> Any:
-    """Returns a module of pyarrow, such as `"pyarrow.csv"`.
-
-    Raises:
-      DataError: if pyarrow is not installed.
-    """
+    """Imports a pyarrow module, such as `"pyarrow.csv"`, or raises a DataError."""
+    # Imported on first use, because only data sets in files need the extra.
     require_extra("parquet", "pyarrow", purpose="This data set", error=DataError)
     return importlib.import_module(module)
 
 
 @contextlib.contextmanager
 def _data_errors(owner: str) -> Iterator[None]:
-    """Raises pyarrow's errors as a `DataError` that names the data's owner."""
+    """Turns pyarrow errors into a `DataError` that names the data's owner."""
     pyarrow = load_pyarrow("pyarrow")
     try:
         yield
@@ -228,10 +231,6 @@ def _data_errors(owner: str) -> Iterator[None]:
 def _read_ids(
     array: Any, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray | RaggedIds:
-    """Returns the ids of all rows of a row group.
-
-    See `ParquetClicks` for their types.
-    """
     if hasattr(array.type, "value_type") != (feature.expected_valence is not None):
         rule = "integers without expected_valence, or lists of integers with it"
         text = f"values must be {rule}, got {array.type}"
@@ -239,6 +238,8 @@ def _read_ids(
     if feature.expected_valence is None:
         return _check_ids(array, np.arange(len(array) + 1), feature, group)
     compute = load_pyarrow("pyarrow.compute")
+    # `list_flatten` skips the values under a null list, unlike `array.values`. So a
+    # null list must count as empty.
     lengths = compute.list_value_length(array).fill_null(0).to_numpy()
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
@@ -254,13 +255,14 @@ def _read_ids(
 def _check_ids(
     values: Any, row_splits: np.ndarray, feature: ParquetFeature, group: RowGroup
 ) -> np.ndarray:
-    """Returns ids as int32, or as int64 or uint64 if out-of-range ids are kept."""
+    """Converts ids to int32, or to int64 or uint64 if out-of-range ids are kept."""
     column, size = feature.column_name, feature.vocabulary_size
 
     def error(is_wrong: np.ndarray, text: str) -> DataError:
         row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
         return group.error(column, int(row), text)
 
+    # `to_numpy` would turn integers with nulls into floats.
     if values.null_count:
         is_null = values.is_null().to_numpy(zero_copy_only=False)
         raise error(is_null, "an id must not be null; fill it, or drop the row")
@@ -268,9 +270,12 @@ def _check_ids(
     if ids.dtype.kind not in "iu":
         raise group.error(column, 0, f"ids must be integers, got {values.type}")
     if feature.out_of_range != "error":
+        # `size` would overflow in an int8 column. As int64, ids from 2**63 on would be
+        # negative. NumPy's remainder is never negative.
         is_wide = ids.dtype == np.uint64
         ids = ids.astype(np.uint64 if is_wide else np.int64, copy=False)
         return ids if feature.out_of_range == "keep" else (ids % size).astype(np.int32)
+    # Checked before the cast to int32, which could wrap an id into range.
     is_outside = (ids < 0) | (ids >= size)
     if not is_outside.any():
         return ids.astype(np.int32, copy=False)
@@ -287,20 +292,12 @@ NUM_STREAMS: Final = 8
 
 
 class ParquetClicks(BlockDataset):
-    """The rows of Parquet files, in an order shuffled by row groups.
+    """Rows from Parquet files, in an order shuffled by row groups.
 
-    Features are int32 `[batch]` for integers, int32 `[batch, size]` for lists of a
-    fixed size, and `RaggedIds` for other lists. With `out_of_range="keep"`, ids are
-    int64 or uint64 instead. Dense inputs are float32 `[batch, num_dense]`, or None if
-    the source names no dense columns. A null list becomes an empty list, or a row of
-    `PADDING_ROW_ID` if the size is fixed. Any other null raises a DataError.
-
-    A batch takes consecutive rows of `num_streams` row groups. At most
-    `num_streams + 1` decoded row groups are in memory, whatever the files' size.
-
-    Attributes:
-      vocabulary_sizes: number of table rows by feature name.
-      num_dense: number of dense inputs per sample.
+    Features are int32: `[batch]` for integers, `[batch, size]` for lists with a fixed
+    size, and `RaggedIds` for other lists. With `out_of_range="keep"`, they are int64 or
+    uint64. A null list is empty or full of `PADDING_ROW_ID`; any other null is an
+    error.
     """
 
     def __init__(self, source: "ParquetSource", reader: SampleReader, **options: Any):
@@ -311,20 +308,29 @@ class ParquetClicks(BlockDataset):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetSource:
-    """Source of `ParquetClicks`. Columns not named here are skipped.
+    """Parquet files with training data; columns not named here are skipped.
 
     Attributes:
-      features: columns of ids.
-      label: name of the label column.
-      dense: names of the columns of dense inputs.
-      weight: name of the column of sample weights. By default, all weights are 1.
-      num_evaluation_samples: number of held-out rows: the last rows of the evaluation
-        files, or of the training files without `evaluation_files`. Defaults to all rows
-        of the evaluation files.
-      files: pattern of the training files in the data directory, read in the order of
-        their names.
-      evaluation_files: pattern of the files of held-out rows, or None.
+      features: columns with ids.
+      label: label column.
+      dense: columns with dense inputs.
+      weight: column with sample weights. By default, all weights are 1.
+      num_evaluation_samples: number of held-out rows: the last rows in the evaluation
+        files, or in the training files without `evaluation_files`. Defaults to all rows
+        in the evaluation files.
+      files: pattern for training files in the data directory, read in name order.
+      evaluation_files: pattern for files with held-out rows, or None.
       num_streams: number of row groups that a batch mixes. One more is in memory.
+
+    Example:
+      >>> source = ParquetSource(
+      ...     features=(ParquetFeature(name="user", vocabulary_size=1000),),
+      ...     label="clicked",
+      ...     num_evaluation_samples=10,
+      ... )
+      >>> source.column_names
+      ['user', 'clicked']
+      >>> data = source.open("clicks", batch_size=4, seed=0)  # doctest: +SKIP
     """
 
     features: tuple[ParquetFeature, ...]
@@ -341,7 +347,7 @@ class ParquetSource:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of all columns to read, each once."""
+        """Columns to read, each once."""
         ids = [feature.column_name for feature in self.features]
         weight = [] if self.weight is None else [self.weight]
         return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
@@ -349,9 +355,9 @@ class ParquetSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> ParquetClicks:
-        """Returns the data set.
+        """Opens the files.
 
-        `data_dir` is a directory or one file. `seed` shuffles the row groups.
+        Pass a directory or one file as `data_dir`. `seed` shuffles the row groups.
 
         Raises:
           DataError: if a file is missing or damaged, lacks a column, or pyarrow is not
@@ -361,6 +367,7 @@ class ParquetSource:
         held_out = []
         if self.evaluation_files is not None:
             held_out = _matching(directory, self.evaluation_files)
+        # By default, `files` also matches the evaluation files.
         paths = [p for p in _matching(directory, self.files) if p not in held_out]
         if not paths:
             raise DataError(
@@ -378,7 +385,7 @@ class ParquetSource:
         )
 
     def outline(self, *, batch_size: int, seed: int) -> ParquetClicks:
-        """Returns a data set of the declared columns, with ids of 0."""
+        """Makes a data set with the declared columns, where every id is 0."""
         return ParquetClicks(
             self,
             _Zeros(self),
@@ -388,8 +395,9 @@ class ParquetSource:
 
 
 class _Zeros:
-    """A `SampleReader` of zeros, in lists of the expected lengths."""
+    """Zeros in the declared shapes."""
 
+    # Without files, the row count is unknown; this one allows any batch size.
     block_bounds = np.array([0, 2**31])
 
     def __init__(self, source: ParquetSource):
@@ -399,6 +407,7 @@ class _Zeros:
         source, features = self._source, {}
         for feature in source.features:
             ends = np.arange(len(samples) + 1) * (feature.expected_valence or 1)
+            # A fractional valence is a mean, so lengths differ between samples.
             splits = np.ceil(ends).astype(np.int64)
             ids = values = np.zeros(splits[-1], np.int32)
             if feature.expected_valence is not None:
@@ -411,9 +420,10 @@ class _Zeros:
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Returns the file itself, or a folder's files that match a pattern, by name."""
+    """Lists the files that match a pattern, or the file itself."""
     if directory.is_file():
         return [directory]
+    # `glob` has no fixed order, but all processes must number the rows alike.
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())
     if not paths:
         raise DataError(f"No file in {directory} matches {pattern!r}.")

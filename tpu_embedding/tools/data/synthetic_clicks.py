@@ -1,11 +1,6 @@
 """Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
 
-The config `synthetic` trains on the small one. It has every kind of id column: large
-and small vocabularies, skew, and samples with several ids or none.
-
-Without files, the configs `dlrm`, `dlrm_dcnv2` and `host_rows_demo` train on the
-Criteo-like log, which is one-hot or multi-hot. Memory does not grow with the
-vocabularies.
+The configs for Criteo's log train on the second if they get no files.
 """
 
 import dataclasses
@@ -29,20 +24,26 @@ from tpu_embedding.types import PADDING_ROW_ID
 VOCABULARY_SIZES: Final = dict(
     user=2_000, item=1_000, category=100, device=20, tags=500
 )
-"""Number of rows of each feature, 3,620 in total."""
+"""Table rows per feature, 3,620 in total."""
 
 EFFECT_SCALES: Final = dict(user=0.8, item=0.9, category=0.5, device=0.4, tags=1.5)
-"""Standard deviation of the effect on the logit, over the ids of each feature."""
+"""Standard deviation of the effects that a feature's ids have on the logit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticClicksSource(SyntheticSource):
-    """Source of `SyntheticClicks`, which reads no file.
+    """Small synthetic click log with a known best log loss; reads no file.
 
     Attributes:
       num_evaluation_samples: number of held-out samples.
       valence: maximum number of tags per sample.
-      zipf_exponent: skew of the ids; 0 is uniform.
+      zipf_exponent: skew in the ids; 0 is uniform.
+
+    Example:
+      >>> source = SyntheticClicksSource(num_evaluation_samples=10)
+      >>> batch = source.open(None, batch_size=4, seed=0).train_batch(0)
+      >>> sorted(batch.features)
+      ['category', 'device', 'item', 'tags', 'user']
     """
 
     num_evaluation_samples: int
@@ -50,29 +51,23 @@ class SyntheticClicksSource(SyntheticSource):
     zipf_exponent: float = 1.0
 
     def draw(self, *, batch_size: int, seed: int) -> "SyntheticClicks":
-        """Returns the data set."""
+        """Builds the data set."""
         return SyntheticClicks(self, batch_size=batch_size, seed=seed)
 
 
 class SyntheticClicks(TeacherDataset):
-    """Clicks of users on items, from a teacher that an embedding model can match.
+    """Clicks by users on items, from a teacher that an embedding model can match.
 
-    The teacher's logit of a sample is
+    The teacher's logit for a sample is
 
         b + e_user + e_item + e_category + e_device + mean(e_tag) + <f_user, g_item>
 
-    Each id has an effect `e`. Each user has a vector `f` and each item a vector `g` of
-    `INTERACTION_RANK` elements. Effects and vectors are drawn once from normal
-    distributions. The mean over a sample's tags is 0 if there are none. Ids follow
-    `ZipfIds` independently.
+    Effects `e` and the vectors `f` and `g` are normally distributed. Ids follow
+    `ZipfIds`.
 
-    Features: int32 `[batch]` for "user", "item", "category" and "device"; int32
-    `[batch, valence]` for "tags", filled from the left and padded with
-    `PADDING_ROW_ID`. The number of tags is uniform in `0 .. valence`. Repeated tags
-    count repeatedly. There are no dense inputs.
-
-    With the defaults, the log loss is about 0.50 for a constant and about 0.365 for the
-    teacher.
+    Tags are int32 `[batch, valence]`, padded on the right; other features are int32
+    `[batch]`. With the defaults, the log loss is about 0.50 for a constant and about
+    0.365 for the teacher.
 
     Example:
       >>> source = SyntheticClicksSource(num_evaluation_samples=10)
@@ -93,12 +88,13 @@ class SyntheticClicks(TeacherDataset):
             name: ZipfIds(vocabulary_size=size, exponent=source.zipf_exponent)
             for name, size in VOCABULARY_SIZES.items()
         }
+        # Reordering these draws would change the data, and thus the configs' results.
         generator = random_generator(seed=seed, stream=TEACHER_STREAM)
         self._effects = {
             name: generator.normal(0.0, scale, VOCABULARY_SIZES[name])
             for name, scale in EFFECT_SCALES.items()
         }
-        # The standard deviation of a product of independent centred normals is the
+        # The standard deviation of a product of independent centered normals is the
         # product of their standard deviations.
         factor_scale = np.sqrt(INTERACTION_SCALE / np.sqrt(INTERACTION_RANK))
         self._factors = {
@@ -143,19 +139,16 @@ A quarter of the counts are 0.
 
 
 class SyntheticCriteo(TeacherDataset):
-    """Samples in the shape of Criteo's logs, with labels that a model can learn.
+    """Samples shaped like Criteo's logs, with labels that a model can learn.
 
-    The teacher's logit of a sample is
+    The teacher's logit for a sample is
 
         b + 0.3 * sum over features f of sum_j e_f(id_fj) / sqrt(valence_f)
           + sum over dense inputs k of w_k x_k
 
-    where `e_f(id)` is a hash of feature and id, uniform with mean 0 and standard
-    deviation 1. The weights `w_k` are normal with standard deviation 0.3. Ids follow
-    `ZipfIds` independently. Dense inputs are `log(1 + count)` of log-normal counts.
-
-    Features: int32 `[batch]` for valence 1, otherwise int32 `[batch, valence]` without
-    padding. Dense: float32 `[batch, 13]`.
+    `e_f(id)` hashes feature and id, uniformly with mean 0 and standard deviation 1. The
+    weights `w_k` are normal with standard deviation 0.3. Ids follow `ZipfIds`; they are
+    int32 `[batch]` for valence 1, otherwise `[batch, valence]`.
 
     Example:
       >>> from tpu_embedding.tools.train import CriteoSource
@@ -191,7 +184,8 @@ class SyntheticCriteo(TeacherDataset):
             valence = self._valences[number]
             shape = (num_samples, valence)
             drawn = ZipfIds(vocabulary_size=size).draw(generator, shape)
-            # Hashes need no table of effects, so vocabularies can be large.
+            # Hashes need no table of effects, so vocabularies can be large. The upper
+            # half of a key separates equal ids in different features.
             keys = (np.uint64(number + 1) << np.uint64(32)) + drawn.astype(np.uint64)
             hashes = splitmix64(keys ^ self._salt)
             # A uniform number in [-1, 1) has the standard deviation 1 / sqrt(3).

@@ -1,7 +1,6 @@
 """Synthetic retrieval log: users, their histories and the items they choose.
 
-A two-tower model learns to find a user's next item among hundreds of millions of items.
-Memory does not grow with the vocabularies.
+Ids are computed, so memory does not grow with the vocabularies.
 """
 
 import dataclasses
@@ -31,18 +30,26 @@ _CATEGORY_SALT: Final = np.uint64(2 << 32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InteractionsSource(SyntheticSource):
-    """Source of `Interactions`, which reads no file.
+    """Synthetic retrieval log with users who choose items; reads no file.
 
     Attributes:
-      num_users: number of rows of the user table.
-      num_items: number of rows of the item table, shared by "item" and "history".
+      num_users: rows in the user table.
+      num_items: rows in the item table, which "item" and "history" share.
       history_length: maximum number of items in a history.
       num_evaluation_samples: number of held-out samples. New samples with weight 0 pad
         the last batch.
-      num_groups: number of hidden groups of users and items, at most `num_users` and
-        `num_items`. More groups are harder to learn.
-      noise: share of choices that are independent of the user, in (0, 1).
-      zipf_exponent: skew of the ids; 0 is uniform.
+      num_groups: number of hidden groups into which users and items fall, at most
+        `num_users` and `num_items`. More groups are harder to learn.
+      noise: share of choices that don't depend on the user, in (0, 1).
+      zipf_exponent: skew in the ids; 0 is uniform.
+
+    Example:
+      >>> source = InteractionsSource(
+      ...     num_users=1000, num_items=100, history_length=3, num_evaluation_samples=10
+      ... )
+      >>> batch = source.open(None, batch_size=4, seed=0).train_batch(0)
+      >>> batch.features["history"].shape
+      (4, 3)
     """
 
     num_users: int
@@ -54,36 +61,24 @@ class InteractionsSource(SyntheticSource):
     zipf_exponent: float = 1.0
 
     def draw(self, *, batch_size: int, seed: int) -> "Interactions":
-        """Returns the data set."""
+        """Builds the data set."""
         return Interactions(self, batch_size=batch_size, seed=seed)
 
 
 class Interactions:
     """Users, their histories and the next item that each user chooses.
 
-    Users and items belong to `num_groups` hidden groups of equal weight. A user of
-    group `g` chooses an item of group `g` with probability
+    Users and items belong to `num_groups` hidden groups with equal weight. A user in
+    group `g` chooses an item in group `g` with probability
 
         p = (1 - noise) + noise / num_groups
 
-    and an item of each other group with probability `noise / num_groups`. Within a
-    group, users and items are drawn by popularity (`ZipfIds`). The best score of a
-    pair, relative to the item's log probability over all users, is therefore
-    `log(num_groups * p)` if user and item share a group, and `log(noise)` otherwise.
+    and an item in each other group with probability `noise / num_groups`. Within a
+    group, popularity follows `ZipfIds`.
 
-    Features:
-
-    * "user", "item": int32 `[batch]`.
-    * "country", "category": int32 `[batch]`, hashes of the user and of the item. They
-      carry no information about the groups.
-    * "device": int32 `[batch]`, random.
-    * "history": int32 `[batch, history_length]`, earlier items of the user, filled from
-      the left and padded with `PADDING_ROW_ID`. Their number is uniform in
-      `0 .. history_length`.
-
-    Dense: float32 `[batch, 1]`, the natural log probability of the item over all
-    samples. An in-batch softmax needs it to correct for popularity. For a real log,
-    estimate the probability from counts. Labels are 1: every sample is a choice.
+    Features are int32 `[batch]`; "history" is `[batch, history_length]`, padded on the
+    right. Dense is float32 `[batch, 1]`, the item's natural log probability over all
+    samples. Labels are 1.
 
     Example:
       >>> source = InteractionsSource(
@@ -110,7 +105,7 @@ class Interactions:
             "device": NUM_DEVICE_KINDS,
             "category": NUM_CATEGORIES,
         }
-        # Rows beyond the last whole group are never drawn.
+        # Groups have equal sizes, so the last rows of a table may never be drawn.
         self._users, self._items = (
             ZipfIds(
                 vocabulary_size=size // source.num_groups, exponent=source.zipf_exponent
@@ -119,21 +114,17 @@ class Interactions:
         )
 
     def train_batch(self, step: int) -> Batch:
-        """Returns the batch of training step `step`, counted from 0."""
         return self._draw(TRAIN_STREAM, step)[0]
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out samples once; samples of weight 0 pad the last batch."""
         yield from (batch for batch, _, _ in self._held_out())
 
     def teacher_log_loss(self) -> float:
-        """Returns the in-batch softmax loss of the true scores, in nats.
-
-        It is the mean loss of `in_batch_softmax` over the held-out samples, with the
-        best scores of the class docstring. No model has a lower expected loss. The loss
-        depends on the batch size, which is the number of candidates.
-        """
+        """Computes the lowest expected in-batch softmax loss, in nats."""
         num_groups, noise = self._source.num_groups, self._source.noise
+        # Relative to the item's log probability over all users, the best score is
+        # `log(num_groups * p)` if user and item share a group, and `log(noise)`
+        # otherwise.
         same = math.log(num_groups * (1 - noise) + noise)
         total = 0.0
         for batch, user_groups, item_groups in self._held_out():
@@ -150,16 +141,20 @@ class Interactions:
         for start in range(0, self.num_evaluation_samples, self.batch_size):
             draw = self._draw(EVALUATION_STREAM, start // self.batch_size)
             places = start + np.arange(self.batch_size)
+            # The padding is drawn like any sample, because its items are candidates in
+            # the softmax, where copies of one item would distort the loss.
             weights = (places < self.num_evaluation_samples).astype(np.float32)
             yield dataclasses.replace(draw[0], weights=weights), *draw[1:]
 
     def _draw(self, stream: int, step: int) -> tuple[Batch, np.ndarray, np.ndarray]:
-        """Returns a batch, its users' groups and its items' groups."""
+        """Draws a batch, its user groups and its item groups."""
         generator = random_generator(seed=self.seed, stream=stream, step=step)
         size, length = self.batch_size, self._source.history_length
         num_groups = self._source.num_groups
 
         def rows(places: np.ndarray, groups: np.ndarray) -> np.ndarray:
+            # A row modulo `num_groups` is its group, so groups need no table. int64
+            # groups would widen the ids.
             return places * num_groups + groups.astype(np.int32)
 
         user_groups = generator.integers(num_groups, size=size)
@@ -172,6 +167,8 @@ class Interactions:
         history = rows(self._items.draw(generator, earlier.shape), earlier)
         num_earlier = generator.integers(length + 1, size=(size, 1))
         history[np.arange(length) >= num_earlier] = PADDING_ROW_ID
+        # `in_batch_softmax` corrects for popularity with these. For a real log,
+        # estimate them from counts.
         log_probabilities = np.log(self._items.probabilities(ranks))
         log_probabilities -= math.log(num_groups)
         devices = generator.integers(NUM_DEVICE_KINDS, size=size, dtype=np.int32)
@@ -179,6 +176,7 @@ class Interactions:
             features={
                 "user": users,
                 "history": history,
+                # Hashes say nothing about the hidden groups.
                 "country": _hashed(users, _COUNTRY_SALT, NUM_COUNTRIES),
                 "device": devices,
                 "item": items,
@@ -193,9 +191,9 @@ class Interactions:
     def _draw_item_groups(
         self, generator: np.random.Generator, groups: np.ndarray
     ) -> np.ndarray:
-        """Draws each choice's item group, given the user groups."""
         any_group = generator.integers(self._source.num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._source.noise
+        # Noise may choose the user's own group, hence the second term in `p`.
         return np.where(is_noise, any_group, groups)
 
 

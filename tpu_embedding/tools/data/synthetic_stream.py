@@ -1,8 +1,7 @@
-"""Synthetic click log whose ids come and go, for tables of 64-bit ids.
+"""Synthetic click log whose ids come and go, for tables with 64-bit ids.
 
-Users and items are born, are used for a lifetime, and never come back. A dynamic table
-with a place per living id can learn them all. A static table of the same size hashes
-ids to rows, so ids collide.
+A dynamic table with a place per living id can learn them all. In a static table with
+the same size, ids collide.
 """
 
 import dataclasses
@@ -32,21 +31,33 @@ DIRECTORY_BYTES: Final = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticStreamSource(SyntheticSource):
-    """Source of `SyntheticStream`, which reads no file.
+    """Synthetic click log whose ids come and go; reads no file.
 
     Attributes:
       num_users: number of users alive at a time.
       num_items: number of items alive at a time.
-      life_steps: lifetime of an id in training steps.
+      life_steps: id lifetime in training steps.
       evaluation_step: training step whose living ids the held-out samples use; at least
         the last training step.
       num_evaluation_samples: number of held-out samples.
-      vocabulary: kind of the tables: `"dynamic"`, `"hashed"` with the same memory, or
+      vocabulary: table kind: `"dynamic"`, `"hashed"` with the same memory, or
         `"unlimited"` with a row for every id.
-      capacity_ratio: ratio of a dynamic table's capacity to the number of living ids.
-      row_bytes: number of bytes of a row and its slot variables. It determines the size
-        of hashed tables.
-      zipf_exponent: skew of the ids; 0 is uniform.
+      capacity_ratio: dynamic table capacity, divided by the number of living ids.
+      row_bytes: bytes for a row and its slot variables, which determine the size of
+        hashed tables.
+      zipf_exponent: skew in the ids; 0 is uniform.
+
+    Example:
+      >>> source = SyntheticStreamSource(
+      ...     num_users=100,
+      ...     num_items=50,
+      ...     life_steps=10,
+      ...     evaluation_step=20,
+      ...     num_evaluation_samples=10,
+      ... )
+      >>> batch = source.open(None, batch_size=4, seed=0).train_batch(0)
+      >>> batch.features["user"].dtype
+      dtype('uint64')
     """
 
     num_users: int
@@ -60,44 +71,33 @@ class SyntheticStreamSource(SyntheticSource):
     zipf_exponent: float = 1.0
 
     def draw(self, *, batch_size: int, seed: int) -> "SyntheticStream":
-        """Returns the data set."""
+        """Builds the data set."""
         return SyntheticStream(self, batch_size=batch_size, seed=seed)
 
     def table_size(self, living_ids: int) -> int | Dynamic:
-        """Returns a table's number of rows, or its dynamic vocabulary."""
+        """Chooses how many rows a table has, or its dynamic vocabulary."""
         if self.vocabulary == "unlimited":
-            # Only ids born until the evaluation step need rows.
+            # Ids born after the evaluation step don't need rows.
             last_life = (self.evaluation_step + self.life_steps - 1) // self.life_steps
             return living_ids * (last_life + 1)
         dynamic = Dynamic(capacity=round(self.capacity_ratio * living_ids))
         if self.vocabulary == "dynamic":
             return dynamic
+        # A fair comparison spends the bytes of keys and scores on more rows.
         num_bytes = dynamic.num_places * (self.row_bytes + DIRECTORY_BYTES)
         return num_bytes // self.row_bytes
 
 
 class SyntheticStream(TeacherDataset):
-    """Clicks of users on items that live for `life_steps` training steps each.
+    """Clicks by users on items that live for `life_steps` training steps each.
 
-    A feature has as many places as living ids. The popularity of a place follows
-    `ZipfIds`. Each place has an id for one lifetime, and then a new id. Births are
-    spread evenly over the steps. The teacher's logit of a sample is
+    A feature has as many places as living ids, with `ZipfIds` popularity. Each place
+    has an id for one lifetime, and then a new id. The teacher's logit for a sample is
 
         b + e_user + e_item + <f_user, g_item>
 
-    Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. A batch
-    thus depends only on the seed and the step.
-
-    Features: "user" and "item", `[batch]`. Their values depend on `vocabulary`;
-    everything else is identical:
-
-    * `"dynamic"`: uint64 ids, which are bijective hashes of a counter.
-    * `"hashed"`: int32, the id modulo the number of rows of a static table that takes
-      as many bytes as the dynamic table, including its keys and scores.
-    * `"unlimited"`: int32, the number of the id, from 0.
-
-    Attributes:
-      vocabulary_sizes: sizes of the tables.
+    Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. Features
+    are `[batch]`, uint64 ids or int32 rows. Only these values depend on `vocabulary`.
     """
 
     click_rate = 0.3
@@ -124,8 +124,9 @@ class SyntheticStream(TeacherDataset):
             ages = (places * GOLDEN_RATIO % 1.0 * life_steps).astype(np.int64)
             num_predecessors = (step + ages) // life_steps
             numbers[name] = places + num_predecessors * popularity.vocabulary_size
-            # `_hash` is a bijection, so different numbers have different ids.
+            # Each seed and feature counts from its own start; uint64 wraps around.
             first = _hash(np.array([2 * self.seed + salt], np.uint64))
+            # `_hash` is a bijection, so different numbers have different ids.
             ids[name] = _hash(first + numbers[name].astype(np.uint64))
 
         users, items = ids["user"], ids["item"]
@@ -148,9 +149,10 @@ class SyntheticStream(TeacherDataset):
 
 
 def _hash(words: np.ndarray) -> np.ndarray:
+    # `WORD` is odd, so the product is a bijection, like `mix64`.
     return mix64(words * WORD)
 
 
 def _uniform(ids: np.ndarray, salt: int) -> np.ndarray:
-    """Returns a uniform number per id, with mean 0 and variance 1."""
+    """Maps ids to uniform numbers with mean 0 and variance 1."""
     return (_hash(ids ^ np.uint64(salt)) * 2.0**-64 - 0.5) * np.sqrt(12.0)

@@ -1,6 +1,4 @@
-"""Checks a machine: versions, variables, devices, memory, and rows on the live chip.
+"""Checks a machine, from its variables to the trained rows (docs/guides/doctor.md).
 
-* `examine`: runs all checks, and yields the findings of the report.
-* `child`: the program that touches the devices, in a process with a time limit.
-* `cases`: the train steps that `child` compares with NumPy.
+`examine` runs all checks. `child` touches the devices, in a process of its own.
 """

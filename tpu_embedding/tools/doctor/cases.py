@@ -1,10 +1,7 @@
 """Train steps as in production, compared with NumPy row by row.
 
-Each case trains one table on all devices of this host, and donates the table and its
-slot variables. On a TPU, these arrays are larger than the vector memory of a
-TensorCore, and there are so many ids that SparseCores sort them. Every SparseCore asks
-every SparseCore for the same number of ids. The number is thus known for any placement
-of the rows, and a case can set a limit relative to it.
+Each case trains one table on this host's devices. Every SparseCore asks every
+SparseCore for equally many ids, so a case can set a limit relative to their number.
 """
 
 import dataclasses
@@ -26,17 +23,13 @@ Values = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A table, its optimizer, and the ids of its batches.
+    """A table, its optimizer and its ids.
 
     Attributes:
-      dim: number of elements of a row.
-      optimizer: rule that updates the rows.
-      valence: number of ids per sample. If more than 1, ids have weights, and some are
-        padding.
+      valence: ids per sample. If more than 1, ids have weights, and some are padding.
       is_permuted: whether the mesh orders the devices differently from JAX.
-      max_ids: `te.SparseCore.max_ids`, as a multiple of the number of ids that one
-        SparseCore asks another for. If 0, the plan chooses the limit.
-      exchange: see `te.SparseCore`.
+      max_ids: `te.SparseCore.max_ids`, divided by the ids that one SparseCore asks
+        another for. If 0, the plan chooses the limit.
     """
 
     dim: int
@@ -48,7 +41,7 @@ class Case:
 
     @property
     def backends(self) -> list[str]:
-        """Backends to run the case with."""
+        # XLA has neither a limit nor programs without an exchange.
         is_special = self.max_ids or not self.exchange
         return ["sparse_core"] if is_special else ["xla", "sparse_core"]
 
@@ -86,19 +79,13 @@ _EPSILON: Final = 0.1  # Large, so that rounded gradients barely change a step.
 def run_case(name: str, backend: str) -> dict[str, Any]:
     """Runs a few training steps, and compares all values with NumPy.
 
-    Args:
-      name: name of the case.
-      backend: backend of lookups and updates.
-
-    Returns:
-      A dict with `problem`, None if all rows are right; `text`; `step`, the
-      milliseconds of a step; and `dispatch`, the milliseconds that the host takes to
-      dispatch a step. If the steps cannot be compared, the dict has only `problem`.
+    `problem` is None if all rows are right; `step` and `dispatch` are milliseconds.
     """
     case, devices = CASES[name], np.array(jax.local_devices())
     hardware = hardware_of_device(devices[0])
     num_ids, num_bytes = _SIZES_ON_TPU if hardware.is_tpu else _SIZES_ELSEWHERE
     cores = hardware.cores_per_device or _CORES_ELSEWHERE
+    # A multiple of 8 samples on each core.
     ids_per_core = num_ids // (8 * cores * case.valence) * 8 * case.valence
     num_cores = cores * devices.size
     num_rows = num_bytes // (4 * case.dim) * devices.size
@@ -106,6 +93,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
 
     options: Any = backend
     if backend == "sparse_core":
+        # A multiple of 8, as `te.SparseCore` requires.
         max_ids = 8 * math.ceil(case.max_ids * ids_per_core / num_cores / 8)
         options = te.SparseCore(max_ids=max_ids or None, exchange=case.exchange)
     if case.is_permuted:
@@ -131,6 +119,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     dense = te.DenseIds(ids=ids, weights=weights if case.valence > 1 else None)
     batch = te.inputs.shard_batch(({"ids": dense}, {"ids": cotangents}), plan)
     before, after, answer = _train(plan, batch)
+    # The exchange took over, so the comparison would say nothing about SparseCores.
     if backend == "sparse_core" and answer["rounds"] > 0:
         return {"problem": "the ids exceed the limit of an operation"}
     rows, expected = _expected(case, before, ids, weights, cotangents)
@@ -146,12 +135,9 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
 
 
 def make_step(plan: te.EmbeddingPlan) -> Any:
-    """Returns a jitted step of lookup and update, which donates tables and slots.
+    """Jits `(tables, slots, ids, cotangents) -> (state, activations, rounds)`."""
 
-    The step takes tables, slot variables, ids and cotangents, and returns the pair of
-    new tables and slot variables, the activations, and the rounds of each stack.
-    """
-
+    # Donated, as in production: a step that reads rows too late then shows wrong ones.
     @functools.partial(
         jax.jit, donate_argnums=(0, 1), compiler_options=plan.compiler_options
     )
@@ -171,12 +157,7 @@ def make_step(plan: te.EmbeddingPlan) -> Any:
 def _train(
     plan: te.EmbeddingPlan, batch: tuple[Any, Any]
 ) -> tuple[Values, Values, dict[str, float]]:
-    """Runs some steps on ids and cotangents, then times further steps.
-
-    Returns:
-      The values before the first step; the values after the checked steps, with the
-      last activations; and the milliseconds of a step and the rounds of the exchange.
-    """
+    """Runs the checked steps, then times further ones."""
     step = make_step(plan)
 
     def values_of(tables: Any, slots: Any) -> Values:
@@ -185,7 +166,7 @@ def _train(
 
     tables = te.functional.init_tables(plan, jax.random.key(0))
     state = tables, te.functional.init_slots(tables, plan)
-    before = values_of(*state)
+    before = values_of(*state)  # Copied, because the first step donates the state.
     for _ in range(_CHECKED_STEPS):
         state, activations, rounds = step(*state, *batch)
     after = {"activations": np.asarray(activations["ids"]), **values_of(*state)}
@@ -193,6 +174,7 @@ def _train(
     begin = time.perf_counter()
     for _ in range(_TIMED_STEPS):
         state, *_ = step(*state, *batch)
+    # Steps run asynchronously, so this is the host's own time.
     dispatched = time.perf_counter()
     jax.block_until_ready(state)
     end = time.perf_counter()
@@ -207,15 +189,14 @@ def _train(
 def _draw_batch(
     case: Case, num_cores: int, ids_per_core: int, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws ids and weights, `[samples, valence]`, and cotangents, `[samples, dim]`.
-
-    Each core asks every core for the same number of ids. Rows are dealt to SparseCores
-    in turn, so the remainder of an id determines the core that owns its row. Half of
-    the ids are the ids of a few rows: the first and last rows of each core.
-    """
+    """Draws ids and weights, `[samples, valence]`, and cotangents `[samples, dim]`."""
     random = np.random.default_rng(case.dim)
     shape, rows_per_core = (num_cores, ids_per_core), num_rows // num_cores
+    # Rows are dealt to SparseCores in turn, so an id's remainder is the core that owns
+    # its row. Each core asks every core equally often.
     turn, partition = np.divmod(np.arange(ids_per_core), num_cores)
+    # Half of the ids are a few first and last rows on each core, so many ids of a batch
+    # update the same row.
     num_hot = max(1, ids_per_core // num_cores // 8)
     hot = random.integers(-num_hot, num_hot, shape) % rows_per_core
     row = np.where(turn % 2, hot, random.integers(0, rows_per_core, shape))
@@ -236,12 +217,8 @@ def _expected(
     weights: np.ndarray,
     cotangents: np.ndarray,
 ) -> tuple[np.ndarray, Values]:
-    """Computes the steps in NumPy, from the values before the first step and a batch.
-
-    Returns:
-      The rows that are looked up, and the values after the checked steps, with the last
-      activations.
-    """
+    """Computes the checked steps in NumPy; also finds the rows they look up."""
+    # Only the rows that are looked up, because the whole table is large.
     order = np.argsort(ids, axis=None, kind="stable")
     order = order[ids.ravel()[order] != PADDING_ROW_ID]
     rows, starts = np.unique(ids.ravel()[order], return_index=True)
@@ -249,6 +226,7 @@ def _expected(
     gradient = np.add.reduceat(gradients.astype(np.float64), starts)
 
     table, *slots = (values[rows].astype(np.float64) for values in before.values())
+    # The last step's activations are from the table before its update.
     last_table = table
     for t in range(1, _CHECKED_STEPS + 1):
         last_table = table
@@ -264,6 +242,7 @@ def _expected(
             change *= np.sqrt(1 - second**t) / (1 - first**t)
         table = table - _RATE * change
 
+    # Padding ids get any place, because their weight is 0.
     place = np.minimum(np.searchsorted(rows, ids), len(rows) - 1)
     pooled: Any = sum(
         weights[:, i, None] * last_table[place[:, i]] for i in range(case.valence)
@@ -277,13 +256,11 @@ def _expected(
 def _difference(
     name: str, actual: np.ndarray, expected: np.ndarray, rows: np.ndarray
 ) -> str | None:
-    """Describes the wrong rows of an array; returns None if all are right.
-
-    `rows` may differ by rounding. All other rows must be bitwise equal. Arrays are
-    float32 `[rows, dim]`.
-    """
+    """Describes wrong rows, if any; only `rows` may differ, by rounding."""
+    # As integers, because NaN differs from itself, and -0 equals 0.
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))
+    # Negated, so NaN is wrong.
     is_wrong[rows] = ~(np.abs(actual[rows] - expected[rows]) <= tolerance)
     wrong_rows = np.flatnonzero(is_wrong.any(axis=1))
     if not wrong_rows.size:

@@ -1,7 +1,6 @@
-"""The doctor's child program, which answers a question about the devices.
+"""Answers one question about the devices, as a child process of the doctor.
 
-The arguments are `devices`, `rows CASE BACKEND`, `sort`, or `time BACKEND PROFILE`. A
-line of the output has the answer in JSON; see `examine.ANSWER`.
+The arguments are `devices`, `rows CASE BACKEND`, `sort`, or `time BACKEND PROFILE`.
 """
 
 import json
@@ -16,7 +15,6 @@ from tpu_embedding.tools.doctor.timings import check_sort, time_step
 
 
 def main() -> None:
-    """Prints the answer to the question on the command line."""
     question, *arguments = sys.argv[1:]
     functions = {
         "devices": describe_devices,
@@ -24,12 +22,14 @@ def main() -> None:
         "sort": check_sort,
         "time": time_step,
     }
+    # Python would write NaN, which other JSON readers reject.
     answer = json.dumps(functions[question](*arguments), allow_nan=False)
     print(f"{ANSWER}{answer}", flush=True)
 
 
 def describe_devices() -> dict[str, Any]:
-    """Returns the platform, all devices' kinds and places, and this host's memory."""
+    """Describes all devices, and the memory on this host."""
+    # CPU devices, for example, have no statistics.
     memory = [(device.memory_stats() or {}) for device in jax.local_devices()]
     return {
         "platform": jax.default_backend(),

@@ -1,4 +1,4 @@
-"""Checks a machine: versions, environment variables, devices, and their rows."""
+"""Runs all checks, from versions and variables to devices and their rows."""
 
 import contextlib
 import dataclasses
@@ -74,20 +74,13 @@ _OFF_VALUES: Final = ("", "0", "false", "False")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-      check: name of the check.
-      status: result of the check. Only `"FAILED"` changes the exit status.
-      text: details of the finding.
-      fix: what to do about it, or "".
-      figures: what was found, as JSON values.
-    """
+    """The result of one check. Only the status "FAILED" changes the exit status."""
 
     check: str
     status: Status
     text: str
     fix: str = ""
+    # JSON values.
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -99,11 +92,13 @@ def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
 
 
 def user_environment() -> dict[str, str]:
-    """Returns the environment as it was before importing JAX."""
+    """Restores the environment from before importing JAX."""
+    # The kernel keeps the environment that the process started with.
     try:
         text = pathlib.Path("/proc/self/environ").read_text("utf-8", "replace")
     except OSError:
         return dict(os.environ)
+    # Only the variables that JAX changes; the rest counts as it is now.
     at_start = (entry.partition("=") for entry in text.split("\0"))
     unchanged = {k: v for k, v in os.environ.items() if k not in _SET_BY_JAX}
     return unchanged | {name: v for name, _, v in at_start if name in _SET_BY_JAX}
@@ -118,6 +113,7 @@ def check_versions() -> Iterator[Finding]:
     listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
     yield Finding("versions", "ok", text, figures=installed)
+    # The extra `tpu` of jax pins libtpu, and pip may still have installed a different one.
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
@@ -129,13 +125,10 @@ def check_versions() -> Iterator[Finding]:
 def check_variables(
     environment: Mapping[str, str], chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks environment variables that disable or change the detection of TPUs.
-
-    `chips` are the device files of this host's TPU chips. If there are none, all
-    findings are ok.
-    """
+    """Checks variables that hide or change TPUs; without `chips`, all are ok."""
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
+        # JAX_PLATFORMS is a list, which may name the TPU.
         if value in _OFF_VALUES or "tpu" in value.split(","):
             continue
         if name in _SET_BY_GKE and "KUBERNETES_SERVICE_HOST" in environment:
@@ -154,12 +147,9 @@ _MIN_MEMORY_SHARE: Final = 0.9
 def ask_child(
     question: list[str], environment: Mapping[str, str], seconds: float
 ) -> dict[str, Any] | str:
-    """Returns the answer of a child process, or a description of the failure.
-
-    Only one process at a time can use a TPU, and a program may hang or halt it. So all
-    work on the devices happens in child processes with a time limit. `question` has the
-    arguments of `child.py`.
-    """
+    """Asks a child process; the answer is a text if the child failed."""
+    # Only one process at a time can use a TPU, and a program may hang or halt it. So
+    # all work on the devices happens in child processes with a time limit.
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
     try:
         child = subprocess.run(
@@ -185,11 +175,7 @@ def ask_child(
 
 
 def parse_expectation(text: str) -> tuple[str | None, int]:
-    """Returns the generation, or None, and the number of devices in `--expect`.
-
-    Raises:
-      ValueError: if the text is neither a number of devices nor a generation and its
-        chips.
+    """Parses `--expect` into a generation, if it names one, and a device count.
 
     Example:
       >>> parse_expectation("v5e:2x4"), parse_expectation("16")
@@ -207,7 +193,7 @@ def parse_expectation(text: str) -> tuple[str | None, int]:
 def check_devices(
     devices: dict[str, Any] | str, expected: str | None, chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks the devices that JAX found, given the child's answer or failure."""
+    """Checks the devices that JAX found."""
     if isinstance(devices, str):
         fix = (
             "Another process may use the TPU. On a slice of several hosts, start the "
@@ -226,6 +212,7 @@ def check_devices(
             "variables above."
         )
         yield Finding("fall-back", "FAILED", text, fix)
+    # An unknown kind still has a count to check.
     try:
         hardware = hardware_of_kind(platform, kinds[0])
     except ValueError:
@@ -252,7 +239,7 @@ def check_devices(
 def check_holders(
     chips: list[str], processes: pathlib.Path = pathlib.Path("/proc")
 ) -> Iterator[Finding]:
-    """Finds other processes that use this host's TPU chips."""
+    """Finds other processes that use the chips."""
     for folder in sorted(processes.glob("[0-9]*")):
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
@@ -273,14 +260,7 @@ def examine(
     timings: bool = False,
     profiles: pathlib.Path | None = None,
 ) -> Iterator[Finding]:
-    """Yields the findings of all checks, in the order of the report.
-
-    Args:
-      expected: expected devices, as in `parse_expectation`.
-      seconds: time limit of each child process.
-      timings: whether to time the benchmark step with each backend.
-      profiles: directory for profiles of the timed steps.
-    """
+    """Yields the findings of all checks; `seconds` limits each child process."""
     environment = user_environment()
     chips = tpu_device_files()
     yield from check_versions()
@@ -329,14 +309,7 @@ def examine(
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
-    """Compares a backend's steps with NumPy, running each case in a child.
-
-    Yields:
-      The finding of each case.
-
-    Returns:
-      Milliseconds per step by case, for cases whose rows are all right.
-    """
+    """Runs each case; returns the milliseconds per step if all rows are right."""
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
         question = ["rows", name, backend]
@@ -350,7 +323,6 @@ def _check_cases(
 def _ask_for_finding(
     check: str, question: list[str], environment: Mapping[str, str], seconds: float
 ) -> Finding:
-    """Returns the finding of a child, which answers with a problem, or a text."""
     answer = ask_child(question, environment, seconds)
     if isinstance(answer, str):
         answer = {"problem": answer}

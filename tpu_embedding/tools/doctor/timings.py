@@ -1,8 +1,6 @@
-"""Times the benchmark step on this host's devices, by backend.
+"""Times the step of `benchmarks/compiler_estimate.py`, and checks a sort.
 
-26 tables of 100,000 rows of dim 128, one id per sample and table, global batch 16,384,
-Adagrad; ids are Zipf-distributed, with exponent 1.05, modulo the rows. On devices other
-than TPUs, the step is smaller.
+One id per sample and table, Adagrad, and Zipf-distributed ids modulo the rows.
 """
 
 import contextlib
@@ -20,6 +18,7 @@ from tpu_embedding.sparse_core.partitioned_ids import sort_words
 from tpu_embedding.tools.doctor.cases import make_step
 
 SHAPES: Final = {"tables": 26, "rows": 100_000, "dim": 128, "batch": 16_384}
+# For devices other than TPUs.
 SMALL_SHAPES: Final = {"tables": 3, "rows": 1_000, "dim": 16, "batch": 512}
 
 _ROUNDS: Final = 7
@@ -29,21 +28,7 @@ _NUM_SORTED: Final = 2**17
 
 
 def time_step(backend: Any, profile: str) -> dict[str, Any]:
-    """Times steps of lookup and update, after one step that is not timed.
-
-    Steps are dispatched one after the other, and the host waits at the end of a round.
-    So the host's own time counts only where it is longer than the step.
-
-    Args:
-      backend: backend of lookups and updates.
-      profile: directory for a profile of the timed steps. If "", none is recorded.
-
-    Returns:
-      A dict with `problem`, None; `text`; `milliseconds` of a step in each round;
-      `compile_seconds`; `rounds`, 0 if SparseCores looked the rows up, otherwise the
-      rounds of the exchange; `updates`, the backend that updated the rows; and the
-      sizes.
-    """
+    """Times steps, and records them in the directory `profile` unless it is ""."""
     is_tpu = hardware_of_device(jax.devices()[0]).is_tpu
     shapes = SHAPES if is_tpu else SMALL_SHAPES
     features = {}
@@ -63,9 +48,11 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
     batch = te.inputs.shard_batch((ids, cotangents), plan)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     state = tables, te.functional.init_slots(tables, plan)
+    # Compiled ahead, so `compile_seconds` doesn't include a step.
     begin = time.perf_counter()
     step = make_step(plan).lower(*state, *batch).compile()
     compile_seconds = time.perf_counter() - begin
+    # A first step, not timed, also shows whether the exchange ran.
     state, _, exchanged = jax.block_until_ready(step(*state, *batch))
     milliseconds = []
     with jax.profiler.trace(profile) if profile else contextlib.nullcontext():
@@ -73,6 +60,7 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
             begin = time.perf_counter()
             for _ in range(_STEPS):
                 state, *_ = step(*state, *batch)
+            # Only here, so the host's own time counts only where it exceeds the step's.
             jax.block_until_ready(state)
             milliseconds.append(1e3 * (time.perf_counter() - begin) / _STEPS)
     updates, num_rounds = plan.stacks[0].backend.updates, max(exchanged.values())
@@ -81,6 +69,7 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
         f"{max(milliseconds):.3f}) on {jax.device_count()} devices, compiled in "
         f"{compile_seconds:.0f} s"
     )
+    # 0 rounds mean that SparseCores looked the rows up, without the exchange.
     if backend == "sparse_core" and not (
         is_tpu and updates == backend and not num_rounds
     ):
@@ -97,16 +86,13 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
 
 
 def check_sort() -> dict[str, Any]:
-    """Compares the sort of 131,072 SparseCore ids with NumPy's. Many are equal.
-
-    Returns:
-      A dict with `problem`, None if words and positions are right, `text`, and
-      `milliseconds`.
-    """
+    """Compares the sort that SparseCores need with NumPy's."""
+    # Many equal words, because the sort must be stable.
     words = np.random.default_rng(0).integers(0, 2**12, _NUM_SORTED, np.uint32)
     on_device, sort = jnp.asarray(words), jax.jit(sort_words)
     expected = np.argsort(words, kind="stable")
     found, positions = map(np.asarray, sort(on_device))
+    # The call above compiled the program.
     begin = time.perf_counter()
     jax.block_until_ready(sort(on_device))
     milliseconds = 1e3 * (time.perf_counter() - begin)

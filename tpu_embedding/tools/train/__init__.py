@@ -1,12 +1,7 @@
-"""A training loop for the embedding layer: run configs, models, metrics, reports.
+"""The training loop of `tpu-embedding train`, which scripts can also call.
 
-The command `tpu-embedding train` calls this package's `train`.
-
-* `run_config`: run configs, which files in `configs/` define, and a warm-up schedule.
-* `run`: the loop. `reporting`: printed lines, records, plot, and means over steps.
-* `run_directory`: a run's files and their lock. `origin`: what a run was started with.
-* `run_steps`: plan, state, train step, evaluation step, and batches read ahead.
-* `models/`: the models of the configs. `losses`: their losses and metrics.
+Begin with `run`, the loop, and `run_config`, its settings. `run_steps` has the compiled
+steps; `reporting` writes into a `run_directory`.
 """
 
 from tpu_embedding.tools.data.batch import Batch as Batch

@@ -1,7 +1,6 @@
-"""The losses of runs, and the metrics that belong to each.
+"""Losses by name, and the metrics that a run reports with each.
 
-Metrics are merged on the devices, batch by batch. The host reads their values at the
-end of an evaluation.
+Metrics merge on the devices. The host reads them after the last evaluation batch.
 """
 
 import collections
@@ -31,16 +30,14 @@ Metrics = collections.OrderedDict[str, m.Metric]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss and the metrics that belong to it.
+    """A loss and its metrics.
 
     Attributes:
-      metrics: names of metrics where lower is better, which can be a run's target. The
-        first one is the main metric. A teacher's value of it may be known.
-      rising_metrics: names of metrics where higher is better, which can also be a run's
-        target.
+      metrics: possible targets where lower is better, the main metric first.
+      rising_metrics: possible targets where higher is better.
       label_range: minimum and maximum label. `None` allows every finite number.
       per_sample: `(outputs, labels) -> losses [batch]`.
-      evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
+      evaluate: `(outputs, labels, weights) -> Metrics`, for one batch.
     """
 
     metrics: tuple[str, ...]
@@ -51,31 +48,31 @@ class Loss:
 
 
 def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
-    """Returns the values of all metrics that are defined, in order, over all batches.
-
-    Waits for a batch only after the next one is dispatched. No metric is defined if no
-    sample has a positive weight. Some, such as AUC, are also undefined if the samples
-    do not determine them. An AUC has an error because its scores are binned. If the
-    error may exceed `MAX_AUC_ERROR`, an entry `auc_max_error` follows the AUC.
-    """
+    """Merges batches into metric values, leaving out undefined metrics."""
     merged: Metrics = collections.OrderedDict()
     for metrics in batches:
+        # `metrics` is already dispatched, so devices stay busy during the wait. Without
+        # the wait, the host could put all batches into device memory.
         jax.block_until_ready(merged)
         merged = _merge(merged, metrics) if merged else metrics
     result = {}
     for name, metric in jax.device_get(merged).items():
+        # An AUC, for example, needs both classes, and all need a positive weight.
         if metric.is_defined():
             result[name] = float(metric.compute())
+            # Scores in one bin count as ties, so a crowded bin makes the AUC inexact.
             if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
                 result[f"{name}_max_error"] = float(metric.max_error())
     return result
 
 
+# Jitted, to dispatch one program per batch instead of one for each sum.
 _merge = jax.jit(m.merge)
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
     scores = (outputs.scores, labels, weights)
+    # The metrics take logits, whose AUC bins are as precise near 0.001 as near 0.5.
     predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
     return collections.OrderedDict(
         log_loss=m.LogLoss.from_batch(*scores),
@@ -93,6 +90,7 @@ def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _class_loss(outputs: Outputs, labels: Array) -> Array:
+    # `prepare_batch` makes all labels float32.
     return optax.softmax_cross_entropy_with_integer_labels(
         outputs.scores, labels.astype(jnp.int32)
     )
@@ -107,12 +105,13 @@ def _evaluate_classes(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
-    """Returns the negated log-softmax; `TwoTower` returns the log-softmax as scores."""
+    # Scores are log-softmax values of each sample's own item, so labels don't matter.
     del labels
     return -outputs.scores
 
 
 def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    # `Outputs.scores` lacks the other items' scores, so the model computes the ranks.
     ranks = outputs.predictions
     loss = m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
     recall = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)

@@ -1,8 +1,7 @@
-"""Where the config of a run comes from: a config's name or a Python file.
+"""Records what started a run, from which `tpu-embedding export` loads its config.
 
-A run records its origin for `tpu-embedding export`. The record is not trusted: it only
-selects a config of the package. It never names code to run, an option, or a file to
-open.
+Anybody may have written the record, so it only selects a package config. It never names
+code to run, an option, or a file to open.
 """
 
 import dataclasses
@@ -25,28 +24,18 @@ from tpu_embedding.tools.train.run_directory import RECORDS_FILE, latest_start
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """What a user started a run with.
-
-    Attributes:
-      config: name of a config, or path of a Python file.
-      settings: changes of the config, as in `apply_overrides`.
-      data_dir: path of the data, or None if the config reads no file.
-    """
+    """Command-line values that start a run; `config` is a config name or a file."""
 
     config: str
     settings: tuple[str, ...] = ()
     data_dir: str | None = None
 
     def load(self) -> RunConfig:
-        """Returns the config with its changes.
-
-        Raises:
-          ConfigError: if the config is missing or invalid.
-        """
         return apply_overrides(load_config(self.config), self.settings)
 
     def record(self) -> dict[str, Any]:
-        """Returns a record for `config_of_run`; its errors show the absolute paths."""
+        """Builds the record that `config_of_run` reads."""
+        # Export may run in another folder, and shows these paths in its errors.
         config, data_dir = self.config, self.data_dir
         if config not in list_configs():
             config = str(local_path(config).resolve())
@@ -55,7 +44,9 @@ class RunOrigin:
         return {"config": config, "data_dir": data_dir}
 
     def export_options(self) -> list[str]:
-        """Returns the options of `tpu-embedding export` that a run cannot record."""
+        """Lists the options that a user must pass to `tpu-embedding export`."""
+        # Export neither executes a recorded file nor opens recorded data, and settings
+        # are not recorded.
         options = []
         if self.config not in list_configs():
             options += ["--config", self.config]
@@ -71,23 +62,14 @@ def config_of_run(
     settings: Sequence[str] = (),
     data_dir: str | None = None,
 ) -> RunConfig:
-    """Returns the config of a run's latest start, from the package or from the user.
+    """Loads a run config, by default the package config that the run recorded.
 
-    Args:
-      directory: directory of the run, which somebody else may have written.
-      config: name or path of the config. Defaults to the package's config that the run
-        recorded.
-      settings: changes by the user, as in `apply_overrides`.
-      data_dir: path of the data, or None.
-
-    Raises:
-      ConfigError: if the config is unknown, or its model differs from the run's.
-      DataError: if the run read data and `data_dir` is None.
-      RunDirectoryError: if a record is damaged.
+    All arguments but `directory` come from the user and are trusted.
     """
     origin, run = latest_start(directory)
     if config is not None:
         loaded = apply_overrides(load_config(config), settings)
+        # The user may change this config on purpose, so a difference is only printed.
         for change in _model_changes(run, loaded):
             print(f"changed since the run: {change}")
         return loaded
@@ -102,6 +84,8 @@ def config_of_run(
             "Pass it with --config, and its changes with --set."
         )
     name, recorded_dir = origin.get("config"), origin.get("data_dir")
+    # A list, because a damaged record's name may not be hashable, like a JSON array.
+    # Messages cut the name, which can be as long as a record.
     if name not in list(list_configs()):
         raise ConfigError(
             f"{directory} was started with {name!r:.200}, which is not executed "
@@ -125,7 +109,8 @@ def config_of_run(
 def _model_changes(
     run: dict[str, Any], config: RunConfig, settings: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the model fields that differ from the run's and are not in settings."""
+    """Lists changed model fields, except for the ones that `settings` set."""
+    # `--set` accepts both spellings of a key.
     named = {setting.partition("=")[0].replace("-", "_") for setting in settings}
     before, now = run.get("model"), config.describe()["model"]
     if before is None:  # A script may record none.

@@ -1,9 +1,7 @@
-"""Reports a run: lines on the screen, records in files, and a plot of two curves.
+"""Reports a run: printed lines, records, TensorBoard scalars and a plot.
 
 Records are JSON, one per line: `{"run": ...}` at each start, then `{"step": ...,
 "train": ...}` and `{"step": ..., "evaluation": ...}`, and `{"result": ...}` at the end.
-TensorBoard gets the same numbers as scalars. The meter waits for steps, checks that
-their metrics are finite, and averages them.
 """
 
 import faulthandler
@@ -47,23 +45,33 @@ HANG_SECONDS: Final = 600
 
 
 class TrainingDivergedError(RuntimeError):
-    """Raised if the loss, a gradient or a metric is NaN or infinite."""
+    """Raised if the loss, a gradient or a metric is NaN or infinite.
+
+    Example:
+      Earlier checkpoints stay, so you can continue with other settings::
+
+        try:
+            train(config, "runs/clicks")
+        except TrainingDivergedError:
+            slower = dataclasses.replace(config, table_learning_rate=0.1)
+            train(slower, "runs/clicks", existing_run="resume")
+    """
 
 
 class StepMeter:
     """Keeps step metrics on the devices, and reports their means."""
 
     def __init__(self, config: RunConfig, report: Callable[..., None]):
-        """Stores `report`, called with `"train"` and the means by name."""
         self._config, self._report = config, report
         self._steps: list[StepMetrics] = []
         self._waited = 0.0
         self._since = time.perf_counter()
 
     def waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches, and measures how long the loop waits for them."""
+        """Yields batches, and measures how long the loop waits for them."""
         while True:
             begin = time.perf_counter()
+            # Replaces the previous timer, so it fires only if the loop hangs.
             faulthandler.dump_traceback_later(HANG_SECONDS, file=_STDERR)
             batch = next(batches, None)
             self._waited += time.perf_counter() - begin
@@ -72,16 +80,13 @@ class StepMeter:
             yield batch
 
     def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds the metrics of a step that was just dispatched, and reports when due.
-
-        Raises:
-          TrainingDivergedError: as in `read`, if a report is due.
-        """
+        """Adds a dispatched step, and reports when due; raises like `read`."""
         self._steps.append(metrics)
         if len(self._steps) > STEPS_IN_FLIGHT:
             jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
         if done % self._config.log_every == 0 or done == self._config.num_steps:
             self.read(done)
+            # After `read` has waited, so `seconds` includes the steps themselves.
             now = time.perf_counter()
             seconds, steps = now - self._since, len(self._steps)
             means = {
@@ -94,19 +99,16 @@ class StepMeter:
                 "samples_per_second": steps * self._config.batch_size / seconds,
                 "input_wait": self._waited / seconds,
             }
-            loss = {"loss": means.pop("loss")}
+            loss = {"loss": means.pop("loss")}  # The first number on the line.
             self._report("train", **loss, **speed, **means)
             self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
-        """Waits for all steps up to step `done`, the last one, and checks them.
-
-        Raises:
-          TrainingDivergedError: if a step was not finite, or its ids exceeded the
-            backend's limit.
-        """
+        """Waits for all steps, or raises `TrainingDivergedError`."""
+        # Checking each step at once would keep the host from running ahead.
         self._steps = jax.device_get(self._steps)
         for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
+            # First, because such a step also has a NaN loss.
             if metrics.get("not_run"):
                 raise TrainingDivergedError(
                     f"The ids of step {step} exceed the limit of SparseCores, or a "
@@ -123,7 +125,7 @@ class StepMeter:
 
 
 class RunReport:
-    """Writes a run's lines, records and plot, on the first process of a job."""
+    """Writes lines, records and the plot, on the first process only."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class RunReport:
         first_step: int,
         origin: Mapping[str, Any] | None = None,
     ):
-        """Opens the files, and prints changes in the config since the last start."""
+        # Other processes make the same calls, which do nothing without a file.
         self._path, self._config = directory / RECORDS_FILE, config
         self._file = self._board = None
         if not distributed.is_first():
@@ -152,8 +154,8 @@ class RunReport:
         self.record({"run": description, "first_step": first_step, "origin": origin})
 
     def line(self, text: str) -> None:
-        """Prints a line at once."""
         if distributed.is_first():
+            # A pipe or a file would otherwise buffer the progress.
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
@@ -163,17 +165,18 @@ class RunReport:
             self._file.flush()
 
     def scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """Prints and records values of a step, for "train" or "evaluation"."""
         num_steps = self._config.num_steps
         text = "  ".join(
             f"{name} {value:.5g}"
             for name, value in values.items()
-            if group != "train" or "/" not in name  # counts of dynamic tables
+            # Counts of dynamic tables go only to the files.
+            if group != "train" or "/" not in name
         )
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
-            from tensorboardX import summary  # of the extra `train`, as below
+            # Here and below: a library of the extra `train`.
+            from tensorboardX import summary
 
             for name, value in values.items():
                 scalar = summary.scalar(f"{group}/{name}", value)
@@ -181,18 +184,17 @@ class RunReport:
             self._board.flush()
 
     def plot(self, metric: str, teacher: float | None) -> None:
-        """Plots the training loss and a metric over all recorded steps.
-
-        `teacher` is the teacher's value of the metric, or None.
-        """
+        """Plots the training loss and a metric, whose `teacher` value is a line."""
         if self._file is None:
             return
-        from matplotlib.figure import Figure  # takes a third of a second
+        # Imported late, because it takes a third of a second.
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         figure.suptitle(self._config.name)
         directory = self._path.parent
+        # From the records, which include the steps before a resume.
         left.plot(*_curve(directory, "train", "loss"), linewidth=1)
         left.set(xlabel="step", ylabel="training loss")
         right.plot(*_curve(directory, "evaluation", metric), marker="o")
@@ -203,23 +205,20 @@ class RunReport:
         figure.savefig(self._path.with_name(PLOT_FILE), dpi=100)
 
     def close(self) -> None:
-        """Closes the files."""
         if self._file is not None and self._board is not None:
             self._file.close()
             self._board.close()
 
 
 def format_tables(plan: EmbeddingPlan) -> str:
-    """Returns a plan's tables as text: size, slot variables and memory per device.
-
-    A table's memory includes its slot variables and its share of the padding.
-    """
+    """Formats table sizes, slot variables and memory per device."""
     rows = [("table", "slot variables", "rows", "dim", "memory per device", "devices")]
     for stack in plan.stacks:
         slots, dim, devices = "-", str(stack.dim), str(stack.num_shards)
         if stack.is_trained:
             named = named_slots(abstract_state(stack), stack)
             slots = ", ".join(x.name for x in named if x.kind == "rows") or "-"
+        # Tables share their stack's arrays, slot variables and padding by rows.
         num_bytes = sum(stack.array_bytes)
         for table in stack.tables:
             num_rows = f"{table.config.max_rows:,}"
@@ -231,9 +230,7 @@ def format_tables(plan: EmbeddingPlan) -> str:
 def changes(
     before: Mapping[str, Any], now: Mapping[str, Any], section: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, old value and new value of each changed field of a config.
-
-    `before` and `now` are from `RunConfig.describe`. `section` is the names' prefix.
+    """Yields (name, old value, new value) for each changed field.
 
     Example:
       >>> list(changes({"seed": 1, "model": {"dim": 4}}, {"model": {"dim": 8}}))
@@ -250,19 +247,16 @@ def changes(
 def drop_repeated_records(
     directory: pathlib.Path, step: int, *, evaluates: bool
 ) -> None:
-    """Removes the records of steps that a resumed run repeats.
-
-    The run continues after `step` steps, with an evaluation before the next step if
-    `evaluates`. The file is replaced atomically, so a kill leaves the old or the new
-    file.
-    """
+    """Removes records that a run repeats if it resumes after `step`."""
     path = directory / RECORDS_FILE
     kept = ""
     for record in read_records(path):
         done = record.get("step", record.get("result", {}).get("step", 0))
         is_repeated = evaluates and "train" not in record and done == step
+        # Starts stay, because `latest_start` reads them.
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
+    # Atomically, so a kill leaves either the old or the new file.
     if path.exists():
         write_atomically(path, kept)
 
@@ -270,22 +264,19 @@ def drop_repeated_records(
 def _curve(
     directory: pathlib.Path, group: Literal["train", "evaluation"], name: str
 ) -> tuple[list[int], list[float]]:
-    """Returns the recorded steps, and each step's value."""
+    # Some steps may lack a metric, such as an AUC that the samples don't determine.
     steps = {k: x for k, x in values_by_step(directory, group).items() if name in x}
     return list(steps), [x[name] for x in steps.values()]
 
 
 def _event_file(directory: pathlib.Path, first_step: int) -> Any:
-    """Opens TensorBoard's file of scalars, written without a thread.
-
-    A kill thus loses nothing, and a full disk ends the run. tensorboardX's
-    `SummaryWriter` writes in a thread, whose errors do not end a run.
-    """
+    # tensorboardX's `SummaryWriter` writes in a thread, so a kill would lose scalars,
+    # and a full disk would not end the run.
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2
 
     directory.mkdir(parents=True, exist_ok=True)
-    # Otherwise, runs that start within the same second would share a name.
+    # The name has only whole seconds, which two starts can share.
     suffix = f".{time.time_ns()}"
     file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
     # Makes TensorBoard drop the steps that a resumed run repeats.

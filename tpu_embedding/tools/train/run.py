@@ -1,8 +1,8 @@
-"""Runs training: steps, evaluations, checkpoints and the result.
+"""Runs training (`train`), or only evaluates a saved run (`evaluate`).
 
-`train` does all of it. `evaluate` only evaluates a saved run and reports the result.
-All processes of a job call them. Each process feeds its devices and writes its part of
-the checkpoints. The first one prints, and writes the records and the plot.
+All processes in a job call these functions. Each feeds its own devices and writes its
+part of the checkpoints; the first one also prints, records and plots.
+docs/guides/training_command.md describes a run.
 """
 
 import contextlib
@@ -64,14 +64,20 @@ Without a checkpoint, `"resume"` starts a new run, so a job can always pass it."
 class RunResult:
     """The result of a run.
 
+    If a signal stopped the run, after saving its state, only `step` is known.
+
     Attributes:
-      step: number of steps done, including steps before a resume.
-      best_step: step of the checkpoint that has these metrics: the best one if the
-        config keeps it. None if a signal stopped the run.
-      metrics: metrics on the held-out data, the main one first. None if a signal
-        stopped the run, after saving its state.
-      target_met: whether the config's target is met. None without a target, or if
-        the teacher's value is unknown.
+      step: steps done, including steps before a resume.
+      best_step: step whose checkpoint has these metrics: the best one if the config
+        keeps it.
+      metrics: metrics on the held-out data, the main one first.
+      target_met: whether the target is met. It is None without a target, or if the
+        teacher value is unknown.
+
+    Example:
+      >>> result = RunResult(step=2000, metrics={"log_loss": 0.367}, target_met=True)
+      >>> result.metrics["log_loss"]
+      0.367
     """
 
     step: int
@@ -95,22 +101,23 @@ def train(
     """Trains and evaluates a model, and writes records, a plot and checkpoints.
 
     SIGTERM and Ctrl-C save the state after the current step and end the run; a second
-    signal ends it at once. In a job of several processes, a SIGTERM to one process
-    stops all of them at the same step.
+    signal ends it at once. In a multi-process job, a SIGTERM to one process stops all
+    of them at the same step.
 
     Args:
-      config: config of the run.
-      output_dir: directory for the files, shared by all processes of a job. Created if
-        it does not exist.
-      data_dir: path of the data, if the config's source reads files.
-      mesh: mesh of the devices. Defaults to all devices.
-      existing_run: how to handle a checkpoint in `output_dir`; see `ExistingRun`.
-      stop_at: number of steps after which the run stops as if it had received
-        SIGTERM. By default, it runs to the end.
-      profile: numbers of steps at which recording an xprof profile starts and ends. The
-        profile is written to `profile/` in the output directory. By default, none is
-        recorded.
-      origin: what the config was loaded from, recorded for `tpu-embedding export`.
+      config: run config.
+      output_dir: directory for the files, shared by all processes. Created if it does
+        not exist.
+      data_dir: path to your data, if the data source reads files.
+      mesh: device mesh. Defaults to all devices.
+      existing_run: `"refuse"` raises an error if `output_dir` has a checkpoint, and
+        `"resume"` continues it. Without a checkpoint, both start a new run, so a job
+        can always pass `"resume"`.
+      stop_at: step after which the run stops as if it had received SIGTERM. By default,
+        it runs to the end.
+      profile: steps at which an xprof profile starts and ends, recorded in `profile/`
+        in the output directory. By default, nothing is recorded.
+      origin: where you loaded the config from, recorded for `tpu-embedding export`.
       verbose: whether to print the whole plan instead of only its tables.
 
     Raises:
@@ -121,19 +128,30 @@ def train(
         not allow its checkpoint.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
+
+    Example:
+      For example, change a config and continue a run if there is one::
+
+        config = apply_overrides(load_config("synthetic"), ["num_steps=500"])
+        result = train(config, "runs/synthetic", existing_run="resume")
+        print(result.metrics)
     """
     # A run ends with a plot. A missing library should not fail only then.
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
+        # First, so a signal during the start stops the run after its first step.
         stop = stack.enter_context(_stop_on_signals())
-        data = open_data(config, data_dir)  # Before the directory is made.
+        # Wrong data should not leave a directory behind.
+        data = open_data(config, data_dir)
         stack.enter_context(run_directory.claimed(directory))
         run = _Run(config, directory, data, mesh)
+        # Entered, because closing the manager waits for a save in progress.
         stack.enter_context(run.checkpoints)
         run.restore(existing_run)
         if distributed.is_first():
             run.tells_events = True
+            # Replaces the file, so it comes before the report opens it.
             drop_repeated_records(directory, run.step, evaluates=run.evaluates_first)
         run.tell("init")
         run.start_report(origin, verbose=verbose)
@@ -152,9 +170,14 @@ def evaluate(
     data_dir: Any = None,
     mesh: Mesh | None = None,
 ) -> RunResult:
-    """Evaluates the best or newest checkpoint of a run on the held-out data.
+    """Evaluates a run's best or newest checkpoint on the held-out data.
 
-    Adds the metrics to the run's records. Arguments and errors are as in `train`.
+    Adds the metrics to the run records. Arguments and errors are as in `train`.
+
+    Example:
+      After a run of `train`::
+
+        metrics = evaluate(load_config("synthetic"), "runs/synthetic").metrics
     """
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     data = open_data(config, data_dir)
@@ -175,7 +198,7 @@ def evaluate(
 
 
 def open_data(config: RunConfig, data_dir: Any) -> Dataset:
-    """Opens a run's data set; `data_dir` is a path or anything the source accepts."""
+    """Opens the data set; `data_dir` is a path, or anything that the source accepts."""
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
     return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
@@ -183,16 +206,16 @@ def open_data(config: RunConfig, data_dir: Any) -> Dataset:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM and SIGINT set; a second signal ends the process.
-
-    In a job of several processes, JAX handles SIGTERM and notifies all of them.
-    """
+    """Yields an event that SIGTERM and SIGINT set."""
     event, before = threading.Event(), {}
 
     def stop(number: int, _: Any) -> None:
         event.set()
+        # A second signal ends the process, even if the current step hangs.
         signal.signal(number, signal.SIG_DFL)
 
+    # Python sets handlers only in the main thread. In a job, JAX handles SIGTERM and
+    # notifies all processes, see `reached_preemption` below.
     is_main_thread = threading.current_thread() is threading.main_thread()
     if distributed.num_processes() == 1 and is_main_thread:
         before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -215,9 +238,12 @@ class _Run:
     ):
         self.config, self.directory, self.data = config, directory, data
         self.plan: EmbeddingPlan = run_steps.make_run_plan(config, data, mesh)
+        # Orbax's own policy for the best checkpoint needs the metrics at each save, but
+        # the run evaluates after saving.
         options = ocp.CheckpointManagerOptions(preservation_policy=_Kept(self))
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
+        # `train` sets it on the first process.
         self.tells_events = False
         self.evaluations: dict[int, dict[str, float]] = {}
         # Batches are prepared ahead, so `sizes` may already include later batches.
@@ -225,7 +251,7 @@ class _Run:
         self.exchanged: dict[str, Any] = {}
 
     def restore(self, existing_run: ExistingRun, step: int | None = None) -> None:
-        """Restores the state of a step, by default the newest one, if it was saved."""
+        """Restores a step, by default the newest one, if any was saved."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
         self.graph, self.abstract = graph, abstract
@@ -241,22 +267,21 @@ class _Run:
             )
         self.state = None
         if self.step:
+            # Before the tables, which can be large.
             run_directory.check_vocabularies(data, self.directory)
             path = self.directory / CHECKPOINTS_DIR / str(self.step)
             self.state = restore_state(path, RestoreState(abstract, plan=plan))
             with errors_of_reading(f"The description of the checkpoint {path}"):
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
-        if step is None:  # A resumed run repeats later steps, and their records.
+        # A resumed run repeats this step's evaluation and all later ones.
+        if step is None:
             recorded = run_directory.values_by_step(self.directory, "evaluation")
             self.evaluations = {s: x for s, x in recorded.items() if s < self.step}
 
     @property
     def best_step(self) -> int:
-        """Step of the best evaluation that has a checkpoint, if the config keeps it.
-
-        Otherwise, the current step.
-        """
+        """Best saved step if `keep_best`, else the current step."""
         if not self.config.keep_best:
             return self.step
         saved = self.checkpoints.all_steps()
@@ -271,10 +296,8 @@ class _Run:
 
     @property
     def evaluates_first(self) -> bool:
-        """True if a resumed run evaluates before its next step.
-
-        The run may have stopped or crashed before or during that evaluation.
-        """
+        """True if a resumed run evaluates before its next step."""
+        # The run may have stopped or crashed before or during that evaluation.
         return self.step > 0 and self.config.evaluates_after(self.step)
 
     def start_report(
@@ -282,7 +305,7 @@ class _Run:
     ) -> None:
         """Reports the start, and creates the state of a new run."""
         config, data, plan = self.config, self.data, self.plan
-        record = origin and origin.record()
+        record = origin and origin.record()  # None if a script started the run.
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
@@ -291,16 +314,14 @@ class _Run:
         self.report.line(str(plan) if verbose else format_tables(plan))
         if self.state is None:
             _, self.state = run_steps.init_train_state(config, data, plan)
-        # Rows on the host are a static part of the state's structure.
+        # Rows on the host are a static part of the structure, so the step must be made
+        # for the structure that this state has.
         structure = jax.tree.structure(self.state)
         abstract = structure.unflatten(jax.tree.leaves(self.abstract))
         self.train_step = run_steps.make_train_step(self.graph, abstract, config, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
-        """Reports an event's numbers, and calls the config's `on_event` in training.
-
-        `on_event` is only called on the first process.
-        """
+        """Reports event values, and calls `on_event` if this is `train`."""
         if kind in ("train", "evaluation"):
             self.report.scalars(self.step, kind, values)
         if self.tells_events:
@@ -320,10 +341,10 @@ class _Run:
         stop_at: int,
         profile: tuple[int, int] | None,
     ) -> Literal["done", "stopped"]:
-        """Runs the steps, evaluating and saving when due and saving at the end."""
         config = self.config
         self.tell("start")
         meter = StepMeter(config, self.tell)
+        # Empty if a resumed run is done, also with fewer `num_steps` than before.
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
@@ -331,6 +352,8 @@ class _Run:
                 return "done"
         ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
         with_rows = self.with_host_rows(ready)
+        # `break` leaves a generator suspended, so closing it ends the reading thread.
+        # `with_rows` draws from `ready`, so it closes first.
         with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
             for step, batch, self.sizes_so_far, _ in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
@@ -339,19 +362,26 @@ class _Run:
                 self.step = done = step + 1
                 meter.add(done, metrics | self.exchanged)
                 if profile is not None and done == profile[1]:
+                    # The profile would miss a step that is only dispatched.
                     jax.block_until_ready(metrics)
                     jax.profiler.stop_trace()
                 is_last = done == config.num_steps
+                # Not after `or`: every process must call it at every step, so JAX can
+                # choose one step where all of them stop.
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
+                # At the last step, the run is done instead.
                 stops = (stops or done == stop_at) and not is_last
                 every = config.checkpoint_every
+                # A best checkpoint can only be kept if each evaluated step has one.
                 is_due = config.keep_best and config.evaluates_after(done)
                 is_due = is_due or (every > 0 and done % every == 0)
                 if stops or is_last or is_due:
+                    # Raises if a step diverged, so a checkpoint never has its values.
                     meter.read(done)
                     self._save()
                 if stops:
                     break
+                # `finish` evaluates the last step.
                 if not is_last and config.evaluates_after(done):
                     meter.read(done)
                     self.evaluate()
@@ -359,22 +389,19 @@ class _Run:
                         num = f"{config.patience} evaluations"
                         self.report.line(f"ends early: no improvement in {num}")
                         break
+        # The result must not be reported before its checkpoint is complete.
         with _named_errors(self.directory):
             self.checkpoints.wait_until_finished()
         is_done = self.step >= config.num_steps or self.ends_early
         return "done" if is_done else "stopped"
 
     def with_host_rows(self, batches: Iterable[_Item]) -> Generator[_Item, None, None]:
-        """Yields batches once their rows of `te.HostRows` tables are in the state.
-
-        With such tables, batches are drawn ahead, and `exchanged` is set for each
-        batch: `hit_rate`, the share of its distinct rows that were on the devices, and
-        `exchanged_bytes`, the size of all other rows, there and back. Both are about
-        the rows of this process's devices.
-        """
+        """Yields batches once their `te.HostRows` rows are in the state."""
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches
             return
+        # `host_rows` changes this model in place, but the step is a pure function of
+        # `self.state`, so arrays pass between both around each step.
         model, optimizer = nnx.merge(self.graph, self.state)
         layers = embedding_layers(model).values()
         tables = [rows for x in layers for rows in x.tables.get_value().values()]
@@ -387,23 +414,27 @@ class _Run:
         before, features_of = total(), operator.attrgetter("features")
         for batch in host_rows(batches, model, optimizer, features_of=features_of):
             num_ids, num_fetched = total() - before
+            # The share of distinct rows that were on this process's devices, and the
+            # bytes that moved for the rest, there and back.
             self.exchanged = {
                 "hit_rate": 1 - num_fetched.sum() / max(1, num_ids.sum()),
                 "exchanged_bytes": 2 * num_fetched @ row_bytes,
             }
             self.state = nnx.state((model, optimizer))
             yield batch
+            # The step donated the arrays that this model held.
             nnx.update((model, optimizer), self.state)
             before = total()  # Evaluations also exchange rows.
 
     def _save(self) -> None:
-        """Starts saving the state. On return, the next step may donate it."""
+        """Starts saving. When this returns, the next step may donate the state."""
+        # The sizes after this step, not the later ones of the batches prepared ahead.
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
+            # Without `force`, Orbax's own interval policy decides whether to save.
             self.checkpoints.save(self.step, args=state, force=True)
 
     def evaluate(self) -> None:
-        """Computes and reports the metrics on the held-out data."""
         self.tell("evaluation_start")
         batches = run_steps.evaluation_batches(self.config, self.data, self.plan)
         metrics = values_of(
@@ -424,10 +455,7 @@ class _Run:
         self.evaluations[self.step] = metrics
 
     def finish(self) -> RunResult:
-        """Evaluates the trained model, and reports the result and the target.
-
-        With `keep_best`, the result is the best checkpoint's.
-        """
+        """Evaluates the last step if necessary, and reports the result."""
         config, target = self.config, self.config.target
         if self.step not in self.evaluations:
             self.evaluate()
@@ -436,6 +464,7 @@ class _Run:
         metric, *_ = LOSSES[config.loss].metrics
         if target is not None and target.metric in metrics:
             metric = target.metric
+        # Only synthetic data know their teacher.
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"
         teacher = getattr(self.data, name, lambda: None)()
         is_met = None
@@ -463,13 +492,13 @@ class _Run:
 
 
 class _Kept:
-    """Policy for Orbax: keeps the latest checkpoints and the best one."""
+    """Orbax policy that keeps the latest checkpoints and the best one."""
 
     def __init__(self, run: _Run):
         self._run = run
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """Returns True for each checkpoint to keep, the oldest first."""
+        """Tells which checkpoints to keep, the oldest first."""
         del context
         config, best = self._run.config, self._run.best_step
         first = len(checkpoints) - config.checkpoints_kept
@@ -478,7 +507,8 @@ class _Kept:
 
 @contextlib.contextmanager
 def _named_errors(directory: pathlib.Path) -> Iterator[None]:
-    """Turns TensorStore's errors, such as a full disk, into an OSError."""
+    """Turns TensorStore errors, such as a full disk, into an OSError."""
+    # The command prints an OSError on one line, and a ValueError with a traceback.
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""Run configs, and functions that load a config from a Python file and change it.
+"""Run configs, loaded from Python files such as the ones in `configs/`.
 
-A config is plain data in sections, plus two functions that make the optimizers. The
-config has functions instead of optimizers because a learning rate schedule depends on
-`num_steps`, which the command line can change.
+A config is plain data that `--set` can change. It has functions that make optimizers,
+because a learning rate schedule depends on `num_steps`, which may also change.
 """
 
 import dataclasses
@@ -38,14 +37,14 @@ from tpu_embedding.tools.train.models.click import ModelConfig
 
 
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
-    """Returns a schedule that rises linearly from 0, then stays constant.
+    """Builds a schedule that rises linearly from 0, then stays constant.
 
-    `optax.linear_schedule` computes the same values by subtraction, with a rounding
-    error of 0.14 % at the first of 24,000 steps.
+    Note that `optax.linear_schedule` computes the same values by subtraction, which
+    rounds the first of 24,000 steps by 0.14 %.
 
     Args:
       learning_rate: final learning rate.
-      num_steps: number of steps of the rise. The first step's learning rate is 0.
+      num_steps: steps until the schedule is constant. The first one has rate 0.
 
     Raises:
       ValueError: if `num_steps` is less than 1.
@@ -70,7 +69,15 @@ CONFIGS_DIR: Final = next(
 
 
 class ConfigError(ValueError):
-    """Raised if a run config is missing, is invalid, or does not fit its data."""
+    """Raised if a run config is missing, is invalid, or does not fit its data.
+
+    Example:
+      >>> try:
+      ...     load_config("unknown")
+      ... except ConfigError as error:
+      ...     print(str(error)[:24])
+      Unknown config 'unknown'
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,15 +85,20 @@ class Target:
     """The metric value that a config promises to reach on the held-out data.
 
     Attributes:
-      metric: one of the loss's metrics: `"log_loss"`, `"rmse"`, `"mae"` or
-        `"softmax_loss"`, where lower is better, or `"auc"`.
+      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, where lower is
+        better, or `"auc"`. It must belong to the loss.
       at_most: maximum value, for metrics other than `"auc"`. With `relative_to`, a
-        multiple of the reference's value.
-      at_least: minimum value, for `"auc"`. With `relative_to`, a share of the amount by
-        which the teacher's AUC exceeds 0.5, the AUC of chance.
+        multiple of the reference value.
+      at_least: minimum value, for `"auc"`. With `relative_to`, a share of the teacher's
+        lead over 0.5, which is chance.
       relative_to: reference that the limit is relative to. `"teacher"` is the model
-        that generated the labels of synthetic data; no trained model can beat it.
-        `None` makes the limit absolute.
+        that generated the labels in synthetic data; no trained model can beat it.
+        With `None`, the limit is absolute.
+
+    Example:
+      >>> target = Target(metric="auc", at_least=0.9, relative_to="teacher")
+      >>> target.is_met(0.78, teacher=0.8)
+      True
     """
 
     metric: str
@@ -100,11 +112,11 @@ class Target:
             raise invalid("Target: at_most and at_least", rule, limits)
 
     def is_met(self, value: float, teacher: float | None) -> bool | None:
-        """Returns True if a value reaches the target, or None if that is unknown.
+        """Tells if a value reaches the target, or None if that is unknown.
 
         Args:
-          value: the metric's value.
-          teacher: the reference's value, or None if unknown.
+          value: metric value.
+          teacher: reference value, or None if unknown.
         """
         chance, scale = 0.0, 1.0
         if self.relative_to is not None:
@@ -112,6 +124,8 @@ class Target:
                 return None
             chance = 0.0 if self.at_least is None else 0.5
             scale = teacher - chance
+        # Only the part above chance is scaled: 0.9 times an AUC of 0.55 is worse than
+        # guessing.
         if self.at_least is not None:
             return value - chance >= self.at_least * scale
         assert self.at_most is not None
@@ -138,18 +152,18 @@ class RunEvent:
       kind: what happened.
 
         * `"init"`: the run begins, or resumes if `step` is positive. A resumed run
-          repeats events of later steps that an earlier start already reported. It also
-          repeats an evaluation after this step if `config.evaluates_after(step)`.
+          repeats events that an earlier start reported for later steps. It also repeats
+          an evaluation after this step if `config.evaluates_after(step)`.
         * `"start"`: the state is ready, and the next step follows.
         * `"train"`: progress is reported; the values are means since the last report.
         * `"evaluation_start"`: an evaluation begins.
         * `"evaluation"`: an evaluation has ended; the values are held-out metrics.
-        * `"result"`: the run is done; the values are the fields of `RunResult`.
-      step: number of steps done.
-      values: the event's values by name; may be empty.
-      config: config of the run.
+        * `"result"`: the run is done; the values are the `RunResult` fields.
+      step: steps done.
+      values: event values by name; may be empty.
+      config: run config.
       data: opened data set.
-      directory: directory of the run, where you can add files.
+      directory: run directory, where you can add files.
 
     Example:
       >>> def log(event):
@@ -167,59 +181,79 @@ class RunEvent:
 
 
 def ignore_event(event: RunEvent) -> None:
-    """Does nothing."""
+    """Does nothing, the default for `RunConfig.on_event`.
+
+    Example:
+      >>> load_config("synthetic").on_event is ignore_event
+      True
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings of a training run, apart from its devices and the paths of its files.
+    """Settings for a training run, apart from its devices and file paths.
 
     Attributes:
-      name: name of the run; its default output directory is `runs/<name>`.
-      data: data source of the batches, a frozen dataclass; see `DataSource`.
-      model: sizes and other hyperparameters of the model, a frozen dataclass; see
-        `ModelConfig`.
-      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for one
-        of several classes (labels are class numbers, scores `[batch, classes]`), or
-        `"in_batch_softmax"` for choices among the items of the batch.
-      loss_weight: positive factor of the training loss; metrics do not use it.
+      name: run name; the default output directory is `runs/<name>`.
+      data: data source, a frozen dataclass; see `DataSource`.
+      model: hyperparameters such as layer sizes, a frozen dataclass; see `ModelConfig`.
+      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for
+        classes (labels are class numbers, scores `[batch, classes]`), or, for choices
+        among the batch items, `"in_batch_softmax"`.
+      loss_weight: positive factor for the training loss; metrics do not use it.
       batch_size: samples per step, over all devices. It need not be divisible by the
-        number of devices.
-      num_steps: number of training steps.
+        device count.
+      num_steps: steps to train.
       table_learning_rate: learning rate for `make_table_optimizer`.
       dense_learning_rate: learning rate for `make_dense_optimizer`.
-      make_table_optimizer: returns the tables' optimizer, given this config.
-      make_dense_optimizer: returns the optax optimizer of all other parameters, given
+      make_table_optimizer: returns the table optimizer, given this config.
+      make_dense_optimizer: returns the optax optimizer for all other parameters, given
         this config.
       max_dense_norm: maximum global norm of the dense gradients. Larger gradients are
         scaled down; table gradients are neither counted nor scaled. `None` sets no
         limit.
       target: metric value that the config promises to reach, or None.
-      capacity: number of ids per destination in a round of the exchange. By default,
-        the plan chooses it. It affects the speed, never the results.
-      backend: backend of lookups and updates, as in `make_plan`. It affects the speed,
+      capacity: ids per destination in an exchange round. By default, the plan chooses
+        it. It affects the speed, never the results.
+      backend: backend for lookups and updates, as in `make_plan`. It affects the speed,
         never the results.
-      tables_split_over: devices that a table's rows are split over: `"all"`, or
-        `"slice"` for a copy of the table in each slice. A placement set for a table
-        takes precedence.
-      cache_rows: number of rows of each table that all devices cache together, while
-        the host keeps all rows; see `te.HostRows`. 0 keeps all rows on the devices. A
-        placement set for a table takes precedence.
-      rows_directory: directory for memory-mapped files with the rows of tables that
-        `cache_rows` keeps on the host. By default, these rows are in the host's memory.
-      seed: seed of the data and the initial values, from 0 to 2**32 - 1.
-      log_every: number of steps per progress line.
-      evaluate_every: number of steps between evaluations; 0 evaluates only at the end.
+      tables_split_over: devices that share the table rows: `"all"`, or `"slice"` for a
+        table copy in each slice. If a table sets its own placement, it takes
+        precedence.
+      cache_rows: rows per table that all devices cache together, while the host keeps
+        all rows; see `te.HostRows`. 0 keeps all rows on the devices. If a table sets
+        its own placement, it takes precedence.
+      rows_directory: directory for memory-mapped files with the rows on the host, if
+        you set `cache_rows`. By default, these rows are in host memory.
+      seed: seed for the data and the initial values, from 0 to 2**32 - 1.
+      log_every: steps per progress line.
+      evaluate_every: steps between evaluations; 0 evaluates only at the end.
       evaluate_from: first step after which the model may be evaluated.
-      checkpoint_every: number of steps between checkpoints; 0 saves only at the end.
-      checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+      checkpoint_every: steps between checkpoints; 0 saves only at the end.
+      checkpoints_kept: latest checkpoints to keep; older ones are deleted.
       keep_best: whether to also keep the checkpoint with the lowest main metric on the
         held-out data, and make it the result. Every evaluation then saves a checkpoint.
-      patience: number of evaluations in a row after which the run ends if none of them
-        has lowered the main metric; 0 runs all steps.
-      on_event: called with each `RunEvent` of `train` on the job's first process, for
-        your own logging. It can be a dataclass with `__call__`, whose fields `--set`
-        can change.
+      patience: evaluations in a row after which the run ends if none has lowered the
+        main metric; 0 runs all steps.
+      on_event: called with each `RunEvent` in `train` on the first process, for your
+        own logging. If it's a dataclass with `__call__`, you can change its fields with
+        `--set`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> from tpu_embedding.tools.train import models, SyntheticClicksSource
+      >>> config = RunConfig(
+      ...     name="clicks",
+      ...     data=SyntheticClicksSource(num_evaluation_samples=1000),
+      ...     model=models.ClickModelConfig(dim=16, hidden_sizes=(64, 32)),
+      ...     loss="log_loss",
+      ...     batch_size=256,
+      ...     num_steps=1000,
+      ...     table_learning_rate=0.1,
+      ...     dense_learning_rate=0.01,
+      ...     make_table_optimizer=lambda run: te.optimizers.adagrad(
+      ...         run.table_learning_rate),
+      ...     make_dense_optimizer=lambda run: optax.adam(run.dense_learning_rate))
     """
 
     name: str
@@ -252,6 +286,7 @@ class RunConfig:
 
     def __post_init__(self):
         rules = dict(_RULES)
+        # All problems are reported together, so one attempt shows every wrong field.
         if self.cache_rows:
             fix = "with cache_rows, te.HostRows keeps one copy of each table"
             rules["tables_split_over"] = choice_rule(("all",), fix)
@@ -266,14 +301,15 @@ class RunConfig:
         raise_all(problems)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, without the functions."""
+        """Converts the fields to JSON values, leaving out functions."""
         # An event listener may hold open files, which cannot be copied.
         fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
         fields = {name: field for name, field in fields.items() if not callable(field)}
+        # Tuples become lists, as in the recorded configs that this is compared with.
         return json.loads(json.dumps(fields, default=str))
 
     def evaluates_after(self, step: int) -> bool:
-        """Returns True if an evaluation is due after `step` steps."""
+        """Tells if an evaluation is due after `step` steps."""
         is_due = self.evaluate_every > 0 and step % self.evaluate_every == 0
         return step >= self.num_steps or (is_due and step >= max(1, self.evaluate_from))
 
@@ -293,18 +329,23 @@ _RULES: Final = {
 
 
 def list_configs() -> dict[str, pathlib.Path]:
-    """Returns the package's configs, as a dict from name to file."""
+    """Lists the configs that come with the package, as a dict from name to file.
+
+    Example:
+      >>> "synthetic" in list_configs()
+      True
+    """
     return {path.stem: path for path in sorted(CONFIGS_DIR.glob("*.py"))}
 
 
 def load_config(name_or_path: str) -> RunConfig:
-    """Returns the run config that a Python file defines as `config`.
+    """Loads the run config that a Python file defines as `config`.
 
-    Like a script, the file can import modules from its folder. Errors that it raises
+    Like a script, your file can import modules from its folder. Errors that it raises
     propagate.
 
     Args:
-      name_or_path: a name from `list_configs`, or the path of a Python file.
+      name_or_path: a name from `list_configs`, or the path to a Python file.
 
     Raises:
       ConfigError: if the file does not exist, or defines no `config`.
@@ -325,6 +366,7 @@ def load_config(name_or_path: str) -> RunConfig:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # Dataclasses look up their module.
     sys.path.insert(0, str(path.parent))
+    # Compiles bytes, because Python then reads the encoding that the file declares.
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     finally:
@@ -339,16 +381,17 @@ def load_config(name_or_path: str) -> RunConfig:
 
 
 def _type_of_setting(value: Any, hint: Any) -> Any:
-    """Returns a field's type for `--set`, which cannot create sections."""
+    """Chooses a field type for `--set`, which cannot create sections."""
     if dataclasses.is_dataclass(value):
         return type(value)  # The hint may be a protocol.
+    # For example, `--set` can set `target` to None, but not to a new `Target`.
     simple = [x for x in typing.get_args(hint) if not dataclasses.is_dataclass(x)]
     has_sections = len(simple) < len(typing.get_args(hint))
     return typing.Union[tuple(simple)] if has_sections else hint  # noqa: UP007
 
 
 def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
-    """Returns a copy of a config with some fields replaced.
+    """Copies a config and changes some fields, as `--set` does.
 
     A wrong key or value ends the program with status 2 and a message that lists similar
     keys. The setting `help` prints all keys.
@@ -356,7 +399,7 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     Args:
       config: a frozen dataclass, whose sections are also dataclasses.
       settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Spaces
-        separate the values of a tuple, and `None` is a valid value.
+        separate tuple values, and `None` is a valid value.
 
     Example:
       >>> config = apply_overrides(load_config("synthetic"), ["model.dim=8"])
@@ -367,6 +410,8 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     for setting in settings:
         key, _, value = setting.partition("=")
         arguments += [f"--{key}", *shlex.split(value)]
+    # A dataclass made for tyro, because hints such as `DataSource` lack the fields that
+    # users set. Its docstring has the texts for `--set help`.
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     hints = typing.get_type_hints(type(config))
     types = [
@@ -380,8 +425,10 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
         prog="--set",
         args=arguments,
         default=settings_type(**values),
+        # Booleans take a value, and unions don't become subcommands.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
     )
+    # `Settings` is not a `RunConfig`, whose checks run in `replace`.
     try:
         return dataclasses.replace(config, **vars(changed))
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The files of a run's directory, its lock, and checks of downloaded runs.
+"""Reads and locks run directories, which may be downloads that nobody trusts.
 
-Files of a downloaded run are untrusted data. Links in the directory are not followed,
-and a damaged record raises an error that names the file.
+Links in a directory are not followed, and a damaged record raises an error that names
+the file.
 """
 
 import contextlib
@@ -49,21 +49,22 @@ _RECORD_FIELDS: Final = {
 
 
 class RunDirectoryError(ValueError):
-    """Raised if a run cannot use its directory, or a file there is damaged."""
+    """Raised if a run cannot use its directory, or a file there is damaged.
+
+    Example:
+      By default, a run does not continue an earlier one::
+
+        try:
+            train(config, "runs/clicks")
+        except RunDirectoryError:
+            train(config, "runs/clicks", existing_run="resume")
+    """
 
 
 @contextlib.contextmanager
 def claimed(directory: pathlib.Path) -> Iterator[None]:
-    """Creates and locks a directory on the first process of a job.
-
-    The lock file exists while a process uses the directory. The operating system
-    releases the lock of a killed process. A directory that this function created is
-    removed again if nothing was written to it.
-
-    Raises:
-      RunDirectoryError: if another process uses the directory, or it contains a link, a
-        pipe or a device.
-    """
+    """Creates and locks a directory, and removes it again if it stays empty."""
+    # First, because opening a pipe or a link could hang or write elsewhere.
     check_files(directory)
     if not distributed.is_first():
         yield
@@ -76,6 +77,7 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            # A run that could not start leaves no directory behind.
             if is_new and not (directory / RECORDS_FILE).exists():
                 for empty in (directory / CHECKPOINTS_DIR, directory):
                     with contextlib.suppress(OSError):  # It is not empty.
@@ -84,6 +86,8 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
+    # `flock` instead of the file's existence, because the operating system releases the
+    # lock of a killed process.
     with contextlib.ExitStack() as stack:
         is_current = False
         while not is_current:
@@ -104,19 +108,12 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
-    """Checks that a run's files are regular files or directories.
-
-    Args:
-      directory: directory of the run, which may itself be a link.
-      names: entries of the directory to check. Defaults to the files of a run.
-
-    Raises:
-      RunDirectoryError: if there is a link, a pipe or a device; the message names it.
-    """
+    """Rejects links, pipes and devices in a directory, which may itself be a link."""
     unchecked = [directory / name for name in names]
     while unchecked:
         path = unchecked.pop()
         try:
+            # `stat` would follow a link, and report its target.
             mode = path.lstat().st_mode
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
@@ -130,16 +127,17 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
 
 
 def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the checkpoint of the latest step in a directory, or None."""
+    """Finds the checkpoint with the largest step."""
     if not directory.is_dir():
         return None
     saved = ocp.utils.checkpoint_steps_paths(directory)
+    # Orbax also lists other names, which could not be compared as numbers.
     steps = [path.name for path in saved if path.name.isdecimal()]
     return directory / max(steps, key=int) if steps else None
 
 
 def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns a run's best checkpoint if its config keeps it, else the newest one."""
+    """Finds a run's best checkpoint if its config keeps it, else the newest one."""
     _, run = latest_start(directory)
     newest = newest_checkpoint(directory / CHECKPOINTS_DIR)
     if newest is None or run.get("keep_best") is not True:
@@ -152,7 +150,8 @@ def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 def latest_start(
     directory: pathlib.Path,
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns the latest records of a run's origin, or None, and of its config."""
+    """Reads the latest recorded origin, if any, and the latest config."""
+    # A resume by a script records a config without an origin.
     origin, run = None, {}
     for record in read_records(directory / RECORDS_FILE):
         origin, run = record.get("origin") or origin, record.get("run") or run
@@ -162,34 +161,31 @@ def latest_start(
 def values_by_step(
     directory: pathlib.Path, group: Literal["train", "evaluation"]
 ) -> dict[int, dict[str, float]]:
-    """Returns a run's numbers by step, from the last finite record of each step."""
+    """Maps each step to its last record with finite numbers."""
     steps = {}
     for record in read_records(directory / RECORDS_FILE):
         values = list(record.get(group, {}).values())
+        # JSON has integers and strings, and Python's parser also accepts NaN.
         if values and all(type(x) is float and math.isfinite(x) for x in values):
             steps[record.get("step", 0)] = record[group]
+    # `evaluate` appends records of earlier steps.
     return dict(sorted(steps.items()))
 
 
 def best_step(
     evaluations: Mapping[int, Mapping[str, float]], saved: Collection[int]
 ) -> int | None:
-    """Returns the first saved step with the lowest main metric, the first metric."""
+    """Finds the saved step with the lowest main metric; the first one wins a tie."""
+    # The main metric comes first, see `losses.Loss.metrics`.
     steps = {step: next(iter(x.values())) for step, x in evaluations.items()}
     return min((x for x in steps if x in saved), key=steps.__getitem__, default=None)
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a run, skipping lines that a killed run left incomplete.
-
-    Yields nothing if the file does not exist.
-
-    Raises:
-      RunDirectoryError: if a line is not a UTF-8 record; the message names file and
-        line.
-    """
+    """Yields the records, or raises `RunDirectoryError` if one is damaged."""
     if not path.exists():
         return
+    # Bytes, so a line that is not UTF-8 fails here, where its number is known.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -204,10 +200,12 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                         raise ValueError(f"{type_name(value)} as {name!r}")
                 for owner in (record, record.get("result", {})):
                     step = owner.get("step", 0)
+                    # `isinstance` would also accept a bool.
                     if type(step) is not int or not 0 <= step < 2**63:
                         raise ValueError(f"the step {step!r:.80}")
             except json.JSONDecodeError:
-                continue
+                continue  # A killed run may have left half a line.
+            # Deep nesting exceeds the recursion limit of Python's JSON parser.
             except (ValueError, RecursionError) as error:
                 raise RunDirectoryError(
                     f"{path}, line {number}: a record must be a JSON object in UTF-8, "
@@ -217,11 +215,7 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
-    """Returns the vocabularies of a run by feature name.
-
-    Raises:
-      RunDirectoryError: if a file is missing or damaged.
-    """
+    """Loads vocabularies by feature name, or raises `RunDirectoryError`."""
     try:
         return load_vocabularies(directory)
     except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -231,11 +225,8 @@ def vocabularies_of(directory: pathlib.Path) -> dict[str, Vocabulary]:
 
 
 def check_vocabularies(data: Dataset, directory: pathlib.Path) -> None:
-    """Checks that strings have the same ids as when the run was trained.
-
-    Raises:
-      DataError: if the ids differ; the message names the feature.
-    """
+    """Checks that strings have the same ids as when the run started."""
+    # Other ids would silently train and serve the wrong rows.
     now = getattr(data, "vocabularies", {})
     for name, vocabulary in vocabularies_of(directory).items() if now else ():
         if name in now and now[name].tokens != vocabulary.tokens:

@@ -1,9 +1,7 @@
-"""The compiled part of a run: its plan, its state and its two steps.
+"""Builds the plan, state and steps of a run, and reads its batches ahead.
 
-A step is a pure function of the state and a batch. The state is the `nnx.State` of the
-pair (model, optimizer). A fixed graph definition rebuilds the pair from it.
-
-Batches are read, prepared and transferred ahead of the loop.
+A step is a pure function of a batch and the state, which is the `nnx.State` of the pair
+(model, optimizer). A fixed graph definition rebuilds the pair inside the step.
 """
 
 import collections
@@ -45,18 +43,12 @@ READ_AHEAD: Final = 2
 
 
 class ReadyBatch(NamedTuple):
-    """A training batch that was read ahead.
-
-    Attributes:
-      step: number of the step.
-      batch: the batch on the devices.
-      sizes_so_far: `BufferSizes.to_json` after this batch. Checkpoints store it because
-        later batches are already prepared.
-      features: prepared features of the batch on the host.
-    """
+    """A training batch on the devices, and its prepared features on the host."""
 
     step: int
     batch: Batch
+    # `BufferSizes.to_json` after this batch. Checkpoints store it, because the sizes
+    # themselves already include later batches.
     sizes_so_far: Any
     features: Any
 
@@ -68,15 +60,9 @@ def train_batches(
     steps: range,
     sizes: BufferSizes | None = None,
 ) -> Generator[ReadyBatch, None, None]:
-    """Yields the batch of each step.
+    """Yields each step's batch, while a thread prepares the next ones.
 
-    A thread prepares the next batches while the caller uses the current one. In a job
-    of several processes, each process reads the samples of its own devices if the data
-    set has a method `train_part`, and otherwise whole batches. `sizes` are the buffer
-    sizes after earlier steps; by default, the first batch sets them.
-
-    Raises:
-      DataError: if the data are damaged, or ids are out of range.
+    `sizes` are the buffer sizes after earlier steps.
     """
     sizes = sizes or BufferSizes()
     process_samples = plan.process_samples(config.batch_size)
@@ -89,6 +75,7 @@ def train_batches(
     train_part = getattr(data, "train_part", None)
 
     def make(step: int) -> ReadyBatch:
+        # With `train_part`, each process reads only samples for its own devices.
         if can_split and train_part is not None:
             batch, samples = train_part(step, process_samples), "process"
         else:
@@ -99,12 +86,14 @@ def train_batches(
         on_devices = shard_batch(prepared, plan, samples=samples)
         return ReadyBatch(step, on_devices, sizes.to_json(), prepared.features)
 
+    # One thread, because buffer sizes depend on the batch order.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     pending: collections.deque[Any] = collections.deque()
     try:
         for step in steps:
             pending.append(thread.submit(make, step))
             if len(pending) > READ_AHEAD:
+                # An error in the thread is raised here, at its own step.
                 yield pending.popleft().result()
         for made in pending:
             yield made.result()
@@ -116,7 +105,7 @@ def train_batches(
 def evaluation_batches(
     config: RunConfig, data: Any, plan: EmbeddingPlan
 ) -> Iterator[Batch]:
-    """Yields the held-out batches of a `Dataset` on the host, checked and prepared."""
+    """Yields held-out batches on the host, checked and prepared."""
     # New buffer sizes each time, so a resumed run sums in the same order.
     sizes = BufferSizes()
     for number, batch in enumerate(data.evaluation_batches()):
@@ -132,26 +121,16 @@ def prepare_batch(
     samples: Samples = "global",
     model: ModelConfig | None = None,
 ) -> Batch:
-    """Returns a batch on the host with static shapes, ready for the steps.
+    """Gives a host batch static shapes, and float32 or int32 values.
 
-    Labels, weights and dense inputs become float32. In a dict of dense inputs, integers
-    become int32.
-
-    Args:
-      batch: batch of a data set.
-      plan: plan of the embedding layer.
-      sizes: buffer sizes of ragged features. By default, the batch determines them.
-      samples: samples of the batch, as in `prepare_features`.
-      model: config of the model, which may change the batch; see `ModelConfig`.
-
-    Raises:
-      DataError: if the features do not match the plan, or ids are out of range.
+    `model` may change the batch; see `ModelConfig`.
     """
     try:
         with_inputs = getattr(model, "with_inputs", None)
         if with_inputs is not None:
             batch = with_inputs(batch, plan, sizes, samples=samples)
         features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
+    # The command prints a DataError on one line, and these with a traceback.
     except (TypeError, ValueError) as error:
         raise DataError(str(error)) from error
     dense = batch.dense
@@ -169,19 +148,14 @@ def prepare_batch(
 
 
 def _narrow(array: Any) -> np.ndarray:
-    """Converts integers to int32 and other numbers to float32."""
+    # Float32 would round integers beyond 2**24.
     array = np.asarray(array)
     return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
 
 
 def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
-    """Rejects labels and weights that make the loss meaningless.
-
-    For example, the `log_loss` of a label of 4 has no lower bound.
-
-    Raises:
-      DataError: if any does; the message names the batch and the sample in it.
-    """
+    """Rejects labels and weights that make the loss meaningless."""
+    # For example, a `log_loss` with the label 4 has no lower bound.
     label_range = LOSSES[config.loss].label_range or (-np.inf, np.inf)
     for name, values, (low, high) in (
         ("labels", np.asarray(batch.labels), label_range),
@@ -212,16 +186,14 @@ StepMetrics = dict[str, jax.Array]
 def make_run_plan(
     config: RunConfig, data: Dataset, mesh: Mesh | None = None
 ) -> EmbeddingPlan:
-    """Returns the plan of the model's embedding layer; see `make_plan`.
-
-    `data` can be an outline. `mesh` defaults to all devices.
-    """
+    """Plans the embedding layer; `data` can be an outline."""
     mesh = choose_mesh(mesh)
     features = config.model.feature_config(data)
     placement = None
     if config.cache_rows:
         directory = config.rows_directory
         placement = HostRows(cache_rows=config.cache_rows, directory=directory)
+    # Without slices, such a config still runs, with ordinary tables.
     elif config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
         axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
         placement = Sharded(axes=axes)
@@ -238,13 +210,8 @@ def make_run_plan(
 def init_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the initial state: parameters, tables and optimizer states.
-
-    The values depend on the seed, never on the number of devices.
-
-    Returns:
-      The graph definition of the pair (model, optimizer), and its state on the mesh.
-    """
+    """Initializes the state, whose values depend on the seed, not on the devices."""
+    # A jitted function can't write rows into host memory.
     if not all(stack.storage.holds_all_rows for stack in plan.stacks):
         return nnx.split(_build(config, data, plan))
     graphdef, abstract = abstract_train_state(config, data, plan)
@@ -259,16 +226,12 @@ def init_train_state(
 def abstract_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns shapes, dtypes and shardings of the state, without using devices.
-
-    Like `init_train_state`, but with `jax.ShapeDtypeStruct` instead of arrays.
-    """
+    """Makes `init_train_state`'s result from shapes, without using devices."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, abstract_arrays(state, plan)
 
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
-    """Returns the model, and the optimizer of its tables and dense parameters."""
     model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     return model, Optimizer(model, config.make_dense_optimizer(config))
 
@@ -276,10 +239,8 @@ def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, 
 def abstract_model_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the part of `abstract_train_state` without the optimizer.
-
-    It is the state of the tuple `(model,)`, so its names match a checkpoint of the run.
-    """
+    """Makes `abstract_train_state` without the optimizer."""
+    # A tuple of one, so the names match the pair's in a checkpoint.
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
     return graphdef, abstract_arrays(state, plan)
@@ -288,16 +249,9 @@ def abstract_model_state(
 def make_train_step(
     graphdef: nnx.GraphDef, state: nnx.State, config: RunConfig, plan: EmbeddingPlan
 ) -> Any:
-    """Returns the train step, `(state, batch) -> (state, StepMetrics)`.
+    """Jits the train step, `(state, batch) -> (state, StepMetrics)`.
 
-    The step is jitted and donates the state. New ids of dynamic tables get rows first.
-
-    Args:
-      graphdef: graph definition from `init_train_state` or `abstract_train_state`.
-      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`, whose shardings the new
-        state keeps.
-      config: config with the loss, `loss_weight` and `max_dense_norm`.
-      plan: plan of the embedding layer.
+    `state` gives only the shardings, so it can be abstract.
     """
     loss = LOSSES[config.loss]
 
@@ -309,14 +263,17 @@ def make_train_step(
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         model, optimizer = nnx.merge(graphdef, state)
+        # Before the lookup, so the step also trains the rows of new ids.
         if _dynamic_layer(model) is not None:
             features = optimizer.insert_ids(model, batch.features)
             batch = dataclasses.replace(batch, features=features)
         value, gradients = value_and_grad(loss_fn)(model, batch)
         is_finite = jnp.isfinite(value) & all_finite(gradients)
         for path, plan in optimizer.plans:
+            # Such a rate leaves its table unchanged, which the loss may not show.
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
         metrics = {"loss": value, "is_finite": is_finite, **_layer_counts(model)}
+        # This clipping has no state, so `init` can run in every step.
         if config.max_dense_norm is not None:
             clip = optax.clip_by_global_norm(config.max_dense_norm)
             dense, _ = clip.update(gradients.dense, clip.init(gradients.dense))
@@ -324,9 +281,11 @@ def make_train_step(
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 
+    # XLA could otherwise choose other shardings, and the second step would recompile.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
         train_step,
+        # Tables are too large for two copies of them.
         donate_argnums=0,
         out_shardings=(shardings, plan.replicated),
         compiler_options=plan.compiler_options,
@@ -336,15 +295,9 @@ def make_train_step(
 def abstract_step(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[Any, nnx.State, Batch]:
-    """Returns a run's train step and arguments to compile it ahead of time.
-
-    `data` can be an outline. Its first batch determines the shapes.
-
-    Returns:
-      The jitted step, the state and the batch. The leaves of state and batch are
-      `jax.ShapeDtypeStruct`s, so nothing is allocated.
-    """
+    """Makes a train step, with an abstract state and batch to compile it early."""
     graphdef, state = abstract_train_state(config, data, plan)
+    # `data` can be an outline, whose first batch determines the shapes.
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)
     batch = abstract_batch(batch, plan)
     return make_train_step(graphdef, state, config, plan), state, batch
@@ -353,16 +306,13 @@ def abstract_step(
 def make_evaluation_step(
     graphdef: nnx.GraphDef, loss_name: LossName
 ) -> Callable[[nnx.State, Batch], Metrics]:
-    """Returns the evaluation step, `(state, batch) -> Metrics`.
-
-    The model runs in `eval()` mode: without dropout, and with its stored statistics.
-    `graphdef` must describe a tuple whose first item is the model.
-    """
+    """Makes the evaluation step, `(state, batch) -> Metrics`."""
     loss = LOSSES[loss_name]
 
     def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
+        # A pair with the optimizer, or only `(model,)`.
         model, *_ = nnx.merge(graphdef, state)
-        model.eval()
+        model.eval()  # No dropout, and stored statistics instead of the batch's.
         batch, hits = _find_ids(model, batch)
         outputs = _call_model(model, batch, loss_name)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
@@ -374,30 +324,34 @@ def make_evaluation_step(
 
 
 def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
-    """Finds rows of dynamic tables; also returns each table's share of known ids."""
+    """Finds dynamic rows, and computes each table's share of known ids."""
+    # Unlike in training, unknown ids don't get rows, so evaluating changes nothing.
     hits: Metrics = collections.OrderedDict()
     layer = _dynamic_layer(model)
     if layer is None:
         return batch, hits
     result = find_ids(layer.tables.get_value(), batch.features, layer.plan)
     for name, stats in result.stats.items():
+        # Weighted by its id count, so the mean over batches is a share of all ids.
         share = stats.hits / jnp.maximum(stats.ids, 1)
         hits[f"hits/{name}"] = Mean.from_batch(share[None], stats.ids[None])
     return dataclasses.replace(batch, features=result.features), hits
 
 
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
-    """Returns the layer with dynamic tables; `insert_ids` rejects more than one."""
+    # At most one, because `insert_ids` rejects models with more.
     layers = embedding_layers(model).values()
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
 def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
-    """Calls the model, and rejects outputs that the loss would broadcast."""
+    # Scores `[batch, 1]` and labels `[batch]`, for example, would give a loss of shape
+    # `[batch, batch]`, and train on it without an error.
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     wanted = batch.labels.shape
     if isinstance(outputs, Outputs) and loss_name == "softmax":
+        # Without a class axis, the message asks for two classes.
         wanted += np.shape(outputs.scores)[1:2] or (2,)
     if not isinstance(outputs, Outputs) or set(shapes) != {wanted}:
         raise ConfigError(
@@ -414,6 +368,7 @@ def _layer_counts(model: nnx.Module) -> StepMetrics:
         by_name["rounds"] += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
         for stack in layer.plan.stacks:
+            # Such a backend's lookup counts 0 rounds if it did without the exchange.
             is_beyond = (stats.rounds[stack.name] > 0).astype(jnp.float32)
             if stack.backend.replaces_lookup:
                 by_name["beyond_limit"].append(is_beyond)

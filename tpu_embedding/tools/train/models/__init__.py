@@ -1,7 +1,6 @@
-"""Models of the run configs; each one owns a `TPUEmbedding`.
+"""Models for the run configs: `click` and `dlrm` predict clicks, `two_tower` retrieves.
 
-`click` (which also has the shared parts) and `dlrm` (also DLRM-DCNv2) predict clicks.
-`two_tower` retrieves items.
+`click` also has the model interface and the shared parts.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig

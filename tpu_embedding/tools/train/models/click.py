@@ -1,6 +1,6 @@
-"""The interface of a model to the training loop, and a click model.
+"""The model interface of the training loop, and a click model.
 
-The click model is an MLP that maps activations to a logit.
+docs/guides/own_model.md shows how to write another model.
 """
 
 import dataclasses
@@ -20,15 +20,21 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A model's outputs for the samples of a batch.
+    """Model outputs for the samples in a batch.
 
-    `click_outputs` makes them from logits.
+    If your model predicts clicks, `click_outputs` makes them from logits.
 
     Attributes:
-      scores: inputs of the loss: logits `[batch]` or `[batch, classes]`, unclipped
-        ratings, or log-softmax values.
-      predictions: inputs of the metrics: probabilities, ratings clipped to their valid
-        range, or `te.metrics.Ranks`.
+      scores: loss inputs: logits `[batch]` or `[batch, classes]`, unclipped ratings, or
+        log-softmax values.
+      predictions: metric inputs: probabilities, ratings clipped to their valid range,
+        or `te.metrics.Ranks`.
+
+    Example:
+      >>> ratings = jnp.array([3.5, 5.5])
+      >>> outputs = Outputs(scores=ratings, predictions=jnp.clip(ratings, 1, 5))
+      >>> outputs.predictions.tolist()
+      [3.5, 5.0]
     """
 
     scores: Array
@@ -36,45 +42,44 @@ class Outputs:
 
 
 class ModelConfig(Protocol):
-    """Hyperparameters of a model, and how to build it: the type of `RunConfig.model`.
+    """Model hyperparameters, and how to build the model: the type of `RunConfig.model`.
 
-    A model config is a frozen dataclass, whose fields `--set` can change.
+    A model config is a frozen dataclass, whose fields you can change with `--set`.
 
     `feature_config` is called first, and the plan is made from its result. The plan can
     thus be printed, and compared with a checkpoint's plan, before `build` allocates
     anything.
 
-    If a model's features differ from the features of the data set, the config can have
-    one more method. It runs on the host, with `sizes` and `samples` as in
-    `prepare_features`::
+    If your model needs other features than the data set has, add this method to its
+    config. It runs on the host, with `sizes` and `samples` as in `prepare_features`::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns the features of the model's embedding layer.
+        """Defines the embedding layer features.
 
         Args:
           data: data set that the config's source opened.
 
         Returns:
-          A dict of feature name to config. `Batch.features` uses the same names.
+          A dict from feature name to config. `Batch.features` uses the same names.
         """
         ...
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the model with initial parameters.
+        """Creates the model with initial parameters.
 
         Args:
           data: data set that the config's source opened.
-          plan: plan of the embedding layer. The model creates the layer with
+          plan: plan for the embedding layer. Your model creates the layer with
             `TPUEmbedding(None, plan=plan, rngs=rngs)`.
           rngs: random streams for the initial parameters.
 
         Returns:
           An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`.
-          `features` are the prepared features of a batch. `dense` are the batch's
-          float32 dense inputs, or None if there are none.
+          `features` are the prepared features. `dense` are the float32 dense inputs,
+          or None without any.
         """
         ...
 
@@ -83,6 +88,11 @@ class MLP(nnx.Module):
     """Linear layers with an activation function between them.
 
     With `last_activation`, an activation also follows the last layer.
+
+    Example:
+      >>> mlp = MLP(8, (16, 1), last_activation=False, rngs=nnx.Rngs(0))
+      >>> mlp(jnp.ones((4, 8))).shape
+      (4, 1)
     """
 
     def __init__(
@@ -94,7 +104,7 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Uses He initialisation before an activation, and LeCun otherwise."""
+        """Uses He initialization before an activation, and LeCun otherwise."""
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
@@ -107,15 +117,15 @@ class MLP(nnx.Module):
         self.layers = nnx.Sequential(*layers)
 
     def __call__(self, inputs: Float[Array, "batch inputs"]) -> jax.Array:
-        """Returns the last layer's output, `[batch, layer_sizes[-1]]`."""
+        """Applies the layers; the result is `[batch, layer_sizes[-1]]`."""
         return self.layers(inputs)
 
 
 def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
-    """Returns the outputs of a click model.
+    """Makes click model outputs from logits.
 
     Args:
-      logits: float32 `[batch]`, the logit of a click.
+      logits: float32 `[batch]`, the click logits.
 
     Example:
       >>> click_outputs(jax.numpy.zeros(2)).predictions.tolist()
@@ -127,13 +137,7 @@ def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
 def features_of_columns(
     vocabulary_sizes: Mapping[str, int], dim: int, **options: Any
 ) -> dict[str, FeatureConfig]:
-    """Returns one feature per column of a data set, each with its own table.
-
-    Args:
-      vocabulary_sizes: number of rows of each table, by column name.
-      dim: dimension of every table.
-      **options: further fields of every `TableConfig`. `combiner` defaults to `"mean"`.
-    """
+    """Makes one feature per data set column, each with its own table."""
     options = {"combiner": "mean"} | options
     return {
         name: FeatureConfig(
@@ -145,23 +149,20 @@ def features_of_columns(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickModelConfig:
-    """Sizes of `ClickModel`.
+    """Sizes for `ClickModel`.
 
     Attributes:
-      dim: dimension of every table. The rows of a feature with several ids are
-        averaged.
-      hidden_sizes: widths of the MLP's hidden layers.
+      dim: dimension of every table. A feature with several ids averages their rows.
+      hidden_sizes: hidden layer widths in the MLP.
     """
 
     dim: int
     hidden_sizes: tuple[int, ...]
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns one feature per column of the data set, each with its own table."""
         return features_of_columns(data.vocabulary_sizes, self.dim)
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
-        """Returns the model with initial parameters."""
         del data
         return ClickModel(self, plan, rngs=rngs)
 
@@ -172,7 +173,6 @@ class ClickModel(nnx.Module):
     def __init__(
         self, config: ClickModelConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs
     ):
-        """Makes the model; see `ClickModelConfig.build`."""
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.mlp = MLP(
             len(plan.features) * config.dim,
@@ -185,8 +185,8 @@ class ClickModel(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
-        """Returns each sample's logit and probability; it has no dense inputs."""
         del dense
         activations = self.embedding(features)
+        # Sorted, so the order is the same without `jit`, which sorts dict keys.
         inputs = [activations[name] for name in sorted(activations)]
         return click_outputs(self.mlp(jnp.concatenate(inputs, axis=1))[:, 0])

@@ -1,12 +1,9 @@
-"""DLRM and DLRM-DCNv2: click models over dense and categorical inputs.
+"""DLRM and DLRM-DCNv2, click models over dense and categorical inputs.
 
-DLRM combines vectors by scalar products; see Naumov et al., "Deep Learning
-Recommendation Model for Personalization and Recommendation Systems", arXiv 1906.00091.
-
-DLRM-DCNv2 combines vectors by low-rank cross layers; see Wang et al., "DCN V2: Improved
-Deep & Cross Network", arXiv 2008.13535. It has been the recommendation model of MLPerf
-Training since round 3.0 (`recommendation_v2/torchrec_dlrm` of
-github.com/mlcommons/training).
+DLRM combines vectors with scalar products (Naumov et al., arXiv 1906.00091), and
+DLRM-DCNv2 with low-rank cross layers (Wang et al., arXiv 2008.13535). MLPerf Training
+has used the latter since round 3.0, as `recommendation_v2/torchrec_dlrm` in
+github.com/mlcommons/training.
 """
 
 import dataclasses
@@ -34,13 +31,13 @@ from tpu_embedding.tools.train.models.click import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DLRMConfig:
-    """Sizes of `DLRM`.
+    """Sizes for `DLRM`.
 
     Attributes:
-      dim: dimension of every table and of the bottom MLP's output.
-      bottom_sizes: widths of the hidden layers of the MLP over the dense inputs.
-      top_sizes: widths of the hidden layers of the MLP over the interactions.
-      initial_deviation: standard deviation of the tables' initial values; positive.
+      dim: dimension of every table and the bottom MLP output.
+      bottom_sizes: hidden layer widths in the dense input MLP.
+      top_sizes: hidden layer widths in the interaction MLP.
+      initial_deviation: standard deviation of initial table values; positive.
     """
 
     dim: int
@@ -55,7 +52,6 @@ class DLRMConfig:
             raise invalid(field, "be positive", value, reason)
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns one feature per column of the data set, each with its own table."""
         return features_of_columns(
             data.vocabulary_sizes,
             self.dim,
@@ -63,7 +59,6 @@ class DLRMConfig:
         )
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRM":
-        """Returns the model with initial parameters."""
         return DLRM(self, data.num_dense, plan, rngs=rngs)
 
 
@@ -81,17 +76,17 @@ class _TwoMLPs(nnx.Module):
         self.top = MLP(num_inputs, sizes, last_activation=False, rngs=rngs)
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
-        """Creates the layers for `_combine`; returns the size of its result."""
+        """Creates layers for `_combine`, and computes its output width."""
         raise NotImplementedError
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
-        """Combines vectors `[batch, dim]`: the bottom MLP's output and activations."""
+        """Combines the bottom MLP output and activations, each `[batch, dim]`."""
         raise NotImplementedError
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns each sample's logit and click probability."""
         assert dense is not None
         activations = self.embedding(features)
+        # Sorted, so the order is the same without `jit`, which sorts dict keys.
         vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
         return click_outputs(self.top(self._combine(vectors))[:, 0])
 
@@ -104,25 +99,25 @@ class DLRM(_TwoMLPs):
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
         del rngs
+        # The first vector, and the scalar product of each pair.
         return config.dim + num_vectors * (num_vectors - 1) // 2
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
-        """Appends the scalar products of all pairs to the first vector."""
         return jnp.concatenate([vectors[0], DotInteraction()(vectors)], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DLRMDCNv2Config:
-    """Sizes of `DLRMDCNv2`.
+    """Sizes for `DLRMDCNv2`.
 
     Attributes:
-      dim: dimension of every table and of the bottom MLP's output. The rows of a
-        feature with several ids are summed.
-      bottom_sizes: widths of the hidden layers of the MLP over the dense inputs.
-      top_sizes: widths of the hidden layers of the MLP over the crossed vectors.
-      num_cross_layers: number of cross layers.
-      cross_rank: rank of each cross layer's matrix, typically at most a quarter of the
-        layer's width, `(1 + features) * dim`.
+      dim: dimension of every table and the bottom MLP output. A feature with several
+        ids sums their rows.
+      bottom_sizes: hidden layer widths in the dense input MLP.
+      top_sizes: hidden layer widths in the MLP after the cross layers.
+      num_cross_layers: cross layer count.
+      cross_rank: matrix rank in each cross layer, typically at most a quarter of the
+        layer width, `(1 + features) * dim`.
     """
 
     dim: int
@@ -132,17 +127,16 @@ class DLRMDCNv2Config:
     cross_rank: int
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns one feature per column of the data set, each with its own table."""
         features = {}
         for name, size in data.vocabulary_sizes.items():
-            limit = 1 / math.sqrt(size)  # TorchRec's default.
+            # TorchRec's default, which differs by table.
+            limit = 1 / math.sqrt(size)
             initializer = initializers.uniform(-limit, limit)
             options = {"initializer": initializer, "combiner": "sum"}
             features |= features_of_columns({name: size}, self.dim, **options)
         return features
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMDCNv2":
-        """Returns the model with initial parameters."""
         return DLRMDCNv2(self, data.num_dense, plan, rngs=rngs)
 
 
@@ -163,18 +157,14 @@ class DLRMDCNv2(_TwoMLPs):
 
 @nnx.vmap(in_axes=(0, None, None), out_axes=0)
 def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> FeatureCross:
-    """Returns one layer per key, with parameters stacked along the first axis."""
+    """Makes one layer per key, with parameters stacked along the first axis."""
     return FeatureCross(num_inputs, rank, rngs=nnx.Rngs(key))
 
 
 def cross_all(
     layers: FeatureCross, first: Float[Array, "batch inputs"]
 ) -> Float[Array, "batch inputs"]:
-    """Applies stacked layers one after another.
-
-    The layers run in a loop, so XLA:TPU compiles only one layer, which takes 6 s.
-    """
-
+    # Not unrolled, because XLA:TPU takes 6 s to compile a layer.
     @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
     def cross(crossed, layer, first):
         return layer(first, crossed)

@@ -1,8 +1,7 @@
-"""A two-tower model, which scores a user and an item by a scalar product.
+"""A two-tower model, which scores a user and an item with a scalar product.
 
-See Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
-Recommendations" (RecSys 2019). The other items of a batch serve as a sample's
-negatives. Scores are corrected for how often an item is sampled.
+Other items in the batch serve as negatives. See Yi et al., "Sampling-Bias-Corrected
+Neural Modeling for Large Corpus Item Recommendations" (RecSys 2019).
 """
 
 import dataclasses
@@ -29,15 +28,15 @@ SQUARED_NORM_EPSILON: Final = 1e-12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig:
-    """Hyperparameters of `TwoTower`.
+    """Hyperparameters for `TwoTower`.
 
     Attributes:
       dim: dimension of the user and item tables.
       context_dim: dimension of the small tables: country, device and category.
-      hidden_sizes: widths of each tower's hidden layers.
+      hidden_sizes: hidden layer widths in each tower.
       output_dim: dimension of the user and item vectors.
-      temperature: divisor of the cosines; positive. Scores are in
-        `[-1 / temperature, 1 / temperature]`.
+      temperature: positive number that divides the cosines. Scores are in the range
+        from `-1 / temperature` to `1 / temperature`.
     """
 
     dim: int
@@ -47,7 +46,7 @@ class TwoTowerConfig:
     temperature: float
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns one feature per column; "item" and "history" share a table."""
+        """Makes one feature per column; "item" and "history" share a table."""
         features = {}
         for name, size in data.vocabulary_sizes.items():
             features |= features_of_columns({name: size}, self.dim_of(name))
@@ -55,22 +54,15 @@ class TwoTowerConfig:
         return {name: features[name] for name in (*USER_FEATURES, *ITEM_FEATURES)}
 
     def dim_of(self, feature: str) -> int:
-        """Returns the dimension of a feature's table."""
         return self.context_dim if feature in CONTEXT_FEATURES else self.dim
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "TwoTower":
-        """Returns the model with initial parameters."""
         del data
         return TwoTower(self, plan, rngs=rngs)
 
 
 class TwoTower(nnx.Module):
-    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`.
-
-    Both vectors are MLP outputs scaled to norm 1. The user's MLP reads the rows of the
-    user, country and device, and the mean row of the history. The item's MLP reads the
-    rows of the item and its category.
-    """
+    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`."""
 
     def __init__(self, config: TwoTowerConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs):
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
@@ -90,17 +82,7 @@ class TwoTower(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns the log-softmax and ranks of each sample's own item.
-
-        Args:
-          features: inputs of `USER_FEATURES` and `ITEM_FEATURES`.
-          dense: `[batch, 1]`, the natural logarithm of the probability that a sample
-            contains the item.
-
-        Returns:
-          The log-softmax as `scores` and the ranks as `predictions`; see
-          `te.nn.in_batch_softmax`.
-        """
+        """Scores and ranks items; `dense` has their log sampling probabilities."""
         assert dense is not None
         activations = self.embedding(features)
         users, items = (
@@ -110,6 +92,7 @@ class TwoTower(nnx.Module):
                 (self.item_tower, ITEM_FEATURES),
             )
         )
+        # Cheaper than dividing the `[batch, batch]` scores.
         log_softmax, ranks = in_batch_softmax(
             users / self.temperature, items, dense[:, 0]
         )
@@ -117,6 +100,6 @@ class TwoTower(nnx.Module):
 
 
 def _normalize(vectors: Float[Array, "batch dim"]) -> Float[Array, "batch dim"]:
-    """Returns the vectors scaled to norm 1; zero vectors stay zero."""
+    """Scales vectors to norm 1; zero vectors stay zero."""
     squared_norms = jnp.sum(jnp.square(vectors), axis=1, keepdims=True)
     return vectors * jax.lax.rsqrt(squared_norms + SQUARED_NORM_EPSILON)
