@@ -113,7 +113,7 @@ def check_versions() -> Iterator[Finding]:
     listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
     yield Finding("versions", "ok", text, figures=installed)
-    # The extra `tpu` of jax pins libtpu, and pip may still have installed a different one.
+    # The extra `tpu` of jax pins libtpu, and pip may still have a different one.
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
