@@ -4,9 +4,9 @@ You can pass one, a name such as `"adagrad"`, or a Keras optimizer to a table or
 docs/guides/optimizers.md shows how to choose, and docs/guides/optimizer_catalogue.md
 lists equations and slot bytes per row. An *optimizer* is the value you pass, and its
 *rule* is the arithmetic on rows. Its *slot variables* are state with one entry per row.
-Steps change only the rows they look up, unless you wrap a rule in `every_row`. To read
-the code, start with `row_optimizer`, `resolve` (how a layer applies an optimizer),
-`probe` (which checks it) and `rules/`.
+By default, a step changes only the rows that it looks up. `every_row` and a few
+options change this. To read the code, start with `row_optimizer`, `resolve` (how a
+layer applies an optimizer), `probe` (which checks it) and `rules/`.
 """
 
 from tpu_embedding.optimizers.averages import with_ema as with_ema

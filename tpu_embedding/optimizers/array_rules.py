@@ -21,8 +21,8 @@ _SHARED: Final = ("count", "average_momentum")
 class PerArray(NamedTuple):
     """A field with one value per array, not shaped like the arrays."""
 
-    # As a pytree structured like the parameters, Flax would store each value with its
-    # parameter's sharding, which doesn't fit another shape.
+    # In a pytree structured like the parameters, Flax would give each value the
+    # sharding of its parameter, which doesn't fit another shape.
 
     values: tuple[Any, ...]
 
@@ -33,10 +33,12 @@ def for_each_array(
     """Applies a rule to each array in a pytree.
 
     `init` maps one array to its state. All states must have the same structure, with
-    None in fields that only some arrays need. `update` accepts `params=None`.
+    None in fields that only some arrays need. `update` maps the updates, state and
+    params for one array to new updates and state. The params may be None.
 
-    A single array's state is `init`'s result. A pytree has one state: all arrays share
-    `count`, fields shaped like their arrays become pytrees, and others a `PerArray`.
+    The state of a single array is what `init` returns. A pytree has one state: all
+    arrays share `count`, a field shaped like its arrays becomes a pytree, and any other
+    field a `PerArray`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,8 +110,9 @@ def initial_state(
 ) -> Callable[[Any], Any]:
     """Builds `init` for a rule whose state is the named tuple `kind`.
 
-    A field `count` starts at 0. Fields in `by_row` have one value per row, and other
-    fields the array's shape. Start values default to 0. None leaves a field empty.
+    A field `count` is an int32 that starts at 0. Fields in `by_row` have one value per
+    row, and other fields the shape of the array, all with its dtype. Start values
+    default to 0. None leaves a field empty.
 
     Example:
       >>> import collections

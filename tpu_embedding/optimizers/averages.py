@@ -1,8 +1,8 @@
 """Moving averages of rows for any optimizer, like Keras' `use_ema`.
 
 If a row does not change for `k` steps, its average `a` becomes
-`momentum**k * a + (1 - momentum**k) * row`. So steps only touch averages whose rows
-they change, and this formula makes up for missed steps.
+`momentum**k * a + (1 - momentum**k) * row`. So a step updates an average only if it
+changes the row. Whoever reads the averages later catches up with this formula.
 """
 
 import dataclasses
@@ -77,8 +77,10 @@ class Averages:
         )
 
     def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
-        """Advances the averages. Returns the values to store, and the state."""
-        # Every `overwrite_frequency` updates, the averages are stored instead of `new`.
+        """Advances the averages, and decides which values to store.
+
+        These are `new` or, every `overwrite_frequency` updates, the averages.
+        """
         missed, counts = 0, state.average_counts
         if counts is not None:
             missed = (state.count - counts)[:, None]

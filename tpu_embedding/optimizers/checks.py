@@ -67,7 +67,7 @@ def real_scalar(value: Any) -> Check:
 def _in_range(
     text: str, is_in_range: Callable[[float], bool]
 ) -> Callable[[Any], Check]:
-    """Makes a check of the float32 number that a step will use. Tracers pass."""
+    """Makes a check for the float32 number that a step will use. Tracers pass."""
 
     def check(value: Any) -> Check:
         result = real_scalar(value)
@@ -82,7 +82,7 @@ def _in_range(
             zero = "0 or " if is_in_range(0.0) else ""
             return Check(f"{zero}at least {_SMALLEST:.3g} in size, got {value}")
         with np.errstate(over="ignore"):
-            rounded = float(np.float32(number))  # A step computes with this.
+            rounded = float(np.float32(number))
         if is_in_range(rounded):
             return PASSED
         rule = "finite" if math.isinf(rounded) else text
@@ -248,7 +248,7 @@ MakeRule = TypeVar("MakeRule", bound=Callable[..., Any])
 
 
 def equal_calls_are_one(make: MakeRule) -> MakeRule:
-    """Makes a function return the same rule for equal arguments, if it can hash them.
+    """Makes a function return the same rule for equal, hashable arguments.
 
     Example:
       >>> import tpu_embedding as te
@@ -267,15 +267,12 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
     def make_once(*args: Any, **arguments: Any) -> Any:
         run = functools.partial(make, *args, **arguments)
         try:
-            # Defaults and keywords are normalized, so adagrad(0.1) and
-            # adagrad(learning_rate=0.1) are equal calls.
             bound = signature.bind(*args, **arguments)
             bound.apply_defaults()
             call = _Call(_hashable(bound.arguments), run)
             hash(call)
         except TypeError:
-            # The arguments cannot be hashed, or are wrong. If they are wrong, `make`
-            # raises the error.
+            # The arguments cannot be hashed, or they are wrong. Then `make` says why.
             return run()
         return result_of(call)
 

@@ -1,7 +1,7 @@
 """Evaluates a rule's jaxpr with NumPy, and finds which values depend on rows.
 
-For `probe`: JAX compiles each operation before its first use, which takes far longer
-than computing a few rows.
+`probe` uses NumPy because JAX compiles each operation before its first use, which takes
+far longer than computing a few rows.
 """
 
 import functools
@@ -56,7 +56,7 @@ _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     ],
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
 }
-"""Operations with parameters. Their results are cast to the traced dtype."""
+"""Operations with parameters, by the name in JAX."""
 
 Compute = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
 """Computes the results of an operation from its operands."""
@@ -154,8 +154,8 @@ def dependent_values(jaxpr: Jaxpr, is_given: Sequence[bool]) -> set[Var]:
         operands = are_among(equation.invars, dependent)
         if not any(operands):
             continue
-        # Functions and branches are followed inside: they often pass a value through
-        # that doesn't depend on all operands, such as a count.
+        # Functions and branches often pass a value through that doesn't depend on all
+        # operands, such as a count, so the search continues inside them.
         called = called_function(equation)
         if called is not None:
             results = _dependent_results(called.jaxpr, operands)

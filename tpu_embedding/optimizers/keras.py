@@ -52,7 +52,7 @@ def _is_of_keras(module: str) -> bool:
 
 def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
     """Serializes a Keras schedule, or accepts a serialized one. None means neither."""
-    # User classes may share a name with a Keras schedule, but have other formulas.
+    # A user class may share its name with a Keras schedule, but have another formula.
     cls = type(value)
     if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
         return {"class_name": cls.__name__, "config": value.get_config()}
@@ -331,7 +331,6 @@ def from_keras_config(
     """
     if is_keras_optimizer(config):
         optimizer, cls = config, type(config)
-        # A user class may share a Keras class's name but have other formulas.
         is_own = _is_of_keras(cls.__module__)
         full_name = f"{cls.__module__}.{cls.__qualname__}"
         class_name = class_name or (cls.__name__ if is_own else full_name)
@@ -407,7 +406,6 @@ def _translate(
     # Keras unscales gradients before it clips them.
     if values["loss_scale_factor"]:
         rule = optax.chain(optax.scale(1 / values["loss_scale_factor"]), rule)
-    # A zero gradient changes neither a row nor its slot variables.
     rests_without_gradient = (
         class_key in ("sgd", "adagrad")
         and not own.get("momentum")

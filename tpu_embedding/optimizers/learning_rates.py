@@ -46,8 +46,8 @@ def checked_schedule(
 
     def schedule(count: Any) -> Any:
         rate = value(count)
-        # Only type and shape can be checked: under jit the value is not known yet. So a
-        # rate that falls below 0 ascends the gradient.
+        # Under jit, only type and shape are known. So a rate that falls below 0 is not
+        # noticed, and ascends the gradient.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
         return rate
 
@@ -150,7 +150,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
 
 
 def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Converts a value to the old dtype and sharding, which jit caches by."""
+    """Converts a value to the old dtype and sharding, so that jit finds its cache."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)

@@ -66,7 +66,7 @@ def with_slot_storage(
     """Applies the options `slot_dtype` and `slot_initializers`."""
     try:
         is_floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # The value isn't a dtype.
+    except TypeError:
         is_floating = False
     if not is_floating:
         must = "be a floating type such as jnp.bfloat16"
@@ -86,8 +86,7 @@ def with_slot_storage(
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
-            # A tree like the state, with None for leaves that are not slots.
-            # Names are checked here, because only the state has them.
+            # Slot names are checked here, because only the state has them.
             slots = slot_row_shapes(inner, rows.shape[1:])
             paths = jax.tree_util.tree_leaves_with_path(slots)
             names = sorted(_name(path) for path, _ in paths)
@@ -100,7 +99,6 @@ def with_slot_storage(
             )
 
         def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-            # The rule computes in float32, whatever the dtype in storage.
             wide = jax.tree.map(lambda leaf: _cast(leaf, jnp.float32), state)
             updates, new = inner.update(updates, wide, rows)
             stored = jax.tree.map(lambda x, old: _cast(x, old.dtype), new, state)
@@ -134,7 +132,7 @@ _OPTAX_NAMES: Final = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 
 
 class DecayRowsState(NamedTuple):
-    """The state that `weight_decay_factor` wraps around another."""
+    """The state that `weight_decay_factor` wraps around the state of a rule."""
 
     count: jax.Array
     inner: optax.OptState
@@ -200,7 +198,7 @@ def _make_public(
             rate = checked_schedule(name, arguments["learning_rate"])
             arguments["learning_rate"] = rate
         check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
-        # `make_optimizer` doesn't read the options: its rule is wrapped with them here.
+        # `make_optimizer` ignores the options. They wrap its rule here.
         options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
         return _with_options(name, make_optimizer(**arguments), rate, **options)
 
@@ -243,14 +241,14 @@ def with_options(
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
-        * `clip_weight_min`: smallest element in an updated row. Defaults to no bound.
-        * `clip_weight_max`: largest element in an updated row. Defaults to no bound.
-        * `weight_decay_factor`: fraction by which each touched row shrinks before the
-          rule runs. None or 0 means no decay.
+        * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
+        * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
+        * `weight_decay_factor`: fraction that a row loses before the rule runs on it.
+          None or 0 means no decay.
         * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
           by the learning rate.
-        * `clipvalue`: bounds on each element in a summed row gradient. A scalar `c`
-          means `(-c, c)`. In a pair, either bound may be None.
+        * `clipvalue`: bounds on each element of the summed gradient of a row. A scalar
+          `c` means `(-c, c)`. In a pair, either bound may be None.
         * `slot_dtype`: floating dtype to store slot variables in, such as
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
           float32. Note that bfloat16 suits only moving averages: with its 8 bits of
@@ -382,7 +380,7 @@ def _decay_rows(
     factor: Any,
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.GradientTransformation:
-    """Decays touched rows before a rule sees them: `w -= factor * learning_rate * w`.
+    """Decays rows before a rule sees them: `w -= factor * learning_rate * w`.
 
     Without a learning rate, `w -= factor * w`.
     """
@@ -407,7 +405,7 @@ def _decay_rows(
 def _clip_rows(
     owner: str, bounds: Mapping[str, float | None]
 ) -> optax.GradientTransformation:
-    """Clips each element in an updated row. Must come last in a chain.
+    """Clips each element of an updated row. Must come last in a chain.
 
     `bounds` maps names to the lower and the upper bound, in this order.
     """
@@ -415,7 +413,7 @@ def _clip_rows(
     low, high = bounds.values()
 
     # Updates are added to rows, so a row that was far out of bounds meets the bound
-    # only up to its old value's rounding error.
+    # only up to the rounding error of its old value.
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, low, high) - rows
 

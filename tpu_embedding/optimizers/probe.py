@@ -77,8 +77,9 @@ class ProbedSlot:
       row: shape and dtype of one row, `(dim,)` or `()`.
       initial_value: initial value in all elements, or None if they differ.
       starts_from_rows: True if initial values depend on the table rows.
-      is_moved_by_adding: True if the new value keeps at least half of the old one. Then
-        adding their difference is as precise as the rule itself.
+      is_moved_by_adding: True if the new value keeps at least half of the old one, and
+        adds to it. Then adding their difference is as precise as the rule itself. If a
+        rule forgets the old value, a small new value would be lost in the difference.
     """
 
     row: jax.ShapeDtypeStruct
@@ -93,7 +94,7 @@ class ProbedRule:
 
     Attributes:
       state: the state for some rows, as shapes and dtypes.
-      leaves: slot variable per state leaf, or None for a shared value.
+      leaves: the slot variable in each state leaf, or None for a shared value.
       takes_totals: True if the rule asks for totals over a table.
       update: one step, with ones for totals. Maps gradients, rows, `is_touched` and
         state leaves to updates and new leaves.
@@ -143,21 +144,20 @@ def rates_are_finite(
     if not (updates or any(probed.partition(leaves)[1])):
         return None
     # The step runs on rows of ones: a rate that isn't finite makes all updates NaN or
-    # infinite. The rate itself can't be told from other values, which may be infinite
-    # bounds, or NaN in a branch not taken, as in the first steps of optax.radam.
-    # `scalars` are the shared values, in leaf order.
+    # infinite, so one finite element is enough. Other values in the step can't decide:
+    # a bound may be infinite, and a branch that isn't taken may be NaN, as in the first
+    # steps of optax.radam. `scalars` are the shared values, in leaf order.
     arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     remaining = iter(scalars)
     for i, slot in enumerate(probed.leaves, start=3):
         if slot is None:
             scalar = jnp.asarray(next(remaining))
-            # The probe has a single table, so totals have shape [1].
+            # Values per table don't fit, because the probe has a single table.
             arguments[i] = scalar if arguments[i].shape == () else arguments[i]
         elif slot.initial_value is not None:
             arguments[i] = jnp.full_like(arguments[i], slot.initial_value)
     updates, *leaves = evaluate(probed.update, arguments)
     _, new_slots = probed.partition(leaves)
-    # One finite element is enough, because a bad rate spoils all of them.
     is_finite = [jnp.any(jnp.isfinite(x)) for x in (updates, *new_slots)]
     return jnp.all(jnp.stack(is_finite))
 
@@ -167,8 +167,8 @@ def slot_row_shapes(
 ) -> Any:
     """Finds slot variables without running a step.
 
-    Returns a tree like the state, with the shape and dtype of a slot row, or None for
-    other leaves.
+    In the returned state, each slot variable is the shape and dtype of its row, and any
+    other leaf is None.
     """
     state, few_state = (
         jax.eval_shape(
@@ -220,8 +220,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
 
 
 def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
-    """Finds slot variables: leaves whose shapes differ between two table sizes."""
-    # So any optax rule works without annotations.
+    """Finds slot variables without annotations: their shapes follow the row count."""
     rows: list[jax.ShapeDtypeStruct | None] = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     few_leaves = jax.tree.structure(state).flatten_up_to(few_state)
@@ -276,7 +275,7 @@ class _TracedRule(NamedTuple):
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
     ) -> np.ndarray:
-        """Takes two steps, `[2, rows, dim]`, after `later` earlier ones."""
+        """Takes two steps after `later` earlier ones: `[2, rows, dim]` to updates."""
         # The second step shows what the first one left in the state.
         leaves = self.start(rows, later)
         updates = []
@@ -380,8 +379,7 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
 
 def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yields gradients `[2, rows, dim]`, rows, and the number of earlier steps."""
-    # The magnitudes are on either side of most clipping bounds. A rule that mixes rows
-    # spreads NaN from the bad row.
+    # A rule that mixes rows spreads NaN from the bad row.
     random = _random((2, _NUM_ROWS, dim))
     rows = _random((_NUM_ROWS, dim), seed=1)
     rows[_BAD_ROW] *= 1e6
@@ -417,8 +415,8 @@ def _check_row_local(
         is_same = (alone == among_all) | (np.isnan(alone) & np.isnan(among_all))
         if not np.all(is_close | is_same):
             raise _mixes_rows()
-    # Values from rows would differ between devices. Updates can't show this if the rule
-    # uses the value only later, so the jaxpr is searched.
+    # A shared value that depends on rows would differ between devices. Updates can't
+    # show this if the rule uses the value only later, so the jaxpr is searched.
     jaxpr = many.update.jaxpr
     from_rows = dependent_values(jaxpr, [True, True, True, *is_slot])
     _, *leaves = are_among(jaxpr.outvars, from_rows)
@@ -449,7 +447,6 @@ def _moved_by_adding(
     # 0.75 of it, plus or minus 0.25 and rounding. Late counts stand for a row that many
     # steps didn't touch, because a rule may forget more of its old value then.
     gradient = _random(rows.shape)
-    # Positive values of many magnitudes.
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     leaves = rule.start(rows)
     moved = [

@@ -163,7 +163,8 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
             "every step, but a row is updated only in steps that look it up. Wrap it "
             "in tpu_embedding.optimizers.every_row."
         )
-    # Other rules for every row see whole rows within a round, and save the memory.
+    # The first two must see all rounds before they move a row. Without the dense
+    # gradient, a rule that sets rows would clear the rows that a round does not cover.
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
         return dataclasses.replace(optimizer, driver=KeptGradient(steps))

@@ -1,7 +1,7 @@
 """Optimizer types, as users pass them and as the layer applies them.
 
 A *driver* says which rows a rule runs on, and how often. `every_row` and `in_sequence`
-set it. They must be the outermost wrappers, because optax wrappers would hide it.
+set it. An optax wrapper around them would hide it, so plans reject such a wrapper.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class NotRowLocalError(ValueError):
 class Touched:
     """A driver that runs the rule once on each row that the step looked up (lazy).
 
-    Set `occurrence_norm` if the rule needs the gradient norm before occurrences are
-    summed.
+    The rule gets the gradient summed over all occurrences of an id. Set
+    `occurrence_norm` if it also needs the norm before this sum.
     """
 
     occurrence_norm: bool = False
@@ -72,7 +72,7 @@ class EveryRow:
 class KeptGradient(EveryRow):
     """A driver like `EveryRow`, with a dense gradient kept in the state."""
 
-    # `resolve` selects it for rules that need several steps or totals, or set rows.
+    # `resolve` selects it for rules that sum several steps, need totals or set rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RowOptimizer:
     Attributes:
       transformation: An optax transformation for `[rows, dim]`.
       driver: Decides which rows the rule runs on, and how often.
-      takes_model_norm: True if the rule needs the norm over all model gradients.
+      takes_model_norm: True if the rule needs the norm of all model gradients.
       sets_rows: True if the rule sets rows without reading them, as `assign` does.
       takes_totals: True if the rule needs totals over table rows. The plan sets it.
       averages: Tells if `with_ema` averages the rows, and if the averages overwrite

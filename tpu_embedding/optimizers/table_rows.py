@@ -30,7 +30,7 @@ class TableRows:
       tables: table index per row. None if there is only one table.
       is_used: False for padding.
       is_touched: True for rows looked up in this step.
-      all_reduce: reduces totals `[tables, ...]` from these rows over all parts.
+      all_reduce: reduces totals `[tables, ...]` over all shards, rounds and blocks.
       occurrence_squares: squared gradients, summed over all id occurrences. None unless
         the driver is `Touched(occurrence_norm=True)`.
       stored: adds updates to rows as the table would, rounding narrow rows.
@@ -45,7 +45,7 @@ class TableRows:
     stored: Callable[[Array, Array], Array] = operator.add
 
     def total(self, values: Array) -> Array:
-        """Sums over each table: `[rows, ...]` to `[tables, ...]`."""
+        """Sums over the rows of each table: `[rows, ...]` to `[tables, ...]`."""
         is_used = self.is_used.reshape(self.is_used.shape + (1,) * (values.ndim - 1))
         values = jnp.where(is_used, values, 0)
         if self.tables is None:

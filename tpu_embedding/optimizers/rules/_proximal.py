@@ -18,16 +18,16 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
 
 def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tells if a rate is neither 0 nor subnormal, and makes a safe divisor."""
-    # FTRL's linears have units of `1 / rate`, so the caller masks a step with rate 0. A
-    # subnormal rate counts as 0, because its inverse overflows.
+    # The inverse of a subnormal rate overflows. Callers mask steps that do not move.
     moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
     return moves, jnp.where(moves, rate, 1)
 
 
 def ftrl_rows(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
-    """Minimizes FTRL's objective: `(clip(l, -l1, l1) - l) / denominator`.
+    """Finds the rows that minimize FTRL's objective.
 
-    Linears `l` within `[-l1, l1]` give rows of 0.
+    They are `(clip(l, -l1, l1) - l) / denominator`, or 0 if the denominator is 0.
+    Linears `l` within `[-l1, l1]` also give rows of 0.
     """
     numerators = jnp.clip(linears, -l1, l1) - linears
     # An accumulator of 0 gives 0 / 0 without `beta` and L2 regularization.

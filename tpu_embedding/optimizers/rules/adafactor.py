@@ -51,9 +51,9 @@ class CompensatedSum(NamedTuple):
 def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
     """Rounds float32 values to a unit, so that their sum is exact in any order.
 
-    The remainder `values - coarse_part(values, total)` has a small rounding error, so
-    summing both parts is as exact as with twice the bits. `total` is a rough sum; sums
-    up to 8 times its size are exact.
+    The sum of the remainder `values - coarse_part(values, total)` is small, and so is
+    its rounding error. So summing both parts is as exact as summing with twice the
+    bits. `total` is a rough sum. Sums up to 8 times its size are exact.
 
     Example:
       >>> values = jnp.array([1e7, 0.25])
@@ -104,13 +104,13 @@ class AdafactorState(NamedTuple):
 
     Attributes:
       row_accumulators: `r`, `[rows]`. Above rank 2, the shape lacks the last axis.
-      row_clocks: `[rows]`, the row's updates so far. In mode "exact", the `clock` after
+      row_clocks: `[rows]`, number of updates so far. In mode "exact", the `clock` after
         the latest update.
       column_accumulators: `c`, `[tables, dim]`. Above rank 2, the shape lacks the
         second-to-last axis.
       velocities: second moments below rank 2.
       squares: summed squared elements, `[tables]`.
-      clock: summed log decays so far, only in mode "exact".
+      clock: sum of the logarithms of the decays so far, only in mode "exact".
       average_counts: `[rows]`, the `count` at the latest update of each average.
     """
 
@@ -119,8 +119,7 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # A dense array needs no running sum, because each step sees all of its rows. Its
-    # sums are placeholders, so that all states have the same structure.
+    # Only arrays of rank 2 have running sums, because they may be tables.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -179,7 +178,7 @@ def _rms(values: jax.Array) -> jax.Array:
 @public_optimizer(
     weight_decay=finite,
     clipvalue=positive_bound,
-    name=lambda _: PASSED,  # It has no effect.
+    name=lambda _: PASSED,
 )
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
@@ -273,8 +272,8 @@ def adafactor(
       weight_decay: the rows lose this fraction, multiplied by the learning rate, before
         the update.
       clipnorm: largest gradient norm per table, positive.
-      clipvalue: largest absolute gradient element, positive. At most one of `clipnorm`,
-        `clipvalue` and `global_clipnorm` is allowed.
+      clipvalue: largest absolute value of a gradient element, positive. At most one of
+        `clipnorm`, `clipvalue` and `global_clipnorm` is allowed.
       global_clipnorm: largest gradient norm over the model, positive. On tables, it
         cannot be combined with `gradient_accumulation_steps`.
       use_ema: True keeps moving averages; `with_ema` describes how to read them.
@@ -431,7 +430,7 @@ class _Adafactor:
 
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras schedules count steps, and an update is in the last of its steps.
+        # Keras schedules count steps, and the last of several steps makes the update.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self._clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -467,7 +466,7 @@ class _Adafactor:
         return updates, state._replace(count=state.count + 1)
 
     def _clip(self, gradient: jax.Array, tables: TableRows | None) -> jax.Array:
-        """Unscales and clips gradients as Keras does. Dense arrays have no tables."""
+        """Unscales and clips gradients as Keras does. Only rank 2 has `tables`."""
         scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
         gradient = gradient / scale
         if self.clipvalue is not None:
@@ -496,10 +495,10 @@ class _Adafactor:
     def _scale_array(
         self, gradient: jax.Array, state: AdafactorState, array: Any
     ) -> ScaledGradient:
-        """Scales a dense array's gradient, given the array after weight decay."""
+        """Scales gradients of any rank but 2, given the array after weight decay."""
         b = self._decay_at(state.count + 1)
         squares = jnp.square(gradient) + self.epsilon_1
-        if state.velocities is not None:  # Rank 0 or 1: not factored.
+        if state.velocities is not None:
             velocities = b * state.velocities + (1 - b) * squares
             scaled = gradient * _inverse_root(velocities)
             state = state._replace(velocities=velocities)
@@ -554,10 +553,10 @@ class _Adafactor:
         # A step without rows in a table leaves its moments alone.
         columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
 
-        # Keras uses the mean row accumulator, which is the same moving average, but is
-        # not known on every shard.
+        # Keras uses the mean row accumulator. In mode "exact", it is the same moving
+        # average, but it is not known on every shard.
         means = jnp.mean(columns, axis=1, keepdims=True)
-        # An untouched table has no column moments yet.
+        # A table that no step has touched has no column moments yet.
         profile = columns / jnp.where(means > 0, means, 1)
         scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
         scaled *= tables.per_row(_inverse_root(profile))

@@ -55,7 +55,8 @@ def adagrad(
 
     The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 2011), as in
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization" (JMLR 2011), as in
     `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon. Keras uses
     `epsilon=1e-7`.
 
@@ -237,7 +238,8 @@ def adagrad_momentum(
 class CountedAdagradState(NamedTuple):
     """Adagrad state, `[rows, dim]`, for steps that aren't proportional to the rate.
 
-    `count` is the step that such a rule passes to the learning rate schedule itself.
+    Such rules can't use `descent`. They evaluate the learning rate themselves, at step
+    `count`.
     """
 
     count: jax.Array
@@ -301,7 +303,6 @@ def bounded_adagrad(
         used = accumulators if update_accumulator_first else state.accumulators
         rate = learning_rate_at(learning_rate, state.count)
         bound = _or_infinite(max_var_update)
-        # The bound applies after the rate, so `descent` can't apply the rate.
         steps = jnp.clip(rate * updates * jax.lax.rsqrt(used), -bound, bound)
         return -steps, CountedAdagradState(state.count + 1, accumulators)
 
@@ -361,7 +362,6 @@ def proximal_adagrad(
     def update(updates: Any, state: Any, params: Any):
         accumulators = state.accumulators + jnp.square(updates)
         rate = learning_rate_at(learning_rate, state.count)
-        # Shrinkage isn't linear in the rate, so `descent` can't apply the rate.
         eta = rate * jax.lax.rsqrt(accumulators)
         rows = proximal_step(params - eta * updates, eta, l1, l2)
         return rows - params, CountedAdagradState(state.count + 1, accumulators)
@@ -397,12 +397,12 @@ def clippy_adagrad(
 
     `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change per
     element. `scale` shortens the whole table's step. Its inner minimum is over all
-    elements with a nonzero step `d`, and takes an all-reduce with one scalar per table.
+    elements with a nonzero step `d`, and takes an all-reduce of one scalar per table.
     `p` uses `a` before the step or, with `use_standard_accumulator_update`, after the
     step. The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
-    Source: Tang et al., "Improving Training Stability for Multitask Ranking Models"
-    (KDD 2023), as in TensorFlow Recommenders,
+    Source: Tang et al., "Improving Training Stability for Multitask Ranking Models in
+    Recommender Systems" (KDD 2023), as in TensorFlow Recommenders,
     `tfrs.experimental.optimizers.ClippyAdagrad`.
 
     The result equals applying the rule to all rows, because untouched rows have
@@ -450,7 +450,6 @@ def clippy_adagrad(
             + preconditioner * accumulator_relative_threshold
             + absolute_threshold
         )
-        # An element with a step of 0 does not limit the scale.
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
         # Untouched rows have step 0, so the minimum over touched rows is the whole

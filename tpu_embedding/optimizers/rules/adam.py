@@ -24,7 +24,7 @@ from tpu_embedding.optimizers.rules._proximal import (
 
 
 class AdamState(NamedTuple):
-    """State with both moments; velocities may be `[rows]` for `rowwise`."""
+    """Both moments, `[rows, dim]`. Velocities may be `[rows]` in `rowwise`."""
 
     count: jax.Array
     momenta: jax.Array
@@ -90,7 +90,7 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
-    # `v` may be 0, and a square of 0 would make the step 0 / 0.
+    # `v` may be 0. If the square of epsilon were 0 as well, the step would be 0 / 0.
     if sum_inside_sqrt and positive(epsilon**2).problem:
         rule = "be at least 1.1e-19 with sum_inside_sqrt=True, which squares it"
         fix = "Raise it, or set sum_inside_sqrt=False."
@@ -265,7 +265,7 @@ def online_yogi(
 
 
 def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
-    """Moves `v` towards the squared gradients, by `1 - beta_2` times the squares."""
+    """Moves `v` towards the squared gradients, as in Yogi."""
     squares = jnp.square(gradients)
     return v - (1 - beta_2) * jnp.sign(v - squares) * squares
 

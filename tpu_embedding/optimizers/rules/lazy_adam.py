@@ -173,7 +173,7 @@ class _CatchUpAdam:
     def skipped_moves(self, state: LazyAdamState, num_skipped: jax.Array) -> jax.Array:
         """Sums the moves that each row skipped.
 
-        The `k`-th move after an update in step `t` is::
+        With gradient 0, the `k`-th move after an update in step `t` is::
 
             step_size(t + k) * beta_1**k * mu
             / (sqrt(beta_2**k * nu / correction(t + k)) + epsilon)
@@ -197,14 +197,13 @@ class _CatchUpAdam:
                 k = step.astype(jnp.float32)
                 t = jnp.maximum(state.last_counts + step, 1)
                 sizes, corrections = self.step_sizes(t)
-                # A step with a non-finite rate didn't change tables.
                 is_taken = (k <= num_moves) & jnp.isfinite(sizes)
                 sizes = jnp.where(is_taken, sizes * self.beta_1**k, 0)
                 scales = jnp.sqrt(self.beta_2**k / corrections)
                 total += sizes[:, None] / (nu_roots * scales[:, None] + self.epsilon)
             return total
 
-        # A traced count, so that steps whose rows skipped little stop early.
+        # The loop count is traced, so that a step is fast if its rows skipped little.
         num_turns = jnp.ceil(jnp.max(num_moves, initial=0) / _STEPS_PER_TURN)
         total = jax.lax.fori_loop(
             0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
@@ -213,7 +212,10 @@ class _CatchUpAdam:
         return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Divides rates by the bias correction for `mu`, and finds the one for `nu`."""
+        """Divides rates by the bias correction for `mu`, and finds the one for `nu`.
+
+        `t`, `[rows]`, counts steps from 1.
+        """
         # Each row is at its own step, and a schedule takes a scalar.
         rates = jax.vmap(lambda x: learning_rate_at(self.learning_rate, x))(t - 1)
         t = t.astype(jnp.float32)

@@ -1,6 +1,6 @@
 """Gradient descent with and without momentum, Lion, and assignment.
 
-All but `assign` are optax's rules with TensorFlow's argument names.
+All but `assign` are optax transformations with the argument names of TensorFlow.
 """
 
 from typing import Any, Unpack
@@ -61,7 +61,7 @@ def momentum(
 
     Source: Polyak, "Some methods of speeding up the convergence of iteration methods"
     (1964), and, for Nesterov, Sutskever et al., "On the importance of initialization
-    and momentum" (ICML 2013), as in TensorFlow, `MomentumParameters`
+    and momentum in deep learning" (ICML 2013), as in TensorFlow, `MomentumParameters`
     (`optimization_parameters.proto`) and the kernel `ResourceSparseApplyMomentum`.
 
     `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
@@ -114,8 +114,8 @@ def lion(
 
     Args:
       learning_rate: scalar or optax schedule.
-      beta_1: momentum weight in the step, in [0, 1].
-      beta_2: momentum decay rate, in [0, 1].
+      beta_1: weight of the momentum in the step, in [0, 1].
+      beta_2: decay of the momentum, in [0, 1].
       **options: see `with_options`.
 
     Raises:
@@ -143,7 +143,7 @@ def assign() -> optax.GradientTransformation:
         w = g
 
     The sum is over samples, features and devices. A touched row with gradient 0 becomes
-    0. It has neither slot variables nor a learning rate.
+    0. The optimizer has neither slot variables nor a learning rate.
 
     Source: TensorFlow, `AssignParameters` (`optimization_parameters.proto`). Under
     `in_sequence`, the row is set to the gradient of the id's last occurrence;
@@ -161,7 +161,6 @@ def assign() -> optax.GradientTransformation:
     """
 
     def replace(gradient: Any, row: Any) -> Any:
-        # A layer passes zero rows because of `sets_rows`, so this is exact.
         return jnp.subtract(gradient, row)
 
     return declare(optax.stateless_with_tree_map(replace), sets_rows=True)

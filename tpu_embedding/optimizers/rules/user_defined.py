@@ -37,7 +37,7 @@ def user_defined(
 ) -> optax.GradientTransformation:
     """Makes an optimizer from a function that you write for one row.
 
-    For a row `w` with summed gradient `g` and the tuple `s` with its slot variables::
+    For a row `w` with summed gradient `g` and the tuple `s` of its slot variables::
 
         w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
@@ -117,7 +117,6 @@ def user_defined(
         return UserDefinedState(count=jnp.zeros((), jnp.int32), slots=slots)
 
     def update(updates: Any, state: Any, params: Any):
-        # In the order of the results, with names for the error below.
         old = {"the row": params, **{x: state.slots[x] for x in names}}
         results = jax.vmap(custom_computation, in_axes=(0, 0, 0, None, None))(
             updates,
@@ -132,7 +131,7 @@ def user_defined(
         if shapes != list(expected.values()):
             field = "user_defined: custom_computation"
             raise invalid(field, f"return arrays with shapes {expected}", shapes)
-        # State must keep its dtypes. Otherwise, the next step would recompile.
+        # A state with other dtypes would make the next step recompile.
         rows, *slots = (
             after.astype(before.dtype)
             for before, after in zip(old.values(), results, strict=True)
