@@ -1,8 +1,8 @@
 """Checks arguments of public functions and fields of configurations.
 
 Without these checks, a wrong type fails deep inside JAX or Flax, with an error that
-doesn't name the argument. Errors from here name the field, the rule, the value and the
-fix. A configuration reports all its broken rules in one error.
+doesn't name the argument. Errors from these checks name the field, the rule, the value
+and the fix. A configuration reports all its broken rules in one error.
 """
 
 import difflib
@@ -96,7 +96,10 @@ _REPR.maxstring, _REPR.maxother = 200, 80
 
 
 def check_type(owner: str, expected: ArgumentType, value: Any, line: str) -> None:
-    """Raises a TypeError that shows the correct call, `line`, unless the type fits."""
+    """Raises a TypeError that shows the correct call, `line`, unless the type fits.
+
+    `owner` is the function and its argument, such as `"te.functional.lookup: plan"`.
+    """
     if not isinstance(value, expected.type):
         raise invalid(owner, f"be {expected.text}", value, f"Write {line}.", TypeError)
 
@@ -208,7 +211,10 @@ BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 
 
 class Problem(NamedTuple):
-    """A broken rule. `text` follows the field, such as `"TableConfig.dim"`."""
+    """A broken rule for `field`, such as `"TableConfig.dim"`.
+
+    In the error, `text` follows the field. It ends without a period.
+    """
 
     field: str
     value: Any

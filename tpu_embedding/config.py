@@ -190,14 +190,14 @@ ChoosePlacement = Callable[[str, int], Placement]
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """Translates TensorFlow's `embedding_feature` to a placement for all tables.
 
-    If None, `make_plan` chooses.
+    The result None leaves the choice to `make_plan`.
 
     Example:
       >>> placement_of_embedding_feature("UNSUPPORTED")
       Replicated()
     """
     # TensorFlow has an enum for a TPU's embedding hardware. "UNSUPPORTED" means that
-    # there is none, which replicates tables. V1 and V2 shard them on any hardware here.
+    # there is none, which replicates tables. V1 and V2 leave them sharded, the default.
     name = getattr(embedding_feature, "name", embedding_feature)
     if name not in ("UNSUPPORTED", "V1", "V2", None):
         rule = "be 'UNSUPPORTED', which replicates all tables, 'V1', 'V2' or None"
@@ -418,8 +418,9 @@ class FeatureConfig:
       table: table that the ids index.
       max_sequence_length: 0 combines each sample's rows into one. L > 0 returns
         sequences instead: activations are `[batch, L, dim]`, and position j holds the
-        row for the j-th id. Longer samples are truncated, shorter ones padded with
-        zeros. Combiner and weights then have no effect.
+        row for the j-th id, or for the id with coordinate j in `SparseIds`. Longer
+        samples are truncated, shorter ones padded with zeros. Combiner and weights then
+        have no effect.
       combiner: overrides `TableConfig.combiner` for this feature.
       validate_weights_and_indices: whether to ignore ids without a positive weight
         under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit
@@ -494,7 +495,7 @@ class FeatureConfig:
                 "vocabulary_size=..., dim=...), or one feature for each of several "
                 "tables",
             )
-            return  # The checks below read the table.
+            return
         yield from broken_rules(self, _FEATURE_RULES, owner)
         if self.output_shape is not None and self.max_sequence_length:
             yield Problem(

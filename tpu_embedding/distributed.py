@@ -142,7 +142,7 @@ def post(name: str, text: str) -> None:
     client: Any = _jax_distributed.global_state.client
     if client is not None:
         key = f"tpu_embedding/{name}/{_jax_distributed.global_state.process_id}"
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is one already.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(key, text)
 
 

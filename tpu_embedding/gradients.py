@@ -108,7 +108,7 @@ class TableGradients(WithoutOperators):
 
 
 class _DenseKey(str):
-    """The key of dense gradients, which `nnx.Optimizer` fails to hash."""
+    """The key of dense gradients. `nnx.Optimizer` hashes it, and so gets the error."""
 
     def __hash__(self) -> int:
         raise TypeError(

@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
     at its peak. The training command calls it on CPUs; the library itself never does.
 
     Returns:
-      True if the C library accepted the settings, which only GNU's has.
+      True if the C library accepted the settings. Only GNU's C library has them.
 
     Example:
       >>> isinstance(keep_freed_memory(), bool)

@@ -307,7 +307,7 @@ _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
-    """Finds a table's row initializer. None means that it needs the whole table."""
+    """Finds the row initializer, or None if `initializer` needs the whole table."""
     if initializer is None:
         # TensorFlow's default. Its `stddev` is also the deviation before truncation.
         return truncated_normal(1.0 / math.sqrt(dim))
@@ -335,7 +335,7 @@ def takes_key(initializer: Callable[..., Any]) -> bool:
         signature.bind("key", "shape", "dtype")
     except TypeError:
         return False
-    # Some take a third argument after shape and dtype.
+    # Some initializers `(shape, dtype, ...)` take a third argument.
     return next(iter(signature.parameters)) != "shape"
 
 

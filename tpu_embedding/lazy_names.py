@@ -24,7 +24,7 @@ def import_when_used(package: str) -> Callable[[str], Any]:
         sources = lazy_names(package)
         module = importlib.import_module(package)
         with _lock:
-            if name in vars(module):  # Another thread was faster.
+            if name in vars(module):
                 return vars(module)[name]
             if name not in sources:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -35,7 +35,7 @@ def import_when_used(package: str) -> Callable[[str], Any]:
                 value = getattr(owner, attribute)
             else:
                 value = importlib.import_module(f"{parent}.{attribute}")
-            setattr(module, name, value)  # The next access finds it without this call.
+            setattr(module, name, value)
             return value
 
     return import_name
@@ -44,7 +44,7 @@ def import_when_used(package: str) -> Callable[[str], Any]:
 @functools.cache
 def lazy_names(package: str) -> dict[str, tuple[str, str]]:
     """Lists the imports under `TYPE_CHECKING`, each with its module and name there."""
-    # Reading the source needs no second list of names, and imports nothing.
+    # Read from the source, so that no second list repeats the names.
     spec = importlib.util.find_spec(package)
     source = spec.loader.get_source(package)  # pyright: ignore
     return {

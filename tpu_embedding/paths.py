@@ -42,7 +42,6 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
-        # The user knows `path`, but not the name of the unfinished file.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)

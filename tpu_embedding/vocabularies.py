@@ -1,8 +1,8 @@
 """The interface that maps table ids to rows.
 
 The core calls `TableConfig.vocabulary` and never checks its class. The defaults suit
-`FixedVocabulary`; another vocabulary overrides only what differs. See
-docs/concepts/verticals.md.
+`FixedVocabulary`; another vocabulary overrides only what differs. See CONTRIBUTING.md,
+"Add a vertical".
 """
 
 import dataclasses
@@ -83,13 +83,19 @@ class VocabularyInputs:
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: "EmbeddingPlan"
     ) -> Any:
-        """Finds `RowIds` for all features with this object. New ids get no rows."""
+        """Finds `RowIds` for all features whose vocabulary has this object.
+
+        Tables don't change, so new ids get no rows.
+        """
         return features
 
     def served_rows(
         self, ids: Any, feature: "FeaturePlan", tables: Mapping[str, Any], name: str
     ) -> Any:
-        """Finds the row numbers in an exported model, whose arrays are in `tables`."""
+        """Finds the row numbers in an exported model.
+
+        `tables` holds the arrays of the model, and `name` is the table of the feature.
+        """
         return ids
 
 
@@ -102,7 +108,6 @@ def rows_of_ids(ids: Any, feature: "FeaturePlan") -> Any:
         raise unknown_rows(feature)
     if not isinstance(ids, RowIds):
         return ids
-    # They may be another vocabulary's rows.
     if feature.table.vocabulary.ids_are_rows:
         raise TypeError(
             f"Feature {feature.name!r} holds RowIds, but the ids of its table are "

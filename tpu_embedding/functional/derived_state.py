@@ -1,8 +1,8 @@
 """Sets table values together with the optimizer state derived from them.
 
-Moving averages and Adafactor's sum of squares start from table values, so they are
-reset when a user sets these. `finalize_variable_values` does the
-reverse: it sets tables to their moving averages.
+Moving averages and Adafactor's sum of squares start from table values, so new values
+reset them. `finalize_variable_values` does the reverse: it sets tables to their moving
+averages.
 """
 
 import functools
@@ -362,8 +362,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    `waiting_steps` only accumulated gradients since the latest update, inside a
-    `MultiSteps`. They count in the averages.
+    `waiting_steps` is the number of steps since the latest update that only accumulated
+    gradients, inside a `MultiSteps`. These steps count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

@@ -40,7 +40,6 @@ def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
 
 
 serialization.register_serialization_state(PackedRows, _state_of_rows, _rows_of_state)
-# A guard has no values to save.
 serialization.register_serialization_state(
     ArithmeticGuard, lambda guard: {}, lambda guard, state: guard
 )

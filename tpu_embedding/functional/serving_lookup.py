@@ -71,7 +71,6 @@ def rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
     """Gathers rows as float32: ids in bounds, or `PADDING_ROW_ID` for zeros."""
-    # Padding reads the last row, which is then zeroed.
     rows = gather_lines(table, jnp.minimum(row_ids, table.shape[0] - 1))
     rows = _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
     return zeros_unless(row_ids != PADDING_ROW_ID, rows)

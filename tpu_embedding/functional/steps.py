@@ -74,7 +74,7 @@ class Routing:
 
     Attributes:
       stacks: stack name to routed ids, without stacks that the batch doesn't use.
-      shapes: feature sizes.
+      shapes: sizes of each feature.
       plan: plan of the features in the batch.
       raw_feature: the first feature whose rows `lookup` had to find, if any. New ids
         lack rows, so you can't train on such a batch.
@@ -189,7 +189,6 @@ def lookup(
         return read_rows(tables, route(batch, plan), plan)
     # New ids lack rows here, so the routing remembers `raw` and rejects gradients.
     features = plan.unflatten(batch.leaves)
-    # Each kind of vocabulary finds the rows of its ids, without changing tables.
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
     routed = dataclasses.replace(route(features, plan), raw_feature=raw.name)
@@ -257,7 +256,6 @@ def _route(
         return routings
 
     def fill_up_and_route(leaves):
-        # Pad the batch, because its size may not be a multiple of the number of shards.
         # Ids that `route` has already padded don't change.
         filled = [fill_up(ids, plan.num_shards) for ids in leaves]
         return on_shards(
@@ -374,8 +372,8 @@ def compute_gradients(
 ) -> TableGradients:
     """Computes sparse table gradients.
 
-    The gradients stay sharded like the samples. Here, the owners of the touched rows
-    receive exchange round 1. Skewed batches need more rounds, which `apply_gradients`
+    The gradients stay sharded like the samples. This call sends exchange round 1 to the
+    owners of the touched rows. Skewed batches need more rounds, which `apply_gradients`
     runs.
 
     Args:
@@ -608,7 +606,6 @@ def _update_shard(
     stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stack; `gradient` is None if no rows were looked up. Per shard."""
-    # How many rows of each table count in totals, if not all rows belong to an id.
     table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
     def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:

@@ -21,10 +21,10 @@ _DEVIATIONS: Final = 6.0
 """Headroom above the mean number of ids of a shard, in standard deviations."""
 
 _GROWTH_FACTOR: Final = 1.25
-"""Least new size of an outgrown buffer per id to hold, because data may drift."""
+"""An outgrown buffer grows to at least this many times its ids: data may drift."""
 
 _MAX_EXCESS: Final = 1024
-"""Largest stored size per id of a batch, because files may be forged."""
+"""Limit on a size from a file, per id or sample of a shard: files may be forged."""
 
 _QUIET_GROWTHS: Final = 3
 """Growths without a warning: a new stream of batches needs one or two."""
@@ -155,7 +155,6 @@ class BufferSizes:
         self._unproven.discard(key)
         if sizes is None:
             sizes = list(map(_first_size, demands))
-        # One growth recompiles the step anyway, so resize all features at once.
         elif outgrown := [
             d for d, n in zip(demands, sizes, strict=True) if d.num_ids > n
         ]:
@@ -246,7 +245,10 @@ def choose_sizes(
 def _agreed(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None
 ) -> list[RaggedDemand]:
-    """Combines demands. All processes must use their `BufferSizes` in equal order."""
+    """Combines the demands of all processes.
+
+    The processes must use their `BufferSizes` in the same order.
+    """
     if distributed.num_processes() == 1:
         raise RuntimeError(
             "Ragged features with samples='process' must be prepared in the training "
@@ -258,8 +260,7 @@ def _agreed(
         if sizes not in _numbers:
             _numbers[sizes] = next(_new_numbers)
         number = _numbers[sizes]
-    # Through the coordination service: it takes milliseconds in the loading thread and
-    # uses no device, so a step may run meanwhile. JSON makes lists of the tuples.
+    # JSON makes lists of the tuples.
     by_process = [
         [RaggedDemand(*demand) for demand in process_demands]
         for process_demands in distributed.exchange(

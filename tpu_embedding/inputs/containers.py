@@ -178,7 +178,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
         if array is not None and array.dtype != object:
             if array.dtype.kind in "US":  # NumPy would cut and convert strings.
                 array = np.asarray(items, object)
-            elif not array.size:  # NumPy makes floats of empty lists.
+            elif not array.size:
                 array = array.astype(np.int32)
             return DenseIds(ids=array)
     if not _has_lists(items):

@@ -97,7 +97,6 @@ def prepare_features(
     for shape, feature in zip(shapes, plan.features, strict=True):
         config = feature.config
         has_shape = config.output_shape is not None and not config.has_own_batch
-        # An output shape has the sizes of the global batch.
         if num_parts > 1 and has_shape:
             rule = f"be 'global', because feature {feature.name!r} has an output_shape"
             raise invalid("samples", rule, "process")
@@ -289,9 +288,8 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
-    # Coordinates are usually in row-major order already. Comparing neighbors shows
-    # whether they are; if not, sort them. The sort is stable, so ids with equal
-    # coordinates keep their order, as in a batch that is already sorted.
+    # Again, sort only if neighbors are out of order. The sort is stable, so ids with
+    # equal coordinates keep their order, as in a batch that is already sorted.
     weights, before, after = ids.weights, samples[:-1], samples[1:]
     in_order = (after > before) | (positions[1:] >= positions[:-1])
     if not in_order.all() or not (after >= before).all():

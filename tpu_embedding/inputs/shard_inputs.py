@@ -1,4 +1,4 @@
-"""Parses a batch, and converts its features to shard inputs.
+"""Parses a batch, and converts its features to the input of each shard.
 
 Each function that takes a batch calls `parse_batch` first, and passes on the `Batch`.
 Each shard gets consecutive samples. Samples without ids fill up the last shards, and

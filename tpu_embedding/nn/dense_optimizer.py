@@ -36,7 +36,7 @@ def check_dense_optimizer(
     slots: Mapping[str, Any],
     stacklevel: int,
 ) -> None:
-    """Rejects dense optimizers that tables can't follow; warns if parts miss them.
+    """Rejects dense optimizers that tables can't follow; warns of tables left out.
 
     `stacklevel` counts the frames between this function and the user's line.
     """
@@ -47,7 +47,6 @@ def check_dense_optimizer(
             f"{LOOKAHEAD}. Pass only the inner optimizer: tx=fast_optimizer."
         )
     _check_collects(opt_state, plans, slots)
-    # Tables take part in skipped steps, but only if the skip covers all parameters.
     if _skips_part(opt_state):
         raise ValueError(
             f"{owner}: tx must skip steps that are not finite for all parameters, got "

@@ -110,7 +110,6 @@ class ShortRepr(nnx.Module):
         yield next(all_parts)  # the type, and the sizes of the variables
         all_parts.close()
         for name, fact in self._repr_facts().items():
-            # A raw string prints without quotes.
             yield reprlib.Attr(name, fact, use_raw_value=isinstance(fact, str))
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
@@ -178,7 +177,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """Taps for calls in inner transformations, then the records of these calls."""
+    """What a layer keeps only during one loss, export or pipelined step."""
 
 
 LAYER_VARIABLES: Final = (
@@ -225,7 +224,7 @@ class TPUEmbedding(ShortRepr):
     Call it with a batch in the same nest as your `feature_config`. Train it with
     `te.value_and_grad` and `te.Optimizer`. Note that the tables are
     `te.nn.EmbeddingTables`, not `nnx.Param`, so `nnx.state(model, nnx.Param)` leaves
-    them out. Four tasks need different code:
+    them out. With tables, four tasks need different code:
 
     * moving averages: `te.optimizers.with_ema(rule)`, then
       `te.Optimizer.finalize_variable_values` on a copy;
@@ -240,7 +239,7 @@ class TPUEmbedding(ShortRepr):
       stats: rounds, out-of-range ids and other counts from the latest lookup.
       dynamic_stats: hits, new ids and evictions per table from the latest
         `insert_ids`; only with dynamic tables.
-      buffer_sizes: ragged feature sizes, remembered by `prepare`.
+      buffer_sizes: sizes of ragged features, remembered by `prepare`.
       tables_with_derived_state: names of tables whose optimizer derives state from
         their values, so you must set values and state together.
 
@@ -320,9 +319,7 @@ class TPUEmbedding(ShortRepr):
                 )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
-        # The stats are on the mesh from the start, as they are after the first lookup.
         self.stats = LookupStatsVariable(replicate_on_mesh(no_stats(plan), plan))
-        # Only vocabularies that insert ids count them.
         counts = {
             table.name: stack.vocabulary.stacks.zero_counts
             for stack in plan.stacks
@@ -362,11 +359,12 @@ class TPUEmbedding(ShortRepr):
             `feature_config` in this call. `stats` ignores features with other names.
 
         Returns:
-          Global activations in the feature nest: float32 `[batch, dim]`, or the
+          Global activations in the nest of the features: float32 `[batch, dim]`, or the
           sequence or output shape that a feature sets.
 
         Raises:
-          TypeError, ValueError: if a feature dtype or shape does not fit its config.
+          TypeError, ValueError: if the dtype or shape of a feature does not fit its
+            config.
         """
         plan = self.plan
         if serving_config is not None:
@@ -420,7 +418,7 @@ class TPUEmbedding(ShortRepr):
         """Takes the lookup that a pipelined step prefetched, or looks up the batch."""
         if prefetched := self.prefetched.get_value():
             expected, result = prefetched
-            self.prefetched.set_value(())  # The first call uses it.
+            self.prefetched.set_value(())
             leaves, structure = jax.tree.flatten(expected)
             features = batch.plan.unflatten(batch.leaves)
             call_leaves, call_structure = jax.tree.flatten(features)
@@ -465,7 +463,7 @@ class TPUEmbedding(ShortRepr):
         return activations
 
     def record(self, record: Any) -> None:
-        """Stores a call record, for all copies of the layer if possible.
+        """Stores the record of a call, for all copies of the layer if possible.
 
         Raises:
           ValueError: if an inner transformation would lose the record.

@@ -95,7 +95,7 @@ class ModelState:
             only_if = finite if only_if is None else only_if & finite
             # The dense optimizer decides from its own gradients and counts skipped
             # steps, so make them NaN if a table gradient isn't finite. After a failed
-            # lookup, the caller drops its new state, count included.
+            # lookup, the caller drops the new state of the optimizer, count included.
             dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
         # A dense optimizer with `global_clipnorm` reads the model norm in this context.
         with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
@@ -158,7 +158,8 @@ class ModelState:
     ) -> tuple[Self, Any, Any]:
         """Sets tables and dense parameters to their moving averages, if they have any.
 
-        Results are the new state, dense parameters and dense optimizer state.
+        The results are the new state, the new dense parameters and the new state of the
+        dense optimizer.
         """
         state = self
         for path, layer in self.tables.items():
@@ -214,7 +215,6 @@ def features_by_layer(
 ) -> dict[str, Any]:
     """Maps layer paths to what a user-defined `features_of` returned."""
     # With one layer, the features may themselves be a dict, so don't look inside.
-    # Several layers need a dict by path, which may leave some out.
     if len(paths) == 1:
         return dict.fromkeys(paths, features)
     if not isinstance(features, Mapping) or not set(features) <= set(paths):

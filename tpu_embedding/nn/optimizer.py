@@ -65,7 +65,7 @@ class Optimizer(ShortRepr):
 
     Attributes:
       dense: the `nnx.Optimizer` for the dense parameters.
-      slots: table slot variables and step counts.
+      slots: slot variables and step counts of the tables.
       plans: path and plan for each layer.
 
     Example:
@@ -91,8 +91,8 @@ class Optimizer(ShortRepr):
     ):
         """Creates the optimizer's state and puts the model on the mesh.
 
-        Arrays not yet on a mesh, such as dense parameters, are replicated over the
-        layer mesh, so your step compiles once.
+        Arrays not yet on a mesh, such as dense parameters, are replicated over the mesh
+        of the layers, so your step compiles once.
 
         Args:
           model: owns at least one `TPUEmbedding`.
@@ -386,7 +386,7 @@ class Optimizer(ShortRepr):
         Raises:
           TypeError: if `values`, or its values, are not dicts.
           ValueError: if a table or slot is unknown, or an array does not hold real
-            numbers in the slot shape.
+            numbers in the shape of the slot.
         """
         line = "values={'movie': {'accumulators': array}}, by table and slot name"
         check_mapping("values", values, line)

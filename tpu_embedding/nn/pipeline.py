@@ -104,7 +104,7 @@ def set_each_step(
 
 
 def _with_values(argument: Any, values: dict[str, Any]) -> Any:
-    """Sets new values if a step argument has table optimizers."""
+    """Sets the values in an argument that holds table optimizers."""
     if isinstance(argument, Optimizer):
         argument.set_hyperparameters(**values)
     elif _has_optimizers(argument):
@@ -311,14 +311,13 @@ class PipelinedTrainStep:
                     f"{vocabulary.instead_of_row_numbers}"
                 )
         plan = plans[0]  # All layers of a model have one mesh and one hardware.
-        # From the first call on, the arrays have the shardings of the results below.
         for module in (model, optimizer):
             put_on_mesh(module, plan)
-        # Argument 0 is the graph of model and optimizer, argument 1 their arrays.
         jit = functools.partial(
             jax.jit, static_argnums=0, compiler_options=plan.compiler_options
         )
-        # The new state keeps the shardings, so the second call doesn't recompile.
+        # The first call gets and returns these shardings, so the second call doesn't
+        # recompile.
         state = nnx.state((model, optimizer))
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
         advance = jit(
@@ -352,7 +351,6 @@ class PipelinedTrainStep:
         next_batch: Any,
     ) -> tuple[nnx.State, InFlight, Any]:
         model, optimizer = nnx.merge(graph, state)
-        # Routing needs no table, so it need not wait for the update.
         begun = {} if next_batch is None else self._route(model, next_batch)
         if self._mode == "exact":
             in_flight = _read(model, in_flight)

@@ -1,8 +1,9 @@
 """Records the lookups in a loss, because JAX can't return sparse derivatives.
 
-Each layer call gets *taps*: zeros with the same derivatives as its activations. These
-and the recorded routing give the table gradients (docs/concepts/structure.md, "The path
-of a gradient"). A loss runs twice: first to find the calls and the tap shapes.
+Each layer call gets *taps*: zeros that get the derivatives of its activations. These
+derivatives and the recorded routing give the gradients of the tables (CONTRIBUTING.md,
+"The path of a gradient"). A loss runs twice: first to find the calls and the shapes of
+the taps.
 """
 
 import contextlib
@@ -61,9 +62,9 @@ class Recorder:
 
     def __init__(self, number: int, paths: Iterable[str], taps: Calls | None):
         self._trace = current_trace()
-        # Layers store the number and not the recorder. It is equal in all copies of a
-        # layer, whose calls the recorder thus numbers together, and in every run, so
-        # JAX compiles an inner `nnx.jit` once.
+        # Layers store the number and not the recorder. The number is equal in every
+        # run, so JAX compiles an inner `nnx.jit` once. It is also equal in all copies
+        # of a layer, so their calls are numbered together.
         self.number, self.taps = number, taps
         # From an inner transformation such as `nnx.jit`, a record can only leave as a
         # value of its trace. Layers collect these inner records until the run ends.
@@ -119,8 +120,8 @@ def differentiate(
     """Computes the result of a loss, with all gradients.
 
     `call_loss` maps `(dense, tables, recorder)` to `(result, rest)`: what the user loss
-    returned, and what else to keep from the second run. The recorder gets activations
-    in the first run, routings in the second.
+    returned, and what else to keep from the second run. The recorder gets zeros shaped
+    like the activations in the first run, and routings in the second.
     """
 
     def run(dense: Any, tables: Any, taps: Any) -> tuple[Any, Any]:
@@ -246,7 +247,6 @@ def answer_call(
         zeros = zeros_like(steps.activation_shapes(batch, batch.plan))
         records.append(zeros)
         leaves, structure = jax.tree.flatten(zeros)
-        # Through the primitive, so that the trace shows the call.
         return structure.unflatten(_call.bind(*leaves)), None
     if len(records) >= len(taps):
         raise ValueError(UNEQUAL_RUNS)

@@ -226,7 +226,6 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, TPUEmbedding):
             path = "/".join(map(str, keys))
-            # A key that contains a slash can repeat a path.
             if path in layers:
                 raise ValueError(
                     f"Two TPUEmbedding layers of the {type(model).__name__} have the "

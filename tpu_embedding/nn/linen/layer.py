@@ -52,7 +52,6 @@ class RecordingTables:
 
     def look_up(self, batch: Batch) -> Any:
         """Answers a call with activations and stats. No lookup means no stats."""
-        # Inside a transformation, the record could not leave the trace.
         if not self.recorder.is_current():
             raise ValueError(
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
@@ -116,12 +115,13 @@ class TPUEmbedding(nn.Module):
             `feature_config` in this call.
 
         Returns:
-          Global activations in the feature nest: float32 `[batch, dim]`, or the
+          Global activations in the nest of the features: float32 `[batch, dim]`, or the
           sequence or output shape that a feature sets.
 
         Raises:
-          TypeError, ValueError: if a feature dtype or shape does not fit its config, or
-            the variables lack the tables or hold tables from a different plan.
+          TypeError, ValueError: if the dtype or shape of a feature does not fit its
+            config, or the variables lack the tables or hold tables from a different
+            plan.
         """
         tables = self._tables()
         plan = self.plan

@@ -105,7 +105,7 @@ def with_embedding_tables(
 
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:
-    """Finds the tables by layer path, `"a/b"`, in at least one layer."""
+    """Finds the tables of each layer by its path, `"a/b"`. Raises without a layer."""
     layers: dict[str, LayerTables] = {}
     if isinstance(variables, Mapping):
         map_tables(layers.setdefault, variables)
