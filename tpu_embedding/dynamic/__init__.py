@@ -5,16 +5,9 @@ need not be known in advance: an optimizer's `insert_ids` assigns rows to new id
 evicts ids that are no longer used. Two ids never share a row.
 """
 
-# The core only knows the interfaces in `tpu_embedding.vocabularies`, which this package
-# implements.
-#
-# * `vocabulary`: what a user declares. `seam`: what the core calls.
-# * `row_ids`: `insert_ids` and `find_ids`, which replace a batch's ids with rows. Ids
-#   are sent to the devices that own their buckets, which reply with rows.
-# * `find_or_insert`: finds ids in a directory, and admits and places new ids.
-#   `new_rows` initializes the rows of new ids.
-# * `directory`: the arrays, and how buckets are distributed over shards.
-# * `ids_64`: ids as two mixed words. `ids_on_host`: ids and their places in NumPy.
+# The core only knows the interfaces in `tpu_embedding.vocabularies`, which `vocabulary`
+# and `seam` implement. To follow a batch of ids through a step, read `row_ids`,
+# `find_or_insert` and `new_rows`, in this order.
 
 from tpu_embedding.dynamic.vocabulary import AdmitAfter as AdmitAfter
 from tpu_embedding.dynamic.vocabulary import Dynamic as Dynamic

@@ -23,12 +23,15 @@ DIRECTORY: Final = ":ids"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdDirectory:
-    """Ids, scores and counters for a stack of dynamic tables. Shapes are per shard.
+    """Ids, scores and counters for a stack of dynamic tables.
+
+    Shapes are per shard. Global arrays concatenate the shards.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, first mixed words for 64 ids, then second ones.
-        Empty lanes hold `NO_ID`.
-      scores: uint32 `[buckets, 128]`, clock at the last use, then steps with a use.
+      keys: uint32 `[buckets, 128]`, first mixed words of 64 ids, then their second
+        mixed words. Empty lanes hold `NO_ID`.
+      scores: uint32 `[buckets, 128]`, clock at the last use of each id, then the number
+        of steps that used it. 0 in empty lanes.
       sketch: uint32 `[buckets, 128]`, counters for unknown ids. None without
         `AdmitAfter`.
       clock: uint32 `[1]`, current step, from 1, or the latest `now`.
@@ -72,6 +75,10 @@ class DynamicTablePlan:
     Shard `s` has the buckets from `s * buckets_per_shard`; the last shards may use
     fewer. Lane `lane` in local bucket `b` is local row `r = 64 * b + lane`, which is
     table row `r * num_shards + s`.
+
+    Attributes:
+      first_bucket: first bucket in the directory of each shard.
+      first_row: first row on each shard.
     """
 
     table: TablePlan

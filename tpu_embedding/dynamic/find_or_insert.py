@@ -48,8 +48,9 @@ class MixedIds:
     """Mixed ids in any order. Per shard.
 
     Attributes:
-      buckets: owners number the buckets in their directory, sources those in all
-        directories, concatenated. `PADDING_ROW_ID` marks padding.
+      buckets: owners number the buckets in their own directory. Sources number the
+        buckets in the directories of all shards, concatenated. `PADDING_ROW_ID` marks
+        padding.
     """
 
     buckets: Int[Array, " ids"]
@@ -68,7 +69,8 @@ class Pass(NamedTuple):
 
     Attributes:
       notes: counts unknown ids for admission.
-      fills: assigns lanes. All ids in their buckets must be noted by then.
+      fills: assigns lanes to new ids. All ids in a bucket must be noted before, or in
+        the same pass.
     """
 
     notes: Any
@@ -107,7 +109,7 @@ def no_counts(num_tables: int) -> Counts:
 
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
-    """Finds lanes in buckets, or -1."""
+    """Finds the lanes of ids in their buckets, or -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
     # In blocks: all lines at once take 512 bytes per id. XLA:CPU asked the system for
@@ -122,7 +124,7 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Finds one id; undefined for padding."""
+    """Finds the lane of one id in its bucket, or -1. Undefined for padding."""
     # Padding is clipped to some bucket; `find_lanes` overwrites what it finds there.
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
@@ -193,7 +195,10 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts selected ids, and ranks them. Repeats and other ids become padding."""
+    """Sorts selected ids by bucket and id, and ranks them.
+
+    Repeats and ids that are not selected become padding.
+    """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
     is_first = jnp.diff(ranks, prepend=-1) != 0
@@ -291,7 +296,6 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     (num_ids,) = is_admitted.shape
     numbers = jnp.arange(num_ids, dtype=jnp.int32)
     rank = running_sum(is_admitted) - 1
-    # Pack admitted ids at the front. A group starts where the bucket changes.
     sources = _scatter(numbers, jnp.where(is_admitted, rank, num_ids))
     buckets = ids.buckets.at[sources].get(mode="clip", wrap_negative_indices=False)
     num_admitted = rank[-1] + 1
@@ -347,7 +351,6 @@ def _fill_buckets(
         is_evicted = gets_id & (kinds == _EVICTABLE)
         num_evicted = jnp.sum(is_evicted, axis=1, dtype=jnp.int32)
         table_of = table_of_buckets(bucket, tables)
-        # A turn's unused positions point past the end, where writes are dropped.
         target = jnp.where(count > 0, bucket, keys.shape[0])
         id_position = jnp.where(gets_id, source, num_ids)
         return (
@@ -465,7 +468,7 @@ def _count_and_admit(
     first = (ids.second % num_lanes).astype(jnp.int32)
     second = (ids.second // num_lanes % num_lanes).astype(jnp.int32)
     is_counted = is_unknown & current_pass.notes
-    # An id with two equal counters adds to it only once.
+    # If both counters of an id are in the same lane, the id adds to it only once.
     counters = ((first, is_counted), (second, is_counted & (first != second)))
     for lanes, is_used in counters:
         old = read_elements(sketch, ids.buckets, lanes)

@@ -102,7 +102,7 @@ NO_ID: Final = np.uint32(0xFFFFFFFF)
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
-    """Mixes ids into two uint32 words. "No id" is mapped to itself.
+    """Mixes NumPy or JAX ids into two uint32 words. "No id" is mapped to itself.
 
     Example:
       >>> words = mix_ids(np.uint32([0]), np.uint32([7]))
@@ -139,7 +139,10 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def multiply_high(words: Any, factor: int) -> Any:
-    """Scales words to `words * factor >> 32`, below `factor`, in the same order."""
+    """Maps uint32 words to `words * factor >> 32`, which keeps their order.
+
+    Results are below `factor`, which must be below 2**31.
+    """
     # By 16-bit halves, because JAX has no 64-bit product by default.
     word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)

@@ -101,7 +101,7 @@ def rows_in_directory(
         words = keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane]
         high, low = unmix_ids(*words)
         ids = Ids64(high=high, low=low).to_numpy()
-        # Directory order depends on the device count; ascending ids don't.
+        # The order in the directory depends on the device count.
         order = np.argsort(ids)
         on_shard = size * bucket + lane
         result[member.table.name] = DynamicRows(
@@ -135,7 +135,7 @@ class PlacedIds:
       last_used: defaults to now.
       counts: steps that used the ids, by default 1.
       init_key: seeds the rows for new ids. Defaults to the directory's.
-      sketch: counters for unknown ids, by bucket, by default 0.
+      sketch: counters for ids not admitted yet, one line per bucket. Defaults to 0.
     """
 
     first: np.ndarray
@@ -156,8 +156,8 @@ def place_ids(
 ) -> PlacedIds:
     """Places distinct uint64 ids in an empty table. A bucket takes its first 64 ids.
 
-    `natural_rows` keeps places from a table with as many buckets: 64 times the bucket
-    plus the lane.
+    Pass `natural_rows`, 64 times the bucket plus the lane, to keep the places from a
+    table with as many buckets.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
@@ -166,7 +166,8 @@ def place_ids(
         buckets, lanes = np.divmod(natural_rows, SLOTS_PER_BUCKET)
     else:
         buckets = multiply_high(first, member.dynamic.num_buckets).astype(np.int64)
-        # Stable: callers order ids by value, and a full bucket keeps the first ones.
+        # Stable, because a full bucket keeps the first ids, and a restore sorts the
+        # most valuable ids to the front.
         order = np.argsort(buckets, kind="stable")
         buckets = buckets[order]
         lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
@@ -200,7 +201,6 @@ def with_placed_ids(
     All processes must call this together. Each host temporarily holds the whole
     directory.
     """
-    # `np.array` copies, because arrays from devices are read-only.
     new = jax.tree.map(lambda array: np.array(on_host(array)), directory)
     shards, members = stack.num_shards, dynamic_tables(stack)
     keys, scores = (
@@ -219,7 +219,7 @@ def with_placed_ids(
         shard, on_shard = np.divmod(ids.buckets, size)
         line = shard, on_shard + member.first_bucket
         keys[*line, 0, ids.lanes], keys[*line, 1, ids.lanes] = ids.first, ids.second
-        # Imported ids count as used now, or the first new ids would evict them.
+        # Imported ids count as used now, so that they are not the first to be evicted.
         last_used = new.clock[0] if ids.last_used is None else ids.last_used
         scores[*line, 0, ids.lanes] = last_used
         scores[*line, 1, ids.lanes] = 1 if ids.counts is None else ids.counts

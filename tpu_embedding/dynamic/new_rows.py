@@ -44,7 +44,7 @@ def init_new_rows(
     The state is None without an optimizer.
     """
     if isinstance(state, RoundedState):
-        # A narrow table's updates so far seed its rounding, so the count goes on.
+        # The update count seeds the rounding of narrow rows, so it must not restart.
         table, inner = init_new_rows(
             table, state.inner, new_rows, init_keys, stack, all_reduce
         )
@@ -59,7 +59,6 @@ def init_new_rows(
         first, second = new_rows.first[in_bounds], new_rows.second[in_bounds]
         tables = new_rows.tables[in_bounds]
         row_ids = table.layout.dealt(rows)
-        # Rows past the end become padding, which `set_rows` drops.
         row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
         # The optimizer starts from the row as it is read back, after narrow rounding.

@@ -2,7 +2,8 @@
 
 `insert_ids` begins a training step, in the same compiled program, and gives new ids
 initialized rows. Lookups outside training call `find_ids`, which changes nothing.
-Devices send unique ids to the owners of their buckets, in the same rounds as a lookup.
+Devices send unique ids to the owners of their buckets, in the same kind of rounds as a
+lookup.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ An unused position costs 16 bytes."""
 _MIN_CAPACITY: Final = 256
 
 _NO_ROW: Final = NO_ID
-"""Reply for an id without a row. For other ids, it is `2 * row + is_known`."""
+"""Reply for an id without a row. Other replies are `2 * row + is_known`."""
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +112,9 @@ class SourceIds:
 
 
 Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
-"""Called as `answer(carry, ids, current_pass)` on the owner of the ids. Gives the new
-carry, lanes in buckets, and whether each id had a row before the call. Only the last
-pass's lanes count."""
+"""Called as `answer(carry, ids, current_pass)` on the owner of the ids. It returns the
+new carry, lanes in buckets, and whether each id had a row before the call. Only lanes
+from the last pass are used."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
@@ -273,7 +274,7 @@ def _clock(now: Any) -> Any:
     is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
     if not is_int(now) and not (is_scalar and jnp.issubdtype(now.dtype, jnp.integer)):
         raise invalid(*_CLOCK_RULE, now, _CLOCK_LINE, TypeError)
-    # Traced values can't raise; `_insert_ids` ignores them if they are out of range.
+    # Traced values can't raise, so `_insert_ids` checks their range.
     if isinstance(now, jax.core.Tracer):
         return now
     if not 1 <= int(now) < 2**32:
@@ -484,7 +485,6 @@ def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds
         inserts &= ~(weights <= 0) if leaves_out_weights(feature) else weights != 0
     if length := feature_shape(leaf, feature, plan.num_shards).sequence_length:
         inserts &= _positions(leaf, plan) < length
-    # Shards need equally many ids, so the last one may get padding.
     room = -ids.high.size % plan.num_shards
 
     def flat(values, fill):
@@ -620,7 +620,6 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
         sum(table.buckets_per_shard for table in tables),
         keeps_duplicates=False,
     )
-    # An id may be inserted if any feature inserts it.
     inserts = jnp.zeros(ids.buckets.shape, jnp.uint32)
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"

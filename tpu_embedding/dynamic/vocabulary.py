@@ -240,7 +240,7 @@ class Dynamic(Vocabulary):
                 "must not be int8 for a te.Dynamic vocabulary, got "
                 f"int8{owner}; new rows have float values, so use bfloat16",
             )
-        # New ids get their rows one at a time, inside the step.
+        # Rows are initialized inside the step, when their ids are inserted.
         if callable(initializer) and not starts_any_row(initializer):
             yield Problem(
                 "TableConfig.initializer",

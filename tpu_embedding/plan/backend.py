@@ -1,9 +1,9 @@
 """The interface of backends, which look up and update rows on a device.
 
 A backend changes speed, never results. `Backend` itself runs the exchange in `lookup/`
-and the drivers in `update/`. Subclasses override its methods. They receive the exchange
-or driver as `otherwise`, and call it in steps that they cannot run. The core imports
-none of them. To add one, extend `_OPTIONS`.
+and the drivers in `update/`. Subclasses override its methods, which receive the
+exchange or driver as `otherwise`, and call it in steps that the subclass cannot run.
+The core finds subclasses only through `_OPTIONS`. To add a backend, extend it.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class Backend:
 
     Attributes:
       must_run_all: True if programs have no fallback for steps that the backend cannot
-        run. The result of `prepare_ids` then has `fits`, bool `[1]`, False if the ids
-        do not fit on any device.
+        run. The result of `prepare_ids` then has `fits`, bool `[1]`, equal on all
+        devices: False if the ids on at least one device do not fit.
       reason: why the plan chose this backend.
     """
 
@@ -60,7 +60,7 @@ class Backend:
 
     @property
     def replaces_update(self) -> bool:
-        """True if the drivers run only in those steps."""
+        """True if the drivers run only in steps that the backend cannot run."""
         return self.updates != "xla"
 
     def prepare_ids(
@@ -112,7 +112,7 @@ class BackendOptions:
         """Chooses a stack's backend, and the row layout that this backend needs.
 
         Args:
-          stack: a plan that is complete except for its backend.
+          stack: a plan without its backend, storage and vocabulary arrays.
           mesh: devices that hold the tables.
         """
         return dataclasses.replace(stack, backend=Backend(reason="backend='xla'"))

@@ -77,7 +77,6 @@ def round_size(
         capacity=capacity,
         bucket_size=bucket_size,
         buffer_size=num_shards * bucket_size,
-        # Several shards may request the same rows, so their sum may exceed the rows.
         unique_rows=min(num_shards * capacity, rows_per_shard),
         holds_all=capacity >= bound,
     )
@@ -85,7 +84,6 @@ def round_size(
 
 def _bucket_size(capacity: int) -> int:
     is_small = capacity < _LANE_ALIGNMENT_MIN_IDS
-    # One entry more than the capacity: it stays unused, and stands for "no id".
     return round_up(capacity + 1, _SUBLANES if is_small else LANES)
 
 

@@ -45,7 +45,6 @@ def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
     """Checks rows, or a slot variable, that the host will read or set."""
-    # JAX's own error, at the conversion to NumPy, would not name the fix.
     if isinstance(rows.lines, Tracer):
         names = [table.name for table in stack.tables]
         raise TypeError(

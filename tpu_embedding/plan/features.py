@@ -79,7 +79,6 @@ class FeatureNest:
         Raises:
           ValueError: if the nest has a different structure or no features.
         """
-        # A batch with all features keeps this plan itself, with its cached properties.
         with contextlib.suppress(ValueError, TypeError):
             return self, self.feature_tree.flatten_up_to(batch)
         nest = self.unflatten(self.features)
@@ -223,8 +222,8 @@ def _subset_of(nest: Any, batch: Any) -> Any:
 def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
     """Finds the range of sample shards that each process holds, one shard per device.
 
-    `processes` lists the process per device, in mesh order. The result is None if some
-    process has scattered devices, or if processes have unequal device counts.
+    `processes` has the process index for each device, in mesh order. The result is None
+    if some process has scattered devices, or if processes have unequal device counts.
 
     Example:
       >>> process_shards([0, 0, 1, 1])
@@ -276,7 +275,6 @@ class InputPlan(FeatureNest):
         return _restore, ({**fields, "feature_tree": numbers},)
 
 
-# Pickle finds this function by name, so it must stay at module level.
 def _restore(fields: dict[str, Any]) -> InputPlan:
     tree = jax.tree.structure(fields["feature_tree"])
     return InputPlan(**{**fields, "feature_tree": tree})

@@ -104,7 +104,6 @@ def make_plan(
     # A class is callable, so `te.Sharded` without parentheses would pass as a function.
     elif isinstance(placement, type) or not (placement is None or callable(placement)):
         raise _wrong_type("placement must be", placement)
-    # The dict keeps one entry for features that share a table.
     tables = [
         _place_table(name, config, optimizer, placement, mesh)
         for name, config in dict(zip(names, configs, strict=True)).items()
@@ -226,7 +225,7 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
     # If tables with equal keys have too many rows for one stack, each goes into the
     # first stack that has room.
     groups: dict[Any, list[list[_PlacedTable]]] = {}
-    # With named tables, the layout then doesn't depend on the feature order.
+    # If all tables are named, the layout then doesn't depend on the feature order.
     for table in sorted(tables, key=lambda table: table.plan.name):
         config = table.plan.config
         key = (
@@ -261,8 +260,8 @@ _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 def _row_offsets(tables: Sequence[TablePlan], num_owners: int) -> list[int]:
     """Lets tables begin at different owners, since low ids are often the most frequent.
 
-    Row `q` belongs to owner `q % num_owners`: a shard, or a SparseCore in a shard. Up
-    to `num_owners - 1` rows before a table stay unused.
+    Stack row `q` belongs to owner `q % num_owners`: a shard, or a SparseCore in a
+    shard. Up to `num_owners - 1` rows before a table stay unused.
 
     Example:
       >>> import tpu_embedding as te

@@ -49,7 +49,8 @@ def device_mesh(
     if num_slices is not None and found not in (1, num_slices):
         rule = f"be {found}, the number of slices of the devices"
         raise invalid("te.device_mesh: num_slices", rule, num_slices)
-    # A row with devices from two slices would send its exchanges between slices.
+    # If a mesh row had devices from two slices, exchanges along the last axis would
+    # cross slices.
     if len({*sizes.values()}) > 1:
         line = "Pass the same number of devices from each slice."
         rule = "have slices of equal size"
@@ -79,7 +80,6 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 def choose_mesh(mesh: Any) -> Mesh:
     """Checks the mesh. Defaults to the `jax.set_mesh` context, then to all devices."""
     if mesh is None:
-        # Outside of jax.set_mesh, the abstract mesh is empty.
         if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
             return device_mesh()
         try:

@@ -75,10 +75,11 @@ class StackPlan:
       sample_axes: all mesh axes. Samples are split over the devices in this order.
       shard_axes: mesh axes that split rows. Empty if every device has all rows.
       rows_per_shard: rows that each shard owns. The last ones may be unused.
-      layout: packing of the rows that a device holds, which may be fewer.
+      layout: packing of the rows that a device holds, which may be fewer than
+        `rows_per_shard`.
       slots: row shape and dtype per slot variable.
       array_names: keys of vocabulary arrays in the dict of tables.
-      vocabulary_bytes: their memory on each device.
+      vocabulary_bytes: memory for vocabulary arrays on each device.
     """
 
     name: str
@@ -101,8 +102,7 @@ class StackPlan:
     # Not compared; see `TablePlan.placement_reason`.
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
-    # Every trace reads these facts many times, so they are cached. A frozen dataclass
-    # allows it, because `cached_property` writes to `__dict__` directly.
+    # Cached, because every trace reads these facts many times.
 
     @functools.cached_property
     def is_trained(self) -> bool:
@@ -130,7 +130,7 @@ class StackPlan:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """First table's vocabulary. All tables have equal kinds."""
+        """Vocabulary of the first table. All tables have the same kind."""
         return self.tables[0].config.vocabulary
 
     @functools.cached_property
@@ -235,7 +235,7 @@ class EmbeddingPlan(FeatureNest):
       features: one plan per feature, in leaf order.
       feature_tree: structure of your nest of features.
       mesh: devices for tables, batches and the dense model.
-      hardware: what the mesh devices are.
+      hardware: hardware of the mesh devices.
 
     Example:
       >>> import tpu_embedding as te

@@ -1,9 +1,9 @@
 """Runs functions on a plan's devices, whether mesh axes are `Auto` or `Explicit`.
 
 All programs are written for `Auto` axes. On `Explicit` axes, the default in
-`jax.make_mesh`, an array type includes the sharding. Public functions then enter a
-context with `Auto` axes, and return types from the user's mesh. Only this module
-distinguishes the two.
+`jax.make_mesh`, the type of an array includes its sharding. Public functions then enter
+a context with `Auto` axes, and return arrays with types of the user's mesh. Only this
+module distinguishes the two.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ def on_shards(
     in_specs: Any,
     out_specs: Any,
 ) -> Callable[..., Any]:
-    """Runs a function per shard, on global arrays.
+    """Turns a function of shards into a function of global arrays.
 
     Specs are pytree prefixes. Devices along an axis that an output spec omits must
-    return equal values.
+    return equal values, which nothing checks.
     """
     mapped = jax.shard_map(
         jax.named_scope(EMBEDDING_SCOPE)(function),
@@ -57,7 +57,7 @@ def on_shards(
 
 
 def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
-    """Moves JAX arrays in a batch from a different `Explicit` mesh."""
+    """Moves JAX arrays in a batch from a different `Explicit` mesh to the plan mesh."""
 
     def place(array: Any) -> Any:
         if not isinstance(array, jax.Array):
@@ -80,7 +80,7 @@ def on_plan_mesh(batch: Any, plan: EmbeddingPlan) -> Any:
 
 
 def replicated_type(array: jax.Array) -> jax.Array:
-    """Replicates an array's type, if it has `Explicit` axes."""
+    """Reshards an array to a replicated type, if it has `Explicit` axes."""
     mesh: Any = jax.typeof(array).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return array
@@ -99,12 +99,13 @@ def unchecked_values() -> Iterator[None]:
 def in_auto_axes(
     function: Callable[..., Any], plan: EmbeddingPlan, out_specs: Any
 ) -> Callable[..., Any]:
-    """Runs a function on global arrays in a context of `Auto` axes.
+    """Makes a function of global arrays run in a context of `Auto` axes.
 
-    `out_specs` apply to `Explicit` axes. On `Auto` axes, XLA chooses.
+    `out_specs` apply to a mesh with `Explicit` axes. On other meshes, XLA chooses the
+    shardings.
     """
-    # Nothing to enter inside of another such function, or under a mesh context that
-    # has only `Auto` axes.
+    # Inside another such function, or under a mesh context with only `Auto` axes, the
+    # function can run as it is.
     context = jax.sharding.get_abstract_mesh().axis_types
     is_in_auto_axes = context and AxisType.Explicit not in context
     if is_in_auto_axes or not _is_explicit(plan):

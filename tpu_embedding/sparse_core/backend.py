@@ -1,8 +1,8 @@
 """The SparseCore backend: options, choice, lookup and update for a stack.
 
-One XLA operation looks up rows; another sums gradients by row where the rows are, and
-applies the optimizer in place. If ids exceed the limits, the XLA backend runs the step
-on the same rows.
+One XLA operation looks up rows. Another sums gradients on the SparseCores that own the
+rows, and applies the optimizer in place. If ids exceed the limits, the XLA backend runs
+the step on the same rows.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ class SparseCore(BackendOptions):
             stack.layout,
             num_rows=_rows_of_shard(stack.rows_per_shard, cores),
             tile_lanes=LANES,
-            banks=cores,  # Rows are dealt to SparseCores.
+            banks=cores,
             bank_name="SparseCores",
         )
         return dataclasses.replace(
@@ -251,7 +251,6 @@ class SparseCoreBackend(Backend):
             # Both branches have collectives, so `fits` must be equal on all devices.
             return jax.lax.cond(fits, look_up_rows, otherwise, table)
         activations, *_ = look_up_rows(table)
-        # NaN reaches the loss, and `te.Optimizer` then skips the step.
         activations = [jnp.where(fits, x, jnp.nan) for x in activations]
         return activations, 1 - fits.astype(jnp.int32), None
 

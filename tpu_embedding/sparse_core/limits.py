@@ -96,9 +96,10 @@ def choose_limits(
 ) -> Limits:
     """Chooses limits that hold the skew in most batches.
 
-    `num_ids` and `num_samples` are maxima for one core. Padding ids don't count.
-    `memory_bytes` is a vector subcore's memory, which also bounds a `max_ids` set by
-    the user.
+    `num_ids` is the maximum for one core, and `device_ids` for one device, without
+    padding. `num_samples` are on one core. `num_partitions` counts the cores of all
+    devices that share the table. `memory_bytes`, the memory of a vector subcore, also
+    bounds a `max_ids` set by the user.
 
     Example:
       >>> choose_limits(

@@ -97,9 +97,9 @@ def update(
 ) -> tuple[Float[Array, "rows width"], ...]:
     """Applies a rule once to each row that was looked up. Per shard; exchanges.
 
-    The gradient of a row is the gain-weighted sum over samples on all devices. Other
-    rows stay bitwise unchanged. `arrays` are the table and its slot variables, in state
-    order.
+    The gradient of a row is the gain-weighted sum of `gradients` over its samples on
+    all devices. Other rows stay bitwise unchanged. `arrays` are the table and its slot
+    variables, in state order. `hyperparameters` come from `rule.values`.
     """
 
     def on_tpu(
@@ -153,7 +153,7 @@ def _lower_update(
     context: Any, *operands: Any, num_arrays: int, rule: str, sizes: OperationSizes
 ) -> Any:
     module = context.module_context
-    # Merging renames the rule, because each stack in a program has its own.
+    # Each stack in a program has its own rule. Merging gives the rule a unique name.
     function = mlir.merge_mlir_modules(
         module.module,
         "sparse_core_row_rule",
@@ -189,6 +189,7 @@ def _custom_call(name: str, types: Sequence[Any], config: str, **more: Any) -> A
 
 
 def _sparse_element(values: Any, index: int) -> Any:
+    """Takes an element from a tuple, and marks it as SparseCore data."""
     element = stablehlo.GetTupleElementOp(values, index)
     element.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {"_xla_compute_type": ir.StringAttr.get("sparse")}

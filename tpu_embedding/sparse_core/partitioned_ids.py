@@ -1,9 +1,9 @@
 """Sorts raw ids into the buffers that the SparseCore operations read, inside `jit`.
 
-Each SparseCore owns the rows in one *partition*. A *group* holds the ids that one core
-requests from one partition. Beyond an operation's limits, groups are cut into
-*minibatches* at the same rows in every partition, so each row is in one minibatch, and
-its gradients are summed in one order.
+Each SparseCore owns the rows in one *partition*, and looks up rows for its share of the
+samples on the device. A *group* holds the ids that one core requests from one
+partition. If a group exceeds the limits, all groups are cut into *minibatches* at the
+same rows, so each row is in one minibatch, and its gradients are summed in one order.
 """
 
 import dataclasses
@@ -56,9 +56,10 @@ class PartitionedIds:
     starts at a multiple of 8. Unused positions hold `PADDING_ROW_ID`, and NaN as gain.
 
     Attributes:
-      pointers: `[cores * 64 * max(8, partitions)]`, group ends for `num_minibatches`
-        minibatches per core, without gaps. Spare pointers hold the end of all earlier
-        positions, rounded up to a multiple of 8.
+      pointers: `[cores * 64 * max(8, partitions)]`, position after the last id of each
+        group, by core, minibatch and partition. Each core has `num_minibatches`
+        minibatches, without gaps between cores. Spare pointers hold the end of all
+        earlier positions, rounded up to a multiple of 8.
       rows: row in the partition.
       samples: sample in the core.
       num_minibatches: `[1]`, from 1 to 64, the same on all devices.
@@ -115,8 +116,9 @@ def partition_ids(
     Args:
       partitions: `device * cores + core`. Any other number marks padding.
       rows: row in the partition.
-      sample_at: maps positions to samples, which are split evenly over cores. Ids with
-        equal core and row must be in sample order.
+      sample_at: maps positions to samples on this device. Sample `s` belongs to core
+        `s // (num_samples // cores)`. Ids with equal core and row must be in sample
+        order.
       gains: None means 1 for all ids.
       may_repeat: whether a sample may have the same row twice.
 
@@ -207,8 +209,8 @@ class _CutState(NamedTuple):
     """The minibatches cut so far.
 
     Attributes:
-      next_row: first row in the next minibatch.
-      begin: first sorted id there, by group.
+      next_row: first row of the next minibatch.
+      begin: position of its first sorted id, by group.
       positions: buffer positions in use.
     """
 
@@ -225,8 +227,8 @@ class _Cut(NamedTuple):
     """How groups are cut into minibatches.
 
     Attributes:
-      first: sorted ids, without repeats, before the part of a group in each minibatch.
-      counts: ids in that part.
+      first: how many sorted ids, without repeats, come before each part of a group.
+      counts: ids in the part.
       is_complete: whether all ids on all devices are in minibatches.
     """
 
@@ -239,6 +241,7 @@ class _Cut(NamedTuple):
 def _sort_by_row(
     group: Int[Array, " ids"], row: Int[Array, " ids"], num_groups: int, num_rows: int
 ) -> tuple[Int[Array, " ids"], Int[Array, " ids"], Int[Array, " ids"]]:
+    """Sorts ids stably by group and row, and finds their positions before sorting."""
     row = row.astype(jnp.uint32)
     # One sort is enough if group and row fit in one word. XLA:TPU takes half a minute
     # to compile a sort with four operands, so wider keys take two sorts.
@@ -256,9 +259,9 @@ def _sort_by_row(
 def sort_words(
     words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
-    """Sorts words with their values. If values is None, finds positions, stably.
+    """Sorts words with their values, or stably with their positions by default.
 
-    With values, equal words may come in any order.
+    If values are given, equal words may come in any order.
     """
 
     def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:

@@ -1,8 +1,8 @@
 """Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-SparseCores apply a rule to each row as soon as its gradient is summed. The part that
-depends on rows must therefore be elementwise, and is evaluated here on scalars.
-`split_rule` separates the hyperparameters, computed once per step.
+SparseCores apply a rule to each row as soon as its gradient is summed. Arithmetic on
+rows must therefore be elementwise, and this module evaluates it on scalars. Before
+that, `split_rule` separates the values that are computed once per step.
 """
 
 import dataclasses
@@ -55,7 +55,8 @@ class RowRule:
 
     Attributes:
       num_hyperparameters: per-step values that rows need, at least 1.
-      values: maps leaves that all rows share to float32 hyperparameters and new leaves.
+      values: maps the state leaves that all rows share, in state order, to float32
+        hyperparameters and the new leaves.
       rows: maps gradients, rows and slot variables `[n, width]`, then hyperparameters,
         to new rows and slot variables.
       stablehlo: `rows` as text. Every argument is `[1, width]`, hyperparameters

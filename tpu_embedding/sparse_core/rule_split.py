@@ -45,6 +45,7 @@ class SplitRule:
 
 
 def split_rule(probed: ProbedRule) -> SplitRule:
+    """Splits a rule without totals."""
     # A function that the rule calls may compute both scalars and rows.
     closed = _with_calls_inlined(probed.update)
     jaxpr = closed.jaxpr

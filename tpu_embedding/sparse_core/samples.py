@@ -1,6 +1,6 @@
 """Deals a stack's samples to SparseCores, and collects the results. Per shard.
 
-Each SparseCore gets an equal part of the samples in every feature.
+Each SparseCore gets an equal part of the samples in every feature, ordered by feature.
 """
 
 import itertools

@@ -148,12 +148,12 @@ def init_block(
     plan: EmbeddingPlan,
     key: jax.Array,
 ) -> PackedRows:
-    """Writes initial values to a block, from local row `first` on. Global.
+    """Writes initial values to a block of each shard's rows. Global.
 
-    Rows outside of `tables` keep their values. `tables` must have row initializers, or
-    be a single table.
+    The block begins at local row `first` on every shard. Rows outside of `tables` keep
+    their values. `tables` must have row initializers, or be a single table.
     """
-    # With these offsets, the stack begins with the block.
+    # Subtracted from row offsets, so that the stack begins with the block.
     shift = jnp.asarray(first, jnp.int32) * stack.num_shards
     spec, everywhere = stack.rows_spec, PartitionSpec()
     if tables[0].row_initializer is None:
@@ -230,7 +230,7 @@ def _fill_slabs(
 ) -> PackedRows:
     """Writes table rows in place, slab by slab. Per shard.
 
-    Tables may begin before the rows, and end after them.
+    Tables may begin before the block, and end after it.
     """
     layout = rows.layout
     slab, rows_per_line = _rows_per_slab(layout), layout.rows_per_line
@@ -262,7 +262,8 @@ def _fill_slabs(
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
         values = values_of(i, jnp.clip(row_ids, 0, size - 1))
-        # Fused with the write, XLA:CPU would compute on one core, without vectors.
+        # If the values were fused with the write, XLA:CPU would compute them on one
+        # core, without vectors.
         stored = computed_apart(store_rows(values, layout))
         return merge_block(rows, start, stored, is_own)
 

@@ -2,7 +2,8 @@
 
 A block is a range of rows in one table, which a file stores as one chunk. A window is
 what one device serves in a turn of `row_stream.py`: one block, or neighboring blocks
-from small tables. Ranges are arguments of the two programs, so each compiles once.
+from small tables. Ranges are arguments of the two programs, so all stacks that are
+packed alike share the compiled programs.
 """
 
 import dataclasses
@@ -80,8 +81,8 @@ def windows_of(
             start = table.row_offset + begin
             last = windows[-1] if windows else NO_WINDOW
             position = start - last.start
-            # A window is one range of the stack, so a table can join it only if it
-            # reaches the end of the previous table.
+            # A window is one range of the stack, so a table can join it only if the
+            # window reaches the end of the previous table.
             follows = begin == 0 and last.start + last.num_rows == end_of_last_table
             if last.blocks and follows and position + block.num_rows <= size:
                 blocks = *last.blocks, block._replace(position=position)
@@ -105,7 +106,6 @@ class LineExchange:
     layout: RowLayout
     # One row in a file.
     row: jax.ShapeDtypeStruct
-    # Maximum rows in a window.
     window_rows: int
     # Not compared, so equally packed stacks share programs; `sharding` has the mesh.
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
@@ -117,7 +117,7 @@ class LineExchange:
 
     @property
     def num_parts(self) -> int:
-        """Parts per window. Part `p` has bank `p % banks` in shard `p // banks`."""
+        """Parts per window. Part `p` is from bank `p % banks` in shard `p // banks`."""
         return self.num_shards * self.layout.banks
 
     @property
@@ -127,7 +127,7 @@ class LineExchange:
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Global shape for `write_lines`."""
+        """Global shape of the `parts` that `write_lines` receives."""
         num_lines = self.num_shards * self.num_parts * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
@@ -192,7 +192,10 @@ def read_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "parts *lane"]:
-    """Sends every device the lines for its window, `part_lines` per part. Global."""
+    """Sends every device the lines for its window, `part_lines` per part. Global.
+
+    `starts` has the first stack row of each window.
+    """
     size, banks = exchange.part_lines, exchange.layout.banks
 
     def read(lines: Array, starts: Array) -> Array:

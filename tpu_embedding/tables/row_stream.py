@@ -43,7 +43,9 @@ ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Reads table rows: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 Receivers = Literal["one", "all"]
-"""Processes that receive a block: the process whose device reads it, or all of them."""
+"""Processes that receive a block: the process whose device reads it, or all of them.
+
+With several processes, `"all"` takes more turns."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -192,7 +194,7 @@ def _write_by_exchange(
         lines = {}
         for shard in own_shards:
             rows = _new_rows(turn[shard], exchange, read)
-            # Each turn needs new memory: the device may still read the previous turn's.
+            # New memory, because the device may still read the memory of the last turn.
             parts = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             lines[shard] = _dealt(rows, turn[shard], exchange, parts)
         return lines
@@ -210,9 +212,8 @@ def _write_by_exchange(
 
 
 def _is_on_host(packed: PackedRows) -> bool:
-    # The lines are then in the memory of this process, which can read and deal rows
-    # without an exchange. On eight CPU devices, this is ten times as fast, and takes 30
-    # MB instead of 900 MB.
+    # If so, this process can read and deal rows in its memory, without an exchange. On
+    # eight CPU devices, this is ten times as fast, and takes 30 MB instead of 900 MB.
     lines = packed.lines
     platforms = {device.platform for device in lines.sharding.device_set}
     return lines.is_fully_addressable and platforms == {"cpu"}

@@ -1,6 +1,6 @@
 """Reads and sets slot variables by table and name, as NumPy arrays.
 
-An optimizer has one state pytree per stack. Here, users see it per table, under names
+An optimizer has one state pytree per stack. Users see the state per table, under names
 that they know, such as `accumulators` or `mu`.
 """
 
@@ -207,7 +207,6 @@ class NamedSlot:
             owner = f"values of slot {self.name!r} of table {table.name!r}"
             array = real_array(values[table.name], shape, owner)
             new[table.name] = array.astype(dtype)
-            # A count such as 2.5 would silently lose its fraction.
             is_integer = jnp.issubdtype(dtype, np.integer)
             if is_integer and not np.array_equal(new[table.name], array):
                 rule = f"be integers that {dtype} holds"
@@ -251,8 +250,8 @@ def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:
 
 def _names(paths: list[list[str]]) -> list[str]:
     """Shortens paths through a state pytree to unique, meaningful suffixes."""
-    # The name of a part of a compensated sum begins with the name of the sum. The name
-    # of a hyperparameter begins with the field that holds all hyperparameters.
+    # For a part of a compensated sum, the name begins with the sum. For a
+    # hyperparameter, it begins with the field that holds all hyperparameters.
     lengths = []
     for path in paths:
         first = len(path) - (2 if path[-1] in _PARTS_OF_A_SUM else 1)

@@ -166,7 +166,7 @@ def _with_values(
             not_finite.look_at(rows, start, owner)
         arrays[table.name] = array
     packed = _on_planned_devices(packed, stack, plan)
-    # `write_blocks` donates its rows, and the caller's must stay.
+    # `write_blocks` donates its rows, and the caller keeps the old ones.
     copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
@@ -197,7 +197,7 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 
 
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
-    """Rejects rows that a narrower type cannot hold. Errors count from `start`.
+    """Rejects rows that a narrower type cannot hold. `start` is the first row number.
 
     NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
     """
