@@ -1,10 +1,11 @@
 """The backward pass of one stack: cotangents to gradients at the owners. Per shard.
 
 A gradient stays on the devices that have its samples, as routing and cotangents. So
-gradients can be added exactly, by joining their samples. `gradient_rounds` brings one
-to the owners: the source sums by row (spread), the exchange follows, and the owner sums
-what several devices sent (merge). Round 1 is part of the gradient, so that a norm and
-the update after it share one exchange.
+gradients can be added exactly, by joining their samples. `gradient_rounds` brings a
+gradient to the owners of its rows, in three stages: the source sums by row (spread),
+sends the sums (exchange), and the owner sums what several devices sent (merge). What
+the owners receive in round 1 is part of the gradient, so that a norm and the update
+after it share one exchange.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ _MIN_CHUNK_SIZE: Final = 8 * LANES
 """Minimum repeats per iteration, so that few ids need only one iteration."""
 
 _BLOCK_BYTES: Final = MEBIBYTE
-"""Size of the rows in a block, so that these and their gradients fit in a cache."""
+"""Bytes of the rows in a block. The rows and their gradients fit in a cache."""
 
 _BLOCK_ALIGNMENT: Final = 128
 """Blocks hold a multiple of this many ids."""
@@ -69,7 +70,7 @@ class IdBlocks:
 
     Attributes:
       order: positions before sorting.
-      ranks: number of smaller distinct rows.
+      ranks: number of smaller distinct rows, over all blocks.
     """
 
     row_ids: Int[Array, "blocks block_size"]
@@ -87,7 +88,7 @@ class StackGradient:
       first: the first round at the owners. None if there are blocks, or if the backend
         replaces the update.
       is_partial: `[1]`, True if the backend could not look up all ids; None if programs
-        have a fallback. Zeros instead of a gradient are not partial.
+        have a fallback. A gradient of zeros is not partial.
     """
 
     routing: StackRouting
@@ -106,7 +107,7 @@ def stack_gradient(
     cotangents: Sequence[Float[Array, "_ dim"]],
     stack: StackPlan,
 ) -> Sealed:
-    """Builds a sealed `StackGradient`. `cotangents` are loss derivatives."""
+    """Builds a sealed `StackGradient`. `cotangents` are loss derivatives by sample."""
     blocks, first = None, None
     if stack.updates == "blocks":
         blocks = sorted_blocks(routing.keys, stack.dim)
@@ -141,8 +142,8 @@ def scale_gradient(gradient: Sealed, factor: Any) -> Sealed:
 
 def join_gradients(gradients: Sequence[Sealed], stack: StackPlan) -> Sealed:
     """Adds gradients by joining their samples into one batch."""
-    # The sum has each touched row once, as if one lookup had all ids. For this, ids
-    # cross the network again.
+    # The sum then has each touched row once, as after a single lookup of all ids. The
+    # ids cross the network again for this.
     opened = [gradient.open() for gradient in gradients]
     routings = [gradient.routing for gradient in opened]
     max_unique_ids = sum(routing.max_unique_ids for routing in routings)
@@ -178,15 +179,15 @@ def gradient_rounds(gradient: Sealed, stack: StackPlan) -> Parts:
         return gradient_blocks(opened.blocks, read_cotangents, stack.dim)
     sent, first = sent_ids(opened.routing, stack), opened.first
     if first is None:
-        # `stack_gradient` left round 1 to the backend, which can't run this step. So
-        # the driver runs it, and needs the gradient at the owners.
+        # The backend replaces the update, but can't run this step.
         first = _receive(sent.first, sent, read_cotangents, stack)
     if sent.size.holds_all:
         return Parts(first)
     end_of_first = sent.first.end_row[0]
     first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_of_first))
 
-    # Later rounds send their ids again. Keeping these would use memory in each step.
+    # Later rounds send their ids again, since keeping them would use memory in every
+    # step.
     def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
         def run_round(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
             so_far, first_row = state
@@ -218,17 +219,15 @@ def _receive(
     row_ids = received.row_ids
     match stack.optimizer.driver:
         case InSequence():
-            # The rule runs once per occurrence, so equal rows stay apart.
             return received
         case Touched(occurrence_norm=True):
-            # Each occurrence arrived separately.
             max_rows = min(row_ids.shape[0], stack.rows_per_shard)
             return dataclasses.replace(
                 merge(row_ids, received.values, max_rows),
                 occurrences=received.as_row_updates(),
             )
     if stack.num_devices == 1:
-        # `spread` has summed each row, and no other device sends it.
+        # `spread` has already summed all occurrences of a row.
         return received
     max_rows = min(stack.num_replicas * sent.size.unique_rows, stack.rows_per_shard)
     return merge(row_ids, received.values, max_rows)
@@ -245,11 +244,11 @@ def spread(
 
     Args:
       order: positions before sorting by row.
-      positions: where the rows of sorted ids are in the buffer, or `buffer_size` if not
-        in this round.
+      positions: where the row of each sorted id is in the buffer, or `buffer_size` if
+        the id is not in this round.
     """
-    # Sums start as the gathered cotangents of first ids. That avoids a buffer of zeros,
-    # and scatters only repeats.
+    # A sum starts as the cotangent of the first occurrence. This avoids a buffer of
+    # zeros, and only repeats are scattered.
     is_first = jnp.diff(positions, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
     first_ids = first_ids.at[jnp.where(is_first, positions, buffer_size)].set(
@@ -283,7 +282,6 @@ def cotangent_reader(
     gains = gain_of_each_id(poolings)
 
     def read_cotangents(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
-        # Without sample ids, each sample has one id, in order.
         sample = ids if sample_ids is None else gather_in_bounds(sample_ids, ids)
         rows = gather_lines(samples, sample)
         return rows if gains is None else rows * gather_in_bounds(gains, ids)[:, None]
@@ -314,11 +312,11 @@ def merge(
     """Sums the gradients of equal rows, without communication.
 
     There may be at most `num_rows` distinct rows. In the result, each appears once, in
-    any order, between padding.
+    any order; all other positions are padding.
     """
     if 2 * num_rows <= row_ids.shape[0]:
         return _merge_few_rows(row_ids, gradients, num_rows)
-    # As in `spread`, sums start as first occurrences. These are already in place.
+    # As in `spread`, but the first occurrences are already in place.
     (sorted_ids,), order, ranks = rank_unique(row_ids)
     is_first = jnp.diff(ranks, prepend=-1) > 0
     is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
@@ -327,8 +325,7 @@ def merge(
         is_repeat,
         positions=forward_fill(jnp.where(is_first, order, -1)),
         value_ids=order,
-        # Only the sums of first occurrences change. Repeats still hold the received
-        # gradients.
+        # Only first occurrences change, so repeats still hold what was received.
         read_values=gather_lines,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
@@ -340,8 +337,8 @@ def _merge_few_rows(
     gradients: Float[Array, "buffer dim"],
     num_rows: int,
 ) -> RowGradients:
+    """Sums into a new buffer, at most half as long as what was received."""
     (sorted_ids,), order, ranks = rank_unique(row_ids)
-    # Padding gets a rank past the end, so it is dropped.
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
     unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
     sums = jnp.zeros((num_rows, gradients.shape[1]), gradients.dtype)
@@ -368,8 +365,8 @@ def _add_repeats(
     Args:
       sums: values of first occurrences.
       is_repeat: occurrences may be in any order.
-      positions: where each occurrence is added in `sums`.
-      read_values: gets the current sums and a chunk of `value_ids`.
+      positions: where the row of each occurrence is in `sums`.
+      read_values: maps the current sums and a chunk of `value_ids` to values.
     """
     num_positions = sums.shape[0]
     num_occurrences = is_repeat.shape[0]
@@ -382,7 +379,8 @@ def _add_repeats(
         num_keys=1,
         is_stable=False,
     )
-    # Otherwise `dynamic_slice` could shift the last chunk, and repeats would add twice.
+    # Without the padding, `dynamic_slice` would shift the last chunk to earlier
+    # repeats, which would then be added twice.
     positions = jnp.pad(positions, (0, chunk_size), constant_values=num_positions)
     value_ids = jnp.pad(value_ids, (0, chunk_size))
 
@@ -405,7 +403,7 @@ def _add_repeats(
 def sorted_blocks(
     keys: Int[Array, " ids"], dim: int, ids_per_block: int | None = None
 ) -> IdBlocks:
-    """Sorts ids by row, and cuts them into blocks, by default as large as a cache."""
+    """Sorts ids by row, and cuts them into blocks whose rows fit in a cache."""
     (num_ids,) = keys.shape
     if ids_per_block is None:
         in_cache = _BLOCK_BYTES // (LANE_BYTES * dim)
@@ -420,8 +418,8 @@ def sorted_blocks(
 
     return IdBlocks(
         row_ids=cut(row_ids, PADDING_ROW_ID),
-        # Positions that fill up the last block read any cotangent. Their rank is past
-        # the end of all sums, so it is dropped.
+        # The positions that fill up the last block read any cotangent, but their rank
+        # is past the end of all sums, so it is dropped.
         order=cut(order, 0),
         ranks=cut(ranks, PADDING_ROW_ID),
     )
@@ -480,7 +478,8 @@ def _sum_block(
     )
     row_ids = jnp.full((ids_per_block,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[positions].set(ids, mode="drop", wrap_negative_indices=False)
-    # A rule needs whole gradients, so a row that continues is left to the next block.
+    # A rule needs the whole gradient of a row, so a row that continues in the next
+    # block is finished there.
     next_id = blocks.row_ids[jnp.minimum(index + 1, num_blocks - 1), 0]
     next_id = jnp.where(index + 1 < num_blocks, next_id, PADDING_ROW_ID)
     continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
@@ -489,6 +488,6 @@ def _sum_block(
     gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids), values=sums
     )
-    # If padding ends the block, its position is past all rows; the sum is unused.
+    # In a block that was filled up, `last` is past all sums. It can't continue.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
     return gradients, open_sum

@@ -4,8 +4,8 @@
 `read_stack` then gathers, sends back and combines rows, round by round.
 
 A *key* is an int32, `owner * rows_per_shard + local row`. One sort of the keys brings
-equal ids together and also groups them by destination. Ids that look up nothing have
-the key `PADDING_ROW_ID`, the largest one.
+equal ids together and also groups them by destination. Padding, ids outside their
+table, and ids excluded by their weight have the largest key, `PADDING_ROW_ID`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
-"""Maximum valence up to which the program unrolls the sum over sample ids."""
+"""Maximum valence up to which the program unrolls the sums of samples."""
 
 ReadRows = Callable[[Shaped[Array, "n ..."]], Float[Array, "n dim"]]
 """Reads the rows at some positions. Ids without a row give zeros."""
@@ -54,8 +54,8 @@ class FeatureInput:
         means the ids are in blocks: the first ids of all samples, then the second ids,
         up to `valence`. A TPU adds such blocks without moving them.
       valence: ids per sample, if `sample_ids` is None.
-      is_sample: False for samples that only fill up the batch. None means all are
-        real, or it makes no difference.
+      is_sample: `[num_samples]`, False for samples that only fill up the batch. None
+        means that all samples are real, or that it makes no difference.
     """
 
     ids: Int[Array, " ids"]
@@ -71,8 +71,9 @@ class FeatureInput:
 class PoolingSpec:
     """A sparse matrix that pools rows into the samples of one feature.
 
-    The forward pass multiplies by it, the backward pass by its transpose. A None stands
-    for factors of 1. The last three fields are from `FeatureInput`.
+    The forward pass multiplies by it, the backward pass by its transpose. An entry is
+    the gain of an id times the scale of its sample, which depends on the combiner. If
+    gains or scales are None, they are all 1. The other fields are from `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -83,7 +84,7 @@ class PoolingSpec:
 
     @property
     def num_ids(self) -> AxisSize:
-        """Ids, padding included."""
+        """Number of ids, padding included."""
         if self.sample_ids is None:
             return self.num_samples * self.valence
         return self.sample_ids.shape[0]
@@ -110,7 +111,12 @@ def flatten(
     features: Sequence[FeaturePlan],
     stack: StackPlan,
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Turns ids into keys, next to the results of `rows_and_poolings`."""
+    """Turns ids into keys.
+
+    Returns:
+      The keys of all features, concatenated. The other results are from
+      `rows_and_poolings`.
+    """
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
     row_ids, poolings, out_of_range = rows_and_poolings(inputs, features)
@@ -119,7 +125,7 @@ def flatten(
     # PADDING_ROW_ID plus an offset would overflow.
     is_padding = row_ids == PADDING_ROW_ID
     stack_rows = jnp.where(is_padding, PADDING_ROW_ID, row_ids + offsets)
-    # Rows aren't negative, so this skips the sign corrections in `//` and `%`.
+    # Rows aren't negative, so `div` avoids the sign corrections of `//` and `%`.
     local_row = jax.lax.div(stack_rows, jnp.int32(stack.num_shards))
     owner = stack_rows - local_row * stack.num_shards
     keys = owner * stack.rows_per_shard + stack.layout.dealt(local_row)
@@ -133,8 +139,9 @@ def rows_and_poolings(
     """Applies id policies and combiners.
 
     Returns:
-      The table row that each position reads, or `PADDING_ROW_ID`; and per feature, its
-      `PoolingSpec` and the number of ids outside the table.
+      The table row that each position reads, or `PADDING_ROW_ID`, concatenated over
+      features; and for each feature, its `PoolingSpec` and its count of ids outside the
+      table.
     """
     row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
@@ -166,7 +173,7 @@ def rows_and_poolings(
 def max_unique_ids(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
 ) -> int:
-    """Bounds the unique ids per shard, on which buffer sizes depend."""
+    """Bounds the unique ids that a shard looks up. Buffer sizes depend on it."""
     if stack.keeps_duplicates:
         return sum(feature_input.ids.shape[0] for feature_input in inputs)
     # A table adds no more unique ids than it has rows, even if features share it.
@@ -181,7 +188,7 @@ def max_unique_ids(
 
 
 def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
-    """Reorders blocks by sample, so that `in_sequence` rules see ids in that order."""
+    """Reorders blocks by sample, for rules that see each occurrence in that order."""
     valence = feature_input.valence
     if feature_input.sample_ids is not None or valence == 1:
         return feature_input
@@ -221,14 +228,13 @@ def _apply_id_policies(
     if any(clips):
         is_clipped = _value_of_each_id(clips, sizes)
         ids = jnp.where(is_clipped, jnp.clip(ids, 0, num_rows - 1), ids)
-        # Padding was clipped to the last row, but still reads nothing.
         is_inside = jnp.where(is_clipped, ~is_padding, is_inside)
     checked_weights = [
         feature_input.weights if leaves_out_weights(feature) else None
         for feature_input, feature in zip(inputs, features, strict=True)
     ]
     if any(weights is not None for weights in checked_weights):
-        # `NaN <= 0` is False, so a NaN weight reaches the loss.
+        # `NaN <= 0` is False: a NaN weight must reach the loss.
         is_left_out = [
             jnp.zeros(size, bool) if weights is None else weights <= 0
             for weights, size in zip(checked_weights, sizes, strict=True)
@@ -239,7 +245,7 @@ def _apply_id_policies(
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
     """Repeats each value for the ids of its feature. Equal values become a scalar."""
-    # Don't use the default integer type, which jax_enable_x64 changes.
+    # jax_enable_x64 would change the default integer type.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
         return jnp.asarray(values[0], dtype)
@@ -270,7 +276,6 @@ def _fill_empty_samples(
     if sample_ids is None:
         is_empty = ~is_row.reshape(-1, num_samples).any(axis=0)
         if feature_input.is_sample is not None:
-            # A default id in a sample that only fills up the batch would touch its row.
             is_empty &= feature_input.is_sample
         is_default = jnp.pad(is_empty, (0, row_ids.shape[0] - num_samples))
     else:
@@ -280,7 +285,7 @@ def _fill_empty_samples(
         is_empty = num_rows == 0
         if feature_input.is_sample is not None:
             is_empty &= feature_input.is_sample
-        # Ragged samples have at least one position each, so an empty one has a first.
+        # `to_feature_input` gave each sample an extra position, so a first one exists.
         is_first = jnp.diff(sample_ids, prepend=-1) != 0
         is_default = is_first & is_empty.at[sample_ids].get(
             mode="fill", fill_value=False, indices_are_sorted=True
@@ -299,7 +304,7 @@ def _gains_and_scales(
     row_ids: Int[Array, " ids"],
     combiner: Combiner,
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
-    """Computes gains by id, and scales by sample.
+    """Computes the gain of each id, and the scale of each sample.
 
     A scale is 1 for sum, 1 / sum(w) for mean and 1 / sqrt(sum(w**2)) for sqrtn, or 0 if
     the denominator is 0.
@@ -308,7 +313,7 @@ def _gains_and_scales(
     is_used = row_ids != PADDING_ROW_ID
     gains = feature_input.weights
     if gains is not None:
-        # Ids without a row must not count in denominators, and a NaN would spread.
+        # Ids without a row must not count in denominators, not even as NaN.
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
@@ -341,11 +346,11 @@ def pool_buffer(
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows from an exchange buffer into their samples.
 
-    `positions` points past the end for ids without a row; these read the last row,
-    zero. `samples_of` scales the results, once they are added over all rounds.
+    `positions` has a position in the buffer for each id, past the end for ids without a
+    row. `samples_of` scales the results, once they are added over all rounds.
     """
-    # The last entry of each bucket is unused. Zeros there avoid a mask on the gathered
-    # rows.
+    # The last entry of the buffer is always unused. Zeros there, for ids without a row,
+    # avoid a mask on the gathered rows.
     last = rows.shape[0] - 1
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
@@ -365,7 +370,7 @@ def pool(
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into samples, where each id reads `rows_at(position)`."""
     if gathers != "by_feature" and all(pooling.is_copy for pooling in poolings):
-        # One array for all features, for compile time. `samples_of` splits it.
+        # One array for all features compiles faster. `samples_of` splits it.
         return [rows_at(positions)]
     if gathers == "whole":
         at, rows_at = rows_at(positions), lambda rows: rows
@@ -400,8 +405,7 @@ def pool_feature(
     """Sums the gain-weighted rows `rows_at(at)` into the samples of one feature."""
     gains, valence = pooling.gains, pooling.valence
     if pooling.sample_ids is None and 1 < valence <= _MAX_UNROLLED_VALENCE:
-        # The first ids of all samples, then the second ones, and so on. Adding slices
-        # reads rows in place; a reduction would copy them first.
+        # Adding slices reads rows in place; a reduction would copy them first.
         terms = [rows_at(nth) for nth in jnp.split(at, valence)]
         if gains is not None:
             pairs = zip(terms, jnp.split(gains, valence), strict=True)
@@ -411,7 +415,6 @@ def pool_feature(
     if gains is not None:
         rows = rows * gains[:, None]
     if pooling.sample_ids is not None:
-        # This drops unused ids, whose sample `num_samples` is past the end.
         return jax.ops.segment_sum(
             rows, pooling.sample_ids, pooling.num_samples, indices_are_sorted=True
         )
@@ -457,7 +460,6 @@ def route_stack(
         sent=sent,
         backend_ids=stack.backend.prepare_ids(keys, poolings, stack),
         poolings=poolings,
-        # `shard_map` joins the shards along a first axis, which scalars lack.
         out_of_range=[count[None] for count in out_of_range],
         max_unique_ids=max_unique,
     )
@@ -469,9 +471,10 @@ def read_stack(
     """Reads and combines rows.
 
     Returns:
-      Float32 activations; the routing for the backward pass; counts by `LookupStats`
-      field, each with an axis of length 1 in front. `num_ids` and `requested_rows` are
-      missing if the lookup sent no ids, `missing_rows` if the device has all its rows.
+      Float32 activations by feature; the routing for the backward pass; counts by
+      `LookupStats` field, each with an axis of length 1 in front. `num_ids` and
+      `requested_rows` are missing if the lookup sent no ids, and `missing_rows` if the
+      device has all rows that it owns.
     """
     poolings = routing.poolings
 
@@ -479,7 +482,7 @@ def read_stack(
         def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
             rows = read_rows(table, row_ids).astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
-            # This comes after `quantize`, which may not map 0 to 0.
+            # Not before `quantize`, which may not map 0 to 0.
             is_row = row_ids < stack.rows_per_shard
             return zeros_unless(is_row, rows)
 
@@ -534,9 +537,9 @@ def _read_before_update(
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
     """Orders table reads before the writes of an update."""
     sent = routing.sent
-    # An update writes to the rows in the routing, so one barrier orders these after the
-    # activations. If the loss derivative doesn't use the activations, XLA could
-    # otherwise write first, and copy the whole table to keep the old rows.
+    # An update writes to the rows that the routing names, so one barrier orders the
+    # routing after the activations. Otherwise, if the derivative of the loss doesn't
+    # use the activations, XLA may write first, and copy the table to keep old rows.
     reads = (activations, routing.keys, routing.backend_ids)
     if sent is None:
         activations, keys, backend_ids = read_before_write(reads)

@@ -1,9 +1,9 @@
 """Dedup, rounds, and the exchange with the owners of rows. Per shard.
 
 Buffers are static, so a round carries at most `capacity` ids from each shard to each
-owner. All sources cut their ids for an owner at the same id, so all requests for a row
-travel in one round. An optimizer can therefore finish one round before the next begins;
-see docs/concepts/skew.md.
+owner. All shards cut their ids for an owner at the same id, which they find with an
+all-reduce. So all requests for a row travel in one round, and an optimizer can finish a
+round before the next begins; see docs/concepts/skew.md.
 
 Callers run round 1 as straight-line code, then `fold_later_rounds`, the only loop over
 rounds.
@@ -46,11 +46,10 @@ def rank_unique(
     """Sorts ids, and ranks each among the distinct ids.
 
     Returns:
-      Words, ascending; positions before sorting; ranks, which count smaller distinct
-      ids.
+      The words, ascending; the position of each id before sorting; and its rank, which
+      counts smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
-    # Equal ids get one rank in any order, so the sort needn't be stable.
     *ids, order = jax.lax.sort(
         (*words, positions), num_keys=len(words), is_stable=False
     )
@@ -85,7 +84,8 @@ class SortedIds:
     Attributes:
       words: ascending; padding last.
       order: positions before sorting.
-      ranks: smaller distinct ids. If duplicates are kept, each occurrence is distinct.
+      ranks: counts of smaller distinct ids. If duplicates are kept, each occurrence
+        counts as distinct.
       first_positions: where the ids for each destination begin, then where padding
         begins.
       first_ranks: ranks at these positions. The last one counts the unique ids.
@@ -151,8 +151,8 @@ def broadcast_to_ids(
 ) -> Int[Array, " ids"]:
     """Repeats values for all sorted ids of a destination. Undefined for padding."""
     # A running sum over the steps between destinations replaces a gather, because a TPU
-    # gathers single integers slowly. Steps are added, since a destination without ids
-    # begins where the next one does.
+    # gathers single integers slowly. Steps are added, not set: a destination without
+    # ids begins where the next one does.
     steps = jnp.diff(values, prepend=0)
     starts = jnp.zeros_like(unique.ranks)
     starts = starts.at[unique.first_positions[:-1]].add(
@@ -174,7 +174,7 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
         low, high = bounds
         middle = (low + high) // 2
         is_below = jnp.zeros(num_queries, bool)
-        # A finished search may look past the end. The clipped word then doesn't count.
+        # A finished search may look past the end, so its word must not count.
         is_equal = low < high
         for word, query in zip(rising, queries, strict=True):
             middle_word = word.at[middle].get(mode="clip")
@@ -209,7 +209,8 @@ def fetch_rows(
         if stack.hardware.name == "cpu":
             # Otherwise XLA fuses the gather into the exchange's slices, on one core.
             rows = computed_apart(rows)
-    # Rows stored in bfloat16 also travel in bfloat16. This is exact before `quantize`.
+    # Rows stored in bfloat16 also travel in bfloat16. This is exact, because `quantize`
+    # comes after.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -255,16 +256,16 @@ class Round:
     """Requests in one round, at their source and at the owner.
 
     Attributes:
-      buffer_positions: where each sorted id is among the requests, and its row among
-        the answers. Past the end if it's not in this round.
+      buffer_positions: where each sorted id is in the buffer of requests, and its row
+        in the buffer of answers. Past the end if the id is not in this round.
       requests: buckets by source. int32 `[buffer_size]`, local rows; or uint32
         `[buffer_size, words]`, the local key first. Unused positions, including the
         last, have the key `PADDING_ROW_ID`.
       next_ranks: first pending rank per destination after this round.
       end_row: `[1]`, where this round ends among the rows that this shard owns. It
         begins where the previous round ended.
-      is_pending: `[1]`, True if some shard has ids for a later round. Zeros, as in an
-        empty gradient, mean that no further round runs.
+      is_pending: `[1]`, True if some shard has ids for a later round. False in a
+        gradient of zeros, so no later round runs.
     """
 
     buffer_positions: Int[Array, " ids"]
@@ -289,7 +290,7 @@ class SentIds:
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
     def positions(self, current: Round) -> Int[Array, " ids"]:
-        """Finds buffer positions, in the order before sorting."""
+        """Finds the buffer position of each id, in the order before sorting."""
         return unsort(current.buffer_positions, self.unique.order)
 
 
@@ -327,8 +328,8 @@ def fold_later_rounds(
 ) -> tuple[Carry, Int[Array, ""]]:
     """Folds `carry = body(carry, round)` over the rounds after the first.
 
-    If there are several rounds and `num_passes` is above 1, each later pass starts
-    again at the first round.
+    `carry` holds the results of the first round, `ids.first`. If there are several
+    rounds, each pass after the first one starts again at the first round.
 
     Returns:
       The final carry, and the number of rounds, including the first.
@@ -391,8 +392,8 @@ def _next_round(
     )
     shape = (size.buffer_size, *request.shape[1:])
     requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
-    # Slices by destination would compile to a loop on TPUs, and make a whole step take
-    # 16 % more cycles than this scatter does. Equal ids write equal requests.
+    # Slices by destination would compile to a loop on TPUs, with 16 % more cycles in a
+    # whole step by the compiler's count. Equal ids write equal requests.
     requests = requests.at[buffer_positions].set(
         request, mode="drop", wrap_negative_indices=False
     )
@@ -426,8 +427,8 @@ def _agree_on_range(
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
     # Find the smallest end over all devices, word by word. A word counts only where all
-    # earlier words are the smallest. Copies of a shard are included, as they need equal
-    # rounds.
+    # earlier words are the smallest. Devices with copies of a shard take part, because
+    # copies need equal rounds.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:
@@ -453,7 +454,7 @@ def gather_from_replicas(received: RowGradients, stack: StackPlan) -> RowGradien
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            # Sort buckets by the device that has their samples, for sample order.
+            # For sample order, sort buckets by the device that has their samples.
             axes = (*stack.replica_axes, *stack.shard_axes)
             sizes = [jax.lax.axis_size(axis) for axis in axes]
             buckets = buffers.reshape(*sizes, -1, *rest)

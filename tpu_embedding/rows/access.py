@@ -34,12 +34,14 @@ from tpu_embedding.xla import copied_in_vectors
 
 
 def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
-    """Reads rows that this device owns. Rows that it lacks are NaN."""
+    """Reads rows that this device owns. Rows that it lacks are NaN, to reach the loss.
+
+    Don't use what ids past the last row read, as in `gather_rows`.
+    """
     _, places = packed.locate(row_ids)
     rows = gather_rows(packed, places)
     if packed.holds_all_rows:
         return rows
-    # NaN reaches the loss. Padding is not missing, so it isn't NaN.
     is_missing = _are_missing(row_ids, places).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(is_missing, jnp.full((), jnp.nan, rows.dtype), rows)
 
@@ -64,7 +66,7 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     Don't use what ids past the last row, such as padding, read.
     """
     layout = packed.layout
-    # The gather doesn't check bounds, and its result needs no mask.
+    # Clamped ids spare the gather a bounds check, and its result a mask.
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
     rows = load_rows(_gather_stored(packed, row_ids), layout)
     return rows.reshape(row_ids.shape[0], *layout.row_shape)
@@ -82,8 +84,8 @@ def add_to_rows(
 ) -> PackedRows:
     """Adds to rows, in place if the caller donated them. Others keep their bits.
 
-    Each row may appear once. Ids past the last row are dropped. A device that flushes
-    denormals to zero also flushes them in rows that share a line with a changed row.
+    Each row may appear at most once. Ids past the last row are dropped. A device that
+    flushes denormals to zero also does so in rows that share a line with a changed row.
     """
     assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
@@ -95,10 +97,11 @@ def replace_stored_rows(
 ) -> PackedRows:
     """Replaces narrow rows in place by rows from `encode_rows`.
 
-    Each row may appear once. Ids past the last row are dropped. Others keep their bits.
+    Each row may appear at most once. Ids past the last row are dropped. Other rows keep
+    their bits.
     """
-    # Additions of int32 wrap around, so this is exact and keeps the row in the same
-    # lanes: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
+    # Additions of int32 wrap around, so this is exact. The `other` row in these lanes
+    # stays: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
     layout = packed.layout
     old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
     difference = (stored - old) << shifts_of(row_ids, layout)[:, None]
@@ -113,7 +116,7 @@ def _add_to_stored(
     lines = packed.lines.at[line_ids].add(
         lines_to_add(row_ids, values, layout),
         mode="drop",
-        # XLA may sort indices that can repeat, as they do in packed lines.
+        # XLA may sort indices that can repeat. Rows that share a line repeat it.
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
@@ -141,17 +144,17 @@ def _gather_stored(
         rows = select_lanes(lines, groups, layout.groups_per_line, layout.lanes_per_row)
     if layout.rows_per_lane == 1:
         return rows
-    # The mask removes the other row, or the sign bits that `>>` copies.
+    # The mask removes the other row, or the sign bits that `>>` shifts in.
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
 
 
 def _line_ids(
     row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Finds the lines of named rows. For other rows, writes drop the results."""
+    """Finds the lines of named rows, and lines past the end for other rows."""
     line_ids = _lines_of_rows(row_ids, layout)
-    # Each dropped line has its own number, so that `unique_indices` stays true. In a
-    # table of 2**31 lines they wrap to negative numbers, which are also dropped.
+    # Lines past the end are distinct, so that `unique_indices` stays true. Writes drop
+    # them, even if they wrap to negative numbers in a table of 2**31 lines.
     dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)
     return jnp.where(jnp.repeat(is_named, layout.lines_per_row), line_ids, dropped)
 
@@ -174,16 +177,16 @@ def set_rows(
 ) -> PackedRows:
     """Sets rows to exact values, in place if the caller donated them.
 
-    Each row may appear once. Ids past the last row are dropped. Narrow rows are rounded
-    to nearest. Pass the current values as `old` if you have read them.
+    Each row may appear at most once. Ids past the last row are dropped. Narrow rows are
+    rounded to nearest. Pass the current values as `old` if you have read them.
     """
     layout = packed.layout
     if layout.narrow_dtype is not None:
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
     if layout.tile_lanes is None and old is None:
-        # Rows that were read are added to even here. If new values don't depend on old
-        # ones, XLA could write first, and copy the array.
+        # Not if old values were read: XLA could write new values that don't depend on
+        # them before the read, and copy the array for that.
         lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
         line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
         return _set_lines(packed, line_ids, lines)
@@ -191,8 +194,8 @@ def set_rows(
         old = gather_rows(packed, row_ids)
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return add_to_rows(packed, row_ids, values - old)
-    # Overwriting would need the line's other rows, so this also adds. `new - old` could
-    # round or overflow, but `-old` leaves exactly 0.
+    # Rows that share a line can only be added to, and XLA:TPU offloads additions from
+    # the TensorCore. `new - old` could round or overflow, but `-old` leaves exactly 0.
     packed, old = _clear_non_finite(packed, row_ids, old)
     return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
 
@@ -202,7 +205,8 @@ def _clear_non_finite(
 ) -> tuple[PackedRows, Array]:
     """Zeroes NaN and infinities in some rows, since no addition can replace them.
 
-    `old` has the current values. The result includes the values after the change.
+    `old` has the current values. The result includes the values after the change. If
+    all values are finite, no line is read.
     """
     layout = packed.layout
     is_stuck, is_row = ~jnp.isfinite(old), row_ids < layout.num_rows
@@ -225,7 +229,7 @@ def _clear_non_finite(
 
 
 def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
-    """Sets lines, each at most once."""
+    """Sets lines, each at most once. Lines past the end are dropped."""
     lines = packed.lines.at[line_ids].set(
         lines, mode="drop", wrap_negative_indices=False
     )
@@ -261,16 +265,16 @@ class Parts:
 
 
 _ROWS_PER_BLOCK: Final = 8192
-"""Approximate rows per block: 4 MiB, if they have 128 float32 lanes."""
+"""Approximate number of rows per block: 4 MiB, if they have 128 float32 lanes."""
 
 
 class Blocks(NamedTuple):
     """Blocks that cover all rows, each as (first row, row count).
 
     Attributes:
-      first: the block that runs outside the loop, so it can have its own size.
-      starts: first rows in other blocks.
-      size: their row count.
+      first: the block outside the loop. Its size may differ.
+      starts: the first row of each block in the loop.
+      size: the row count of each block in the loop, which must be static.
     """
 
     first: tuple[int, int]
@@ -296,7 +300,6 @@ def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
     alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
     size, num_rows = round_up(_ROWS_PER_BLOCK, alignment), layouts[0].num_rows
     whole, rest = num_rows // size * size, num_rows % size
-    # Blocks in a loop have one static size. The rest is a block outside of it.
     if rest:
         return Blocks((whole, rest), range(0, whole, size), size)
     return Blocks((0, size), range(size, num_rows, size), size)

@@ -1,4 +1,4 @@
-"""A leaf next to narrow tables on which arithmetic raises.
+"""An entry in the dict of narrow tables, on whose leaf arithmetic raises.
 
 In bfloat16 and int8 tables, several values share a word, so a moving average or a norm
 with `jax.tree.map` would be silently wrong. The guard has an opaque dtype, like random

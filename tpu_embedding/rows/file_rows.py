@@ -1,8 +1,8 @@
 """Converts lines to file rows and back, on the host. Rows keep their bits.
 
-Files don't depend on the packing. They hold elements in the table's own dtype, except
-that an int8 row has the `dim + 8` bytes of FBGEMM: `dim` codes, then scale and bias,
-both float32, lowest byte first.
+Files don't depend on the packing. They hold the elements of a table or slot variable in
+its own dtype, except that an int8 row has the `dim + 8` bytes of FBGEMM: `dim` codes,
+then scale and bias, both float32, lowest byte first.
 """
 
 from typing import Final
@@ -45,9 +45,10 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
 
 
 def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Converts whole lines to file rows `[lines * rows_per_line, *shape]`.
+    """Converts whole lines to file rows.
 
-    The result is a view of the lines if possible. The row count in `layout` is ignored.
+    The result, `[lines * rows_per_line, *shape]`, is a view of the lines if possible.
+    The row count in `layout` is ignored.
     """
     stored = rows_of_lines(lines.reshape(-1, layout.lanes_per_line), layout)
     match layout.narrow_dtype:
@@ -55,7 +56,7 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
             return load_rows(stored, layout).reshape(-1, *layout.row_shape)
         case "int8":
             return _int8_bytes(stored, layout.dim)
-    # NumPy has no bfloat16 of its own, but a view keeps the bits, NaN included.
+    # A view keeps all bits, also in NaN.
     return stored.astype(np.uint16).view(jnp.bfloat16)
 
 
@@ -114,8 +115,7 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
-    # A word holds every `words`-th element, so bytes in memory order aren't in element
-    # order; see `_join` in `narrow_rows.py`.
+    # Bytes in memory order aren't in element order; see `_join` in `narrow_rows.py`.
     ends = np.ascontiguousarray(words[:, -2:]).view(np.uint8)
     codes = np.ascontiguousarray(words[:, :-2]).view(np.uint8)
     codes = codes.reshape(len(words), -1, 4).transpose(0, 2, 1)

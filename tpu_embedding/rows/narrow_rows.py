@@ -1,7 +1,7 @@
 """Rows with fewer than 32 bits per element, stored in int32 words. JAX or NumPy.
 
-TPU gathers and scatters work on 32-bit words. XLA stores 16-bit arrays in tiles, which
-a gather would copy.
+A TPU gathers and adds 32-bit words. XLA stores 16-bit arrays in tiles, which a gather
+of rows would copy.
 
     bfloat16    two rows share each lane, one in its lower bits, one in its upper bits,
                 so a shift separates them and a TPU moves no values between lanes
@@ -43,16 +43,16 @@ def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
 
 
 def rows_per_lane(dtype: NarrowDtype) -> int:
-    # An int8 row has lanes of its own because of its scale and bias.
     return 1 if dtype == "int8" else 2
 
 
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
     """Encodes float32 rows as int32 `[rows, lanes]`, each in its own lanes.
 
-    Values are rounded to nearest, or with random uint32 `bits`, to bfloat16 up or down
-    such that the mean is exact. Finite numbers stay finite. NaN and all numbers that
-    bfloat16 can represent are unchanged.
+    Rounds to nearest. With random uint32 `bits`, shaped like `rows`, bfloat16 rows are
+    rounded up or down at random, so that the mean is exact. Numbers that bfloat16 can
+    represent don't change, other finite numbers stay finite, and NaN stays NaN. In
+    int8, a number that isn't finite spoils its row, but no other row.
     """
     if dtype == "int8":
         return _encode_int8(rows)
@@ -84,7 +84,6 @@ def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
     """Inverts `join_rows`."""
     if dtype == "int8":
         return lines[:, None]
-    # `>>` copies the sign, which the mask removes.
     parts = [lines & 0xFFFF, (lines >> 16) & 0xFFFF]
     return _module_of(lines).stack(parts, axis=1)
 
@@ -95,8 +94,7 @@ def mix_bits(words: Any) -> Any:
     Each input bit changes each output bit with probability near 1/2. Source: Wellons'
     "lowbias32".
     """
-    # A hash of counters doesn't depend on the order and number of devices, unlike a
-    # random stream.
+    # Unlike a random stream, a hash doesn't depend on the order and number of devices.
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
     return words ^ (words >> np.uint32(16))
@@ -110,7 +108,7 @@ def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows d
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
     """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32."""
-    # The carry into the upper half, which is kept, is random or rounds to nearest.
+    # Only the upper half is kept, after a carry from the lower half.
     magnitude = patterns & _MAGNITUDE
     if bits is None:
         carry = ((magnitude >> 16) & 1) + 0x7FFF  # A tie goes to the even number.
@@ -124,11 +122,11 @@ def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
 
 
 def _encode_int8(rows: Any) -> Any:
-    """Encodes each row with its own scale and bias, as FBGEMM does."""
+    """Encodes each row with its own scale and bias, using the full range of codes."""
     xp = _module_of(rows)
     bias = rows.min(axis=1)
     scale = (rows.max(axis=1) - bias) / np.float32(_MAX_CODE)
-    # A row with equal elements has scale 0, and its codes are 0, not NaN.
+    # If all elements of a row are equal, 0 / 0 would make the codes NaN.
     divisor = xp.where(scale == 0, np.float32(1), scale)
     codes = xp.round((rows - bias[:, None]) / divisor[:, None])
     codes = xp.clip(codes, 0, _MAX_CODE).astype("int32").view("uint32")

@@ -71,8 +71,8 @@ class TableRange(NamedTuple):
 class StackContents:
     """Tables in an array, in row order, with rows dealt to shards round-robin."""
 
-    # Arrays for different tables can have equal shapes. The contents distinguish them,
-    # so a plan can't read rows that belong to a different plan.
+    # Arrays of equal shape can hold different tables, or the same ones in a different
+    # order. The contents keep a plan from reading rows that belong to a different plan.
 
     tables: tuple[TableRange, ...]
     num_shards: int
@@ -87,9 +87,9 @@ class RowLayout:
       row_shape: `(dim,)`, or `()` for one value per row.
       tile_lanes: width of a hardware tile. Lines are whole tiles. If None, a line is
         one row.
-      contents: set if all rows of these tables are included.
-      narrow_dtype: set if elements share 32-bit lanes.
-      banks: ranges that rows are dealt to; see `dealt` and `bank_lanes`.
+      contents: the tables, if all of their rows are included; else None.
+      narrow_dtype: storage type, if elements share 32-bit lanes; else None.
+      banks: number of ranges that rows are dealt to; see `dealt` and `bank_lanes`.
       bank_name: used in messages.
     """
 
@@ -131,8 +131,8 @@ class RowLayout:
     @functools.cached_property
     def is_flat(self) -> bool:
         """True if each row takes a single lane. Lines are then one lane wide."""
-        # A TPU reads and adds to single elements of a flat array. In lines, it would
-        # move 128 lanes for each.
+        # A TPU can read and add to single elements of a flat array. In lines, it would
+        # move 128 lanes for each element.
         return self.lanes_per_row == 1
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class RowLayout:
     @functools.cached_property
     def lines_per_row(self) -> int:
         """Consecutive lines per row, 1 unless rows are dealt to banks."""
-        # Rows of banks must be contiguous. A TPU stores a line of several times 128
+        # Rows in banks must be contiguous, but a TPU stores a line of several times 128
         # lanes in pieces, with pieces of other lines in between.
         if self.banks == 1 or self.tile_lanes is None:
             return 1
@@ -204,7 +204,7 @@ class RowLayout:
 
     @functools.cached_property
     def facts(self) -> tuple[str, ...]:
-        """Everything that decides where a row is, one string per fact."""
+        """Everything that decides in which lanes a row is, one string per fact."""
         contents = self.contents or StackContents((), 1)
         dealt = f"rows dealt to {self.banks} {self.bank_name}"
         return (
@@ -235,9 +235,11 @@ class RowLayout:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """The rows of a table or slot variable, in lines. Global arrays join all shards."""
+    """The rows of a table or slot variable, in lines.
 
-    # Any: leaves of a pytree may be arrays, shapes or shardings.
+    The layout describes one shard. Global arrays have the lines of all shards.
+    """
+
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
 
@@ -248,9 +250,9 @@ class PackedRows:
         """Finds rows that are about to change, once per round of an update.
 
         Returns:
-          This object, after counting changes that will be dropped; and places in the
-          lines, `PADDING_ROW_ID` for rows that the lines lack. A table and its slot
-          variables have equal places.
+          This object, after counting changes that will be dropped; and the place of
+          each row in the lines, `PADDING_ROW_ID` if they lack the row. A table and its
+          slot variables have their rows in equal places.
         """
         return self, row_ids
 
@@ -259,7 +261,7 @@ class PackedRows:
         raise NotImplementedError
 
     def write_windows(self, windows, exchange, read):
-        """Replaces windows, like `row_stream.write_blocks`.
+        """Replaces the rows of windows, like `row_stream.write_blocks`.
 
         If the arrays here are only shapes, all other rows become zeros.
         """
@@ -378,13 +380,13 @@ def lane_groups_of(
     row_ids: Int[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " ids"]:
     """Finds lane groups within lines."""
-    # With a `dim` of 32, a line has the float32 rows 0, 1, 2, 3, or the bfloat16 rows
-    # 0 and 4, 1 and 5, 2 and 6, 3 and 7, where the second ones are in the upper bits.
+    # With a `dim` of 32, the groups of a line hold the float32 rows 0, 1, 2, 3, or the
+    # bfloat16 rows 0 and 4, 1 and 5, 2 and 6, 3 and 7, the second ones in upper bits.
     return row_ids % layout.rows_per_line % layout.groups_per_line
 
 
 def shifts_of(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
-    """Finds the lowest bit that each row has in its lanes."""
+    """Finds the position of the lowest bit that each row has in its lanes."""
     if layout.rows_per_lane == 1:
         return jnp.zeros_like(row_ids)
     return row_ids % layout.rows_per_line // layout.groups_per_line * 16
@@ -414,7 +416,7 @@ def select_lanes(
 def lines_to_add(
     row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
 ) -> Array:
-    """Puts each value in the lanes of its row, in a line of its own to add.
+    """Makes lines that add each value to its row, and change no other row.
 
     In a flat layout, these are single values. If a row takes several lines, they are
     consecutive.

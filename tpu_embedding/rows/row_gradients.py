@@ -1,7 +1,7 @@
 """The gradient of a stacked table, as `lookup/` passes it to `update/`.
 
-It arrives as `Parts`: one `RowGradients` per round. Rounds have different rows, so an
-update may apply them one by one.
+It arrives at the owners of rows as `Parts`: one `RowGradients` per round. No row is in
+two rounds, so an update may apply rounds one by one.
 
 A `jax.tree.map` over a sparse gradient would silently add or scale row ids, and change
 the wrong rows. So `seal` hides integers in an opaque dtype, on which JAX rejects
@@ -56,8 +56,8 @@ class WithoutOperators:
 class _Guard(np.ndarray):
     """A leaf before the sealed leaves. Arithmetic on it raises outside `jax.jit`."""
 
-    # Optax starts a norm with `real` or `conj`, which random keys lack. JAX would raise
-    # an error that doesn't mention gradients.
+    # Optax starts a norm with `real` or `conj`, which random keys lack. Without the
+    # guard, the error would not mention gradients.
 
     real = imag = property(_reject_arithmetic)  # pyright: ignore
     conj = __array_ufunc__ = _reject_arithmetic  # pyright: ignore
@@ -71,8 +71,8 @@ GUARD: Final = np.zeros((), bool).view(_Guard)
 class Sealed:
     """A pytree whose row ids and weights are protected from arithmetic.
 
-    If you apply `jnp.zeros_like` to every leaf, it has no rows. `dtypes` has a None for
-    each leaf that is not sealed.
+    After `jnp.zeros_like` on every leaf, it has no rows. `dtypes` has a None for each
+    leaf that is not sealed.
     """
 
     leaves: list[Any]
@@ -100,7 +100,7 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
     leaves, dtypes = [], []
     for path, leaf in with_paths:
         is_linear = any(getattr(key, "name", None) in linear_fields for key in path)
-        # A map over the open floats is right, such as division by a loss scale.
+        # A map over these floats, such as division by a loss scale, is correct.
         is_open = leaf.dtype == bool or (is_linear and leaf.dtype == jnp.float32)
         dtypes.append(None if is_open else leaf.dtype.name)
         if not is_open:
@@ -116,15 +116,16 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """Row gradients in one round. Per shard.
+    """The gradients of rows in one round. Per shard.
 
     Attributes:
       row_ids: local rows, each at most once (or once per occurrence, for optimizers
         that see occurrences); `PADDING_ROW_ID` where unused.
       values: gradients, undefined in unused positions.
-      occurrences: one gradient per occurrence, if the optimizer needs their norm.
-      covered: rows in this round, touched or not. None if these are all rows, or if the
-        rule runs only on touched rows.
+      occurrences: one gradient per occurrence of an id, if the optimizer needs their
+        norm.
+      covered: range of local rows in this round, touched or not. None if it has all
+        rows, or if the rule runs only on touched rows.
     """
 
     row_ids: Int[Array, " rows"]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowStorage:
-    """Storage of all rows on devices. Only subclasses need the methods.
+    """A storage that keeps all rows of a stack on devices.
 
-    It must be hashable, since plans are static under `jit`. `bytes_per_device` comes in
-    addition to the rows.
+    It must be hashable, since plans are static under `jit`. Its methods are called only
+    if devices don't hold all rows. `bytes_per_device` comes in addition to the rows.
     """
 
     holds_all_rows: ClassVar[bool] = True
@@ -36,5 +36,8 @@ class RowStorage:
     def init_state(
         self, table: PackedRows, stack: "StackPlan", kept: Any = None
     ) -> Any:
-        """Makes state for the current rows, with slots from `kept` if given. Global."""
+        """Makes the optimizer state for the current rows. Global.
+
+        If you pass a state as `kept`, the new state has the same slot variables.
+        """
         raise NotImplementedError

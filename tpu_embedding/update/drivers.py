@@ -1,6 +1,6 @@
 """Applies gradients to stacks: drivers choose the parts that a rule runs on.
 
-    Touched         for each round: the rows that it looked up
+    Touched         for each round: its rows
     InSequence      for each round, for k = 0, 1, ...: the k-th occurrence of each row
     EveryRow        for each round: all rows that it covers, block by block
     KeptGradient    once all rounds are known: all rows, block by block
@@ -63,9 +63,9 @@ def update_stack(
     """
     step = StackStep(stack, state, table_sizes)
     is_finite = step.is_finite
-    # A learning rate that isn't finite must not change any row. Dropping the row ids
-    # decides this once, not in each block. A kept gradient is collected in any case:
-    # `_update_kept_gradient` covers no rows instead.
+    # A learning rate that isn't finite must not change any row, so the gradient loses
+    # its rows here. A kept gradient is collected all the same, and instead
+    # `_update_kept_gradient` moves no rows.
     if is_finite is not None and step.kept is None:
         gradient = gradient.map(lambda round: round.only_if(is_finite))
     driver = _DRIVERS[type(stack.optimizer.driver)]
@@ -76,10 +76,12 @@ def update_stack(
 def state_without_rows(
     state: Any, stack: StackPlan, table_sizes: Array | None = None
 ) -> Any:
-    """Advances shared values by a step that touched no rows in this stack."""
-    # Only for rules that update touched rows.
+    """Advances shared values by a step that touched no rows in this stack.
+
+    The rule must update only touched rows.
+    """
     # Step counts then agree across tables, however they are stacked. Slot variables are
-    # neither read nor written, so XLA doesn't copy them, and devices don't communicate.
+    # neither read nor written, so XLA doesn't copy them.
     step = StackStep(stack, state, table_sizes)
     return step.state_after(None, step.values_without_rows())
 
@@ -94,7 +96,8 @@ def _update_touched(
         part = Part(
             updates.row_ids,
             updates.values,
-            # As in TensorFlow, a row whose gradient is zero counts as touched.
+            # As in TensorFlow, a row that was looked up is touched even if its gradient
+            # is zero.
             is_touched=updates.row_ids != PADDING_ROW_ID,
             occurrences=gradients.occurrences,
         )
@@ -111,18 +114,17 @@ def _update_in_sequence(
 
     def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
         updates = gradients.as_row_updates()
-        # A row's occurrences are all in one round, so counting within it is enough.
+        # All occurrences of a row are in one round.
         earlier = _num_earlier_occurrences(updates.row_ids)
         is_used = updates.row_ids != PADDING_ROW_ID
         num_passes = jnp.max(jnp.where(is_used, earlier + 1, 0))
 
         def run_pass(passes: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
-            # The first pass updates each row's first occurrence, and so on.
             number, arrays = passes
             is_due = earlier == number
             row_ids = jnp.where(is_due, updates.row_ids, PADDING_ROW_ID)
             part = Part(row_ids, updates.values, is_due, occurrence=number)
-            # New shared values are dropped: they advance once per step, not per pass.
+            # New shared values are dropped: they advance once per step.
             return number + 1, step.run_on_rows(arrays, part, all_reduce)[0]
 
         start = (jnp.int32(0), arrays)
@@ -137,14 +139,13 @@ def _update_every_row(
     """Runs the rule on every row, without a dense gradient in memory."""
 
     def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
-        # Each block finds its gradients with a binary search instead of a scan of all.
+        # In sorted gradients, a binary search finds the gradients of a block.
         in_order = _sorted_gradients(gradients.as_row_updates())
         arrays, in_order = read_before_write((arrays, in_order))
 
         def gradient_of(start: Any, size: int, _: Arrays) -> tuple[Array, Array]:
             return _dense_gradient(in_order, start, size)
 
-        # Rounds cover disjoint row ranges, so no row moves twice in a step.
         return _sweep(step, arrays, gradient_of, gradients.covered)[0]
 
     return gradient.fold(run_round, arrays), step.values_without_rows()
@@ -155,7 +156,7 @@ def _update_kept_gradient(
 ) -> tuple[Arrays, list[Any]]:
     """Adds to the kept gradient, and runs the rule on every row if an update is due."""
     # A rule with totals, or with several steps per update, must see all rounds before
-    # it moves any row. So the state keeps a dense gradient, which the sweep clears.
+    # it moves any row. So the state keeps a dense gradient, and the sweep clears it.
 
     def collect(
         kept: tuple[PackedRows, ...], gradients: RowGradients
@@ -171,7 +172,7 @@ def _update_kept_gradient(
     arrays = arrays._replace(kept=gradient.fold(collect, arrays.kept))
     num_steps, covered = step.stack.optimizer.gradient_steps, None
     if step.is_finite is not None:
-        # An empty range moves no row, but still clears the kept gradient.
+        # With an empty range, the sweep moves no row but clears the kept gradient.
         end_row = jnp.where(step.is_finite, jnp.int32(PADDING_ROW_ID), 0)
         covered = RowRange(jnp.int32(0), end_row)
 
@@ -225,7 +226,7 @@ def _run_parts(
 
 def _num_earlier_occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
     """Counts equal ids before each position."""
-    # A stable sort keeps equal ids in sample order.
+    # The sort is stable, since equal ids must stay in sample order.
     positions = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     sorted_ids, order = jax.lax.sort((row_ids, positions), num_keys=1, is_stable=True)
     firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
@@ -236,7 +237,7 @@ def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
     (num_rows,) = gradients.row_ids.shape
     positions = jnp.arange(num_rows, dtype=jnp.int32)
     row_ids, order = jax.lax.sort((gradients.row_ids, positions), num_keys=1)
-    # Without the padding, `dynamic_slice` would shift the last chunk to earlier rows.
+    # Without padding, `dynamic_slice` would shift the last chunk to earlier rows.
     room = min(_CHUNK, num_rows)
     return RowUpdates(
         row_ids=jnp.pad(row_ids, (0, room), constant_values=PADDING_ROW_ID),
@@ -246,7 +247,7 @@ def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
 
 def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array, Array]:
     """Expands sorted gradients to a dense block, with 1 for touched rows."""
-    # At least half of the buffer is gradients, so a chunk never exceeds its padding.
+    # This is the length of the padding, so no chunk is shifted.
     chunk = min(_CHUNK, in_order.row_ids.shape[0] // 2)
     end_row = start + size
     ends = jnp.asarray([start, end_row], jnp.int32)
@@ -258,8 +259,8 @@ def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array,
             jax.lax.dynamic_slice_in_dim(array, position, chunk)
             for array in (in_order.row_ids, in_order.values)
         )
-        # Ids in later blocks and padding are mapped out of range. The search excludes
-        # earlier blocks, so no index is negative.
+        # Later blocks and padding are mapped out of range. Earlier blocks don't occur,
+        # due to the search.
         at = jnp.where(ids < end_row, ids - start, size)
         return (
             position + chunk,
@@ -279,7 +280,6 @@ def _sweep(
     covered: RowRange | None,
 ) -> tuple[Arrays, list[Any]]:
     """Runs the rule on all rows in a range, block by block."""
-    # Blocks start at a line boundary in the table, its slots and the kept gradient.
     all_rows = jax.tree.leaves(arrays, is_leaf=is_slot)
     blocks = blocks_of([rows.layout for rows in all_rows])
 

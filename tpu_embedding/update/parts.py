@@ -53,7 +53,10 @@ from tpu_embedding.xla import read_before_write, value_of_range
 
 
 class Arrays(NamedTuple):
-    """The arrays that parts change. `kept` holds a dense gradient and its touches."""
+    """The arrays that parts change, one part after another.
+
+    `kept` has `gradient` and `touches` from a `KeptGradientState`, or is empty.
+    """
 
     table: Any
     slots: list[Any]
@@ -64,7 +67,8 @@ class Part(NamedTuple):
     """Rows that a rule gets at once, with their gradient. Per shard.
 
     Each row occurs at most once. Unused positions have `PADDING_ROW_ID` and gradient
-    zero. `occurrence` counts earlier parts in the same step that moved the same rows.
+    zero. `occurrence` counts earlier parts in the same step that have the same rows;
+    `occurrences` is from `RowGradients`.
     """
 
     row_ids: Int[Array, " rows"]
@@ -78,8 +82,8 @@ class Part(NamedTuple):
 class StackStep:
     """One step, which exists only during tracing. Per shard.
 
-    `state` is the state before the step. Pass `table_sizes` if totals must count only
-    rows that belong to an id.
+    `state` is the state before the step. Pass `table_sizes` if ids are not row numbers:
+    totals then count only rows that belong to an id.
     """
 
     stack: StackPlan
@@ -88,7 +92,7 @@ class StackStep:
 
     @functools.cached_property
     def kept(self) -> KeptGradientState | None:
-        """State with the dense gradient, if the rule needs one."""
+        """The state with the dense gradient, if the rule needs one."""
         is_rounded = isinstance(self.state, RoundedState)
         state = self.state.inner if is_rounded else self.state
         return state if isinstance(state, KeptGradientState) else None
@@ -100,7 +104,7 @@ class StackStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if this learning rate is NaN or infinite. None for constant rates."""
+        """False if the rate in this step is not finite. None for constant rates."""
         return rates_are_finite(self.stack.optimizer, self.stack.dim, self.old_values)
 
     def arrays(self, table: PackedRows) -> Arrays:
@@ -112,7 +116,6 @@ class StackStep:
     ) -> tuple[Arrays, list[Any]]:
         """Runs the rule on some rows, in place, and returns the new shared values."""
         optimizer, (table, slots, kept) = self.stack.optimizer, arrays
-        # Slot variables have their rows in the same places as the table.
         table, places = table.locate(part.row_ids)
         old_slots = [gather_rows(slot, places) for slot in slots]
         if self.stack.updates == "blocks":
@@ -120,9 +123,8 @@ class StackStep:
             old_slots, slots = read_before_write((old_slots, slots))
         rows = gather_rows(table, places)
         if optimizer.sets_rows:
-            # The rule returns the difference from the old row. If that were NaN, so
-            # would be the difference; if it were large, a small new value would be lost
-            # to rounding.
+            # The rule returns the difference from the old row. This would be NaN if the
+            # old value is NaN, and lose a small new value if the old one is large.
             rows = jnp.zeros_like(rows)
         known = self._known_rows(part, all_reduce) if optimizer.takes_totals else None
         updates, new_slots, new_values = self._run_rule(part, rows, old_slots, known)
@@ -168,14 +170,13 @@ class StackStep:
         def if_moved(new: Array, old: Array) -> Array:
             return jnp.where(is_moved.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        # A block is written whole, so rows that don't move are written back unchanged.
         updates = jnp.where(is_moved[:, None], updates, 0)
         new = Arrays(
             table=self._stored_rows(part, rows, updates),
             slots=list(map(if_moved, new_slots, old.slots)),
             kept=jax.tree.map(jnp.zeros_like, old.kept),
         )
-        # Otherwise XLA may write an array before its last read, and copy it for that.
+        # XLA must not write an array before its last read, or else it copies the array.
         new, new_values = read_before_write((new, new_values))
         arrays = jax.tree.map(
             lambda rows, new_rows: write_block(rows, start, new_rows),
@@ -187,7 +188,7 @@ class StackStep:
 
     def values_without_rows(self) -> list[Any]:
         """Computes new shared values by running the rule on padding rows."""
-        # Shared values may not depend on rows, as the probe checks.
+        # The probe has checked that shared values don't depend on rows.
         optimizer, dim = self.stack.optimizer, self.stack.dim
         rows = jnp.zeros((PADDING_ROWS, dim), jnp.float32)
         row_ids = jnp.full(PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
@@ -206,8 +207,8 @@ class StackStep:
         """Builds the state after the step. Without arrays, slots are unchanged."""
         state = rule_state_of(self.state)
         if self.is_finite is not None:
-            # A rate that isn't finite makes totals NaN, and they would remain NaN.
-            # Integers, such as the step count, still advance.
+            # A rate that isn't finite may have made shared floats NaN, such as totals,
+            # and they would remain NaN. Integers, such as the step count, advance.
             new_values = [
                 jnp.where(self.is_finite | jnp.isfinite(new), new, old)
                 if jnp.issubdtype(new.dtype, jnp.floating)
@@ -244,7 +245,6 @@ class StackStep:
             return dataclasses.replace(known, table_sizes=self.table_sizes)
 
         total, occurrences = None, part.occurrences
-        # The norm must see each occurrence before duplicates are summed.
         if occurrences is not None:
             is_touched = occurrences.row_ids != PADDING_ROW_ID
             squares = jnp.sum(jnp.square(occurrences.values), axis=1)
@@ -306,8 +306,8 @@ def replaced_slots(
     """Writes new slot values to rows, in place. Per shard."""
     probed = probe_rule(optimizer, table_dim)
     result = []
-    # A slot that keeps its old value takes one scatter-add. Other slots are set, which
-    # may take two: in a large difference, rounding would lose a small new value.
+    # Adding takes one scatter, but in the difference from a large old value, rounding
+    # would lose a small new one. Such slots are set, which may take two scatters.
     for slot, facts, before, after in zip(slots, probed.slots, old, new, strict=True):
         if facts.is_moved_by_adding:
             difference = row_differences(before, after)
@@ -377,10 +377,9 @@ def bits_of_rows(
 ) -> UInt32[Array, "ids dim"]:
     """Hashes step, table name, row and element into bits for stochastic rounding."""
     # Rounding to nearest would lose every update below half a unit of the dtype, so
-    # small gradients would never move a row; at random, the mean is exact. Nothing in
-    # the hash depends on devices, stacking or packing. It has the step because an
-    # element that was rounded back to its old value would otherwise get the same bits
-    # again, and never change.
+    # small gradients would never move a row. At random, the mean is exact. The hash
+    # doesn't depend on devices, stacking or packing. Without the step, an element that
+    # was rounded back to its old value would get the same bits again, and never change.
     _, stack_rows = rows_of_stack(row_ids, stack)
     stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)
     stack_rows = stack_rows.astype(jnp.uint32)

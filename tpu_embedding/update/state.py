@@ -53,8 +53,10 @@ class RoundedState(NamedTuple):
 class KeptGradientState(NamedTuple):
     """The state for a rule that needs the dense gradient.
 
-    `gradient`, `[rows, dim]`, is summed since the rule last ran. Meanwhile, `touches`,
-    `[rows]`, counts the steps that looked up each row, and `step` counts all steps.
+    Attributes:
+      gradient: `[rows, dim]`, the sum over all steps since the rule last ran.
+      touches: int32 `[rows]`, how many of these steps looked up each row.
+      step: int32 scalar, the number of these steps.
     """
 
     gradient: PackedRows
@@ -67,8 +69,8 @@ def init_state(table: PackedRows, stack: StackPlan) -> Any:
     """Initializes a stack's optimizer state. Per shard."""
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
-        # Summing block by block, each apart from its slice, repeats the order in which
-        # rows in host memory are summed, so totals have the same bits in either place.
+        # Rows on the host are also summed block by block, so totals have the same bits
+        # wherever rows are stored. For this, a block must not be fused with its slice.
         totals = find_totals(
             lambda block, all_reduce: init_block(
                 computed_apart(lines_of_block(table, *block)),
@@ -155,7 +157,7 @@ def rule_state_of(state: Any) -> Any:
 
 
 def is_slot(leaf: Any) -> bool:
-    # Also the `is_leaf` of `jax.tree` calls: `PackedRows` is a pytree itself.
+    # Also an `is_leaf` argument, since `PackedRows` is a pytree itself.
     return isinstance(leaf, PackedRows)
 
 
@@ -187,7 +189,7 @@ def with_values_if(condition: Any, new: Any, old: Any) -> Any:
     """Keeps the old shared values if a condition is False. None means True."""
     if condition is None:
         return new
-    # Callers keep the slot rows themselves: a select here would copy whole tables.
+    # Slot variables come from `new`: a select would copy whole tables.
     pairs = zip(values_of(new), values_of(old), strict=True)
     return with_values(new, [jnp.where(condition, *pair) for pair in pairs])
 
@@ -207,7 +209,7 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 def structure_of_state(state: Any) -> jax.tree_util.PyTreeDef:
     """Finds the structure, independent of where slot rows are stored."""
-    # Rows on the host are another node type, but must match the plan's abstract state.
+    # Rows on the host are a different node type, but must match `abstract_state`.
     return jax.tree.structure(
         map_slots(lambda slot: PackedRows(lines=0, layout=slot.layout), state)
     )

@@ -2,7 +2,8 @@
 
 A rule requests totals, as in `total = rows.total(values)`, and may need one to compute
 the next. With a single part, an all-reduce answers each request. With several, the rule
-runs on all parts once per total, and each run finds the next one.
+runs on all parts once per total, and each run finds the next total. A last run uses
+them all.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def across_shards(stack: StackPlan) -> AllReduce:
 def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array]:
     """Finds all totals that a rule requests, in order. Per shard."""
     known: list[Array] = []
-    # Each run only needs the next total's values; XLA removes its other results.
+    # XLA removes all results of a run but the values for the next total.
     while len(requests := requests_of(run, parts.first, known)) > len(known):
         number = len(known)
         total, reduction = requests[number]
@@ -63,7 +64,7 @@ def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array
 
 
 def known_totals(known: list[Array]) -> AllReduce:
-    """Answers requests with known totals, in order. Good for a single run."""
+    """Makes a function that answers the requests of a single run, in order."""
     remaining = iter(known)
     return lambda totals, reduction: next(remaining)
 
@@ -101,7 +102,7 @@ def tables_of_rows(
 
     num_begun = count_reached([table.row_offset for table in stack.tables])
     sizes = [table.num_rows for table in stack.tables]
-    # Tables begin at different owners, so rows between two tables belong to neither.
+    # Tables begin at different owners, so there may be rows between two tables.
     num_ended = count_reached([x.row_offset + x.num_rows for x in stack.tables])
     tables = num_begun - 1 if len(sizes) > 1 else None
     return TableRows(
@@ -116,7 +117,11 @@ def tables_of_rows(
 def rows_of_stack(
     row_ids: Int[Array, " rows"], stack: StackPlan
 ) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Converts local rows to stack rows, and masks padding (False). Per shard."""
+    """Converts local rows to stack rows. Per shard.
+
+    Returns:
+      A mask that is False for padding, and the rows, arbitrary for padding.
+    """
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(stack.shard_axes)
     # A padding id would overflow in the product.
