@@ -37,8 +37,8 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
     """
     if jax.process_index() == 0:
         path = local_path(directory).resolve()
-        # In the same folder, because a rename can't cross file systems. With its own
-        # number, several writers of one path don't disturb each other: the first to
+        # The partial directory is in the same folder, because a rename can't cross file
+        # systems. Its unique name keeps several writers of one path apart: the first to
         # rename wins. Only a killed process leaves it on disk. Digests reveal files
         # that a crash cut off, so nothing is flushed.
         partial = path.with_name(f".export-{uuid.uuid4().hex}.partial")
@@ -123,8 +123,8 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
         raise ExportError(f"{directory} must {rule}.")
     try:
         with path.open("rb") as file:
-            # Bounds the memory for a forged document. One more byte tells that it is
-            # too long.
+            # The limit bounds the memory that a forged document can take. One byte more
+            # shows that it is exceeded.
             content = file.read(MAX_DOCUMENT_BYTES + 1)
         if len(content) > MAX_DOCUMENT_BYTES:
             raise ValueError(f"it must have at most {MAX_DOCUMENT_BYTES} bytes")

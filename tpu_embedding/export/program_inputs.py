@@ -3,7 +3,7 @@
 A program takes flat arrays. An input `NAME`, its path in the arguments, becomes the
 array `NAME`, or `NAME/values` and `NAME/row_splits` if it is ragged. Weights become
 `NAME/weights`. At a call, `prepare_features` checks ids, so a wrong id raises the same
-error as in training.
+error as in training. The program itself rejects wrong shapes.
 """
 
 import collections
@@ -82,7 +82,7 @@ class Input:
 
     @property
     def ids_name(self) -> str:
-        """Array with the ids, or the input's only array."""
+        """Name of the array with the ids, or of the only array."""
         return f"{self.name}/values" if self.kind == "ragged_ids" else self.name
 
     @property
@@ -113,7 +113,7 @@ class Signature:
 
     @classmethod
     def of_json(cls, value: Any) -> Self:
-        """Reads JSON values. Wrong values raise Lookup-, Type- or ValueErrors."""
+        """Reads JSON values, or raises LookupError, TypeError or ValueError."""
         inputs = tuple(
             Input(**{**entry, "path": _texts(entry["path"])})
             for entry in value["inputs"]
@@ -198,8 +198,9 @@ class Example:
         ids.
         """
         sizes = self._batch_sizes()
-        # Only first axes of the example's batch size become free, so this size must be
-        # known. If no input has the requested size, the first feature determines it.
+        # Only a first axis as long as the example's batch becomes free, so this length
+        # must be known. If no input has the requested size, the first feature
+        # determines it.
         own_size = batch_size if batch_size in sizes else sizes[0]
         # A program can't mix symbols from several scopes.
         scope = jax.export.SymbolicScope()
@@ -256,8 +257,8 @@ class Example:
         leaves, owners = [], {}
         for input_ in self.inputs:
             leaf = _rebuild(input_, arrays)
-            # Lookups see arrays without names, so they are identified by object
-            # identity.
+            # Lookups see arrays without names, so object identity has to name their
+            # inputs.
             owners[id(ids_of(leaf))] = input_.name
             leaves.append(leaf)
         nest = self.tree.unflatten(leaves)
@@ -455,7 +456,7 @@ def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
 
 def _arrays_of_ids(input_: Input, leaf: Any) -> dict[str, np.ndarray]:
     ids = types.ids_of(leaf)
-    if isinstance(ids, Ids64):  # The last axis holds the two words of an id.
+    if isinstance(ids, Ids64):
         ids = np.stack([np.asarray(ids.low), np.asarray(ids.high)], axis=-1)
     weights = getattr(leaf, "weights", None)
     arrays = {input_.ids_name: ids, input_.weights_name: weights}

@@ -1,8 +1,8 @@
 """Exports a TensorFlow SavedModel, which holds the tables as variables.
 
-It runs the program from `stablehlo.save` in one `XlaCallModule` operation, like jax2tf.
-JAX usually writes a newer StableHLO version than TensorFlow can read. Unlike jax2tf,
-this module therefore writes the program in TensorFlow's version.
+The SavedModel runs the program from `stablehlo.save` in one `XlaCallModule` operation,
+like jax2tf. JAX usually writes a newer StableHLO version than TensorFlow can read.
+Unlike jax2tf, this module therefore writes the program in TensorFlow's version.
 """
 
 import importlib
@@ -106,7 +106,6 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
 
         def __init__(self):
             super().__init__()
-            # TensorFlow saves variables that a module's attributes hold.
             self.tables = variables(saved.tables)
             self.dense = variables(saved.dense)
 
@@ -160,7 +159,7 @@ def _call_module(exported: jax.export.Exported) -> Any:
             platforms=[name.upper() for name in exported.platforms],
         )
         outputs = jax.tree.unflatten(exported.out_tree, outputs)
-        # A TensorFlow signature can return only tensors by name.
+        # A signature returns tensors by name, so a single output needs a name.
         return outputs if isinstance(outputs, dict) else {"output": outputs}
 
     return call
@@ -214,7 +213,7 @@ def _converted_ids(
 
 
 def _to_int32(ids: Any, kind: InputKind) -> Any:
-    """Narrows ids. Ids that don't fit stay out of range at their own end."""
+    """Narrows ids to int32. Negative ids become -1, and too large ids the largest."""
     tf = _tensorflow()
     # In ragged ids, the padding value counts as an id, as in `prepare_features`.
     largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1

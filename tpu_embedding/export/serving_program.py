@@ -76,7 +76,7 @@ def make_program(
     arrays = example.structs(batch_size)
     try:
         # This first trace finds the tables that the method reads, and the ids that need
-        # 64 bits. Only then are the arguments of the program known.
+        # 64 bits.
         jax.eval_shape(served, _table_specs(tables, row_format), dense, arrays)
         tables = {k: table for k, table in tables.items() if k in served.used_tables}
         arrays = example.structs(batch_size, _wide_inputs(served.lookups))
@@ -192,7 +192,6 @@ def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
         and feature.config.out_of_range_ids == "error"
     ]
     kind = "dense_ids" if features and input_.kind == "array" else input_.kind
-    # Several features may look up the input, so the smallest table counts.
     limit = min(limits, default=None)
     return dataclasses.replace(input_, kind=kind, vocabulary_size=limit)
 

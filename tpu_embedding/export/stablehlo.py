@@ -70,8 +70,8 @@ def save(
         on any number of devices, and is exported in `eval` mode.
       directory: new directory for the export. It appears once all files are written.
       *example: method arguments: a batch, prepared or not. Only shapes and dtypes
-        matter. A first axis with the batch size may vary between calls. All other sizes
-        are fixed.
+        matter. If a first axis has the batch size, calls may change its size. All other
+        sizes are fixed.
       method: name of the method to export.
       dtype: table type in the files: `"float32"`, `"bfloat16"`, or `"int8"` with a
         scale and bias per row, in FBGEMM's layout.

@@ -2,7 +2,7 @@
 
 The safetensors library writes only whole tensors, but a table may be larger than host
 memory. So this module writes the header itself, then rows in blocks.
-docs/guides/serving.md describes the rows of int8 and dynamic tables.
+docs/guides/table_dtypes.md describes int8 rows, and serving.md dynamic tables.
 """
 
 import dataclasses
@@ -45,12 +45,14 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
-    """Creates a file with tensors of zeros, for `write_rows` to fill."""
+    """Creates a file with tensors of zeros, for `write_rows` to fill.
+
+    A spec is an array or a `jax.ShapeDtypeStruct`.
+    """
     header, end = {}, 0
     # Readers expect aligned tensors, so the widest elements come first.
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
         shape, dtype = specs[name].shape, specs[name].dtype
-        # safetensors reserves it.
         if name == "__metadata__":
             fix = "Rename the table."
             rule = "not be reserved by safetensors"
@@ -72,7 +74,6 @@ def create_file(path: pathlib.Path, specs: Mapping[str, Any]) -> None:
         raise invalid(f"header of {path.name}", rule, len(encoded), kind=ExportError)
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
-        # Extends the file with zeros, without writing them.
         file.truncate(LENGTH_BYTES + len(encoded) + end)
 
 
@@ -286,7 +287,6 @@ def write_table_files(
     for name, start, rows in _blocks(tables):
         file_rows = np.arange(start, start + len(rows))
         if (ids := tables[name].ids) is not None:
-            # Skip rows without an id.
             file_rows = ids.file_rows[start : start + len(rows)]
             rows, file_rows = rows[file_rows >= 0], file_rows[file_rows >= 0]
         # All processes encode, so that all raise if int8 can't hold a row.

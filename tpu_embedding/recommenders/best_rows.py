@@ -76,9 +76,9 @@ def top_k(
     """Finds the `k` rows whose scalar products with each query are largest.
 
     The result is exact and, up to float32 rounding, the same on any number of devices.
-    Rows with equal scores are ordered by id. Time grows with queries times rows. Note
-    that outside `jax.jit`, each call with a `transform` recompiles, unless you pass a
-    `jax.tree_util.Partial`.
+    Rows with equal scores are ordered by id. The time is proportional to the number of
+    queries times the number of rows. Note that outside `jax.jit`, each call with a
+    `transform` recompiles, unless you pass a `jax.tree_util.Partial`.
 
     Args:
       tables: packed rows by stack name, from `init_tables`; or, as in exported
@@ -86,7 +86,7 @@ def top_k(
       queries: global `[queries, dim]`, as wide as the rows or the `transform` output.
         Converted to float32.
       plan: plan that placed the tables.
-      k: row count, from 1 to the vocabulary size.
+      k: number of rows, from 1 to the vocabulary size.
       table: table name, optional if the plan has only one.
       transform: maps rows `[rows, dim]` to the vectors to compare with, such as an item
         tower. It must treat each row independently. By default, rows are compared
@@ -120,8 +120,8 @@ def top_k(
     vector = row if transform is None else jax.eval_shape(transform, row)
     check_search("top_k", queries, k, member.num_rows, vector.shape)
     excluded = checked_exclusions(excluded, queries.shape[0])
-    # A table may have a stack's name, so the type decides: packed rows are a stack's,
-    # and an array is a whole table.
+    # A table may share its name with a stack, so the type decides: an array is a whole
+    # table, and packed rows belong to a stack.
     rows = tables.get(member.name)
     if not isinstance(rows, jax.Array):
         check_tables(tables, [stack])
@@ -158,7 +158,7 @@ def _search(
 
     def vectors_of(rows: Array) -> Array:
         if stack.quantization is not None:
-            # Scores belong to the rows that a lookup returns.
+            # As in a lookup, so that scores agree with the rows that a lookup reads.
             rows = quantize(rows, stack.quantization)
         return rows if transform is None else transform(rows).astype(jnp.float32)
 
@@ -167,8 +167,8 @@ def _search(
         read = lambda ids: vectors_of(rows_of_table(table, ids))  # noqa: E731
         return best_of_all(queries, read, member.num_rows, excluded, k)
     num_shards = stack.num_shards
-    # Replicas of the rows split the queries. Within a replica, each shard scores all of
-    # its queries.
+    # Replicas of the rows split the queries. In a replica, each shard scores all
+    # queries of the replica.
     replica_spec = PartitionSpec(stack.replica_axes)
     device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
@@ -187,11 +187,10 @@ def _search(
         # Some shards have one row fewer. `read` marks the row past their end as
         # padding.
         num_rows = -(-member.num_rows // num_shards)
-        # Any excluded id may be among the best, and only the merge removes it.
+        # Excluded ids may be among the best, and only the merge removes them.
         num_best = min(k + excluded.shape[1], member.num_rows)
         best = _best_of_device(queries, read, num_rows, num_best)
         if num_shards > 1:
-            # Not an all-gather: each device merges only its share of the queries.
             best = jax.tree.map(
                 lambda x: jax.lax.all_to_all(x, stack.shard_axes, 0, 1, tiled=True),
                 best,
@@ -199,7 +198,6 @@ def _search(
         return _merged(best, excluded, k)
 
     def run(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
-        # Zero queries as padding, so that devices share the queries equally.
         room = ((0, -num_queries % plan.num_shards), (0, 0))
         queries, excluded = jnp.pad(queries, room), jnp.pad(excluded, room)
         best = on_shards(
@@ -210,7 +208,7 @@ def _search(
         )(rows, queries, excluded)
         return jax.tree.map(lambda x: x[:num_queries], best)
 
-    # An `Explicit` type can't shard queries that the devices don't divide.
+    # `Explicit` types can shard queries only if the device count divides their number.
     divides = num_queries % plan.num_shards == 0
     on_mesh = in_auto_axes(run, plan, device_spec if divides else PartitionSpec())
     return on_mesh(rows, queries, excluded)
@@ -228,7 +226,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
         raise invalid("top_k: table", f"name one of the tables {sorted(known)}", name)
     stack, member = known[name]
     vocabulary = stack.vocabulary
-    # Rows of dynamic tables are places in buckets, so their numbers are not ids.
+    # Row numbers may be places in hash buckets, which say nothing to the caller.
     if not vocabulary.ids_are_rows:
         fix = (
             f"{vocabulary.instead_of_row_numbers} Score the rows with "
@@ -242,7 +240,10 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
 def check_search(
     owner: str, queries: Any, k: int, num_rows: int, vector_shape: tuple[int, ...]
 ) -> None:
-    """Raises ValueError if `k`, the queries or one row's vector shape don't fit."""
+    """Raises ValueError if `k`, the queries or the vector shape don't fit.
+
+    `vector_shape` is the shape of the vectors for one row.
+    """
     if not 1 <= k <= num_rows:
         raise invalid(f"{owner}: k", f"be from 1 to {num_rows}, the number of rows", k)
     if queries.ndim != 2 or vector_shape != (1, queries.shape[-1]):
@@ -300,7 +301,7 @@ def _best_of_device(
     def add_block(i: Any, best: TopK) -> TopK:
         first = jnp.asarray(i * size, jnp.int32)  # int64 under `jax_enable_x64`
         vectors, ids = read(first + jnp.arange(size, dtype=jnp.int32))
-        # By default, TPUs multiply float32 in bfloat16, and the order would be wrong.
+        # By default, TPUs multiply float32 in bfloat16, and the order could be wrong.
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
         # Not jnp.maximum, which would keep NaN.
         scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)

@@ -182,9 +182,10 @@ class LogLoss(ClickMetric, Mean):
 class NormalizedEntropy(ClickMetric):
     """The mean log loss, relative to a model that always predicts the base rate.
 
-    The base rate is the share of positive samples. Below 1, your model beats it. See He
-    et al., "Practical Lessons from Predicting Clicks on Ads at Facebook" (ADKDD 2014),
-    equation 1. The metric is defined if there are positive and negative samples.
+    The base rate is the share of positive samples. A value below 1 means that your
+    model is better. See He et al., "Practical Lessons from Predicting Clicks on Ads at
+    Facebook" (ADKDD 2014), equation 1. The metric is defined if there are positive and
+    negative samples.
 
     Attributes:
       losses: summed weight times log loss.
@@ -252,7 +253,8 @@ def log_loss(
     logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Computes log losses, also for infinite logits."""
-    # For an infinite logit, one class has an infinite loss. `weighted` keeps 0 * inf 0.
+    # For an infinite logit, one class has an infinite loss. `weighted` keeps it out of
+    # the sum if the label excludes this class.
     positive_losses = weighted(jax.nn.softplus(-logits), labels)
     return positive_losses + weighted(jax.nn.softplus(logits), 1 - labels)
 
@@ -306,7 +308,7 @@ class AUC(ClickMetric):
         cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":
         bins = _bins(logits, num_bins)
-        # NaN scores have no bin. NaN weights make the result NaN as well.
+        # NaN scores have no bin. A NaN label then makes the result NaN as well.
         labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
         return cls(
             positives=_histogram(bins, weighted(labels, weights), num_bins),
@@ -349,7 +351,8 @@ def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]
         jnp.isinf(scores), jnp.sign(scores), scores / (1 + jnp.abs(scores))
     )
     bins = jnp.floor((squashed + 1) * (0.5 * num_bins)).astype(jnp.int32)
-    # 1 is past the end. NaN scores have NaN weights, so any bin will do.
+    # A value of 1 would be past the end. NaN scores have NaN labels, so any bin will
+    # do.
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
 
 

@@ -50,7 +50,6 @@ class DotInteraction(nnx.Module):
           TypeError: if the vectors are a dict.
           ValueError: if the arrays differ in shape, or have the wrong axes.
         """
-        # A dict would iterate over its keys.
         if isinstance(vectors, Mapping):
             fix = "Write list(activations.values())."
             raise invalid(
@@ -104,7 +103,7 @@ class FeatureCross(nnx.Module):
         Args:
           num_inputs: input width.
           projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
-            the paper, a quarter of the width is as accurate.
+            the paper, a rank of a quarter of the width is as accurate.
           diag_scale: added to the diagonal of `W`, at least 0. It stabilizes training,
             especially at low ranks.
           rngs: stream `params` provides the keys.
@@ -122,7 +121,6 @@ class FeatureCross(nnx.Module):
             raise invalid("FeatureCross: diag_scale", "be at least 0", diag_scale)
         options: Any = {"kernel_init": nnx.initializers.glorot_normal(), "rngs": rngs}
         self.diag_scale = diag_scale
-        # As in equation 2, the only bias follows the second matrix.
         self.down = (
             nnx.Linear(num_inputs, projection_dim, use_bias=False, **options)
             if projection_dim is not None
@@ -152,7 +150,6 @@ class FeatureCross(nnx.Module):
             shapes = [first.shape, crossed.shape]
             raise invalid("FeatureCross: inputs", f"be num_inputs={width} wide", shapes)
         output = self.up(crossed if self.down is None else self.down(crossed))
-        # A Python number, so 0 leaves the term out of the program.
         if self.diag_scale:
             output = output + self.diag_scale * crossed
         return first * output + crossed

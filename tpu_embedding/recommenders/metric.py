@@ -65,7 +65,6 @@ class Sum:
         low = error + (self.low + other.low)
         # The formula would turn an infinite total into NaN.
         low = jnp.where(jnp.isfinite(total), low, 0.0)
-        # The pair is normalized again: `high` is the rounded total.
         high = total + low
         rest = jnp.where(jnp.isfinite(high), low - (high - total), 0.0)
         return Sum(high=high, low=rest)
@@ -88,8 +87,7 @@ class Sum:
             ]
             return totals.add(Sum(high=earlier[0], low=earlier[1]))
 
-        # jax.lax.associative_scan takes seconds to compile. Each round of this loop
-        # doubles how many entries a total spans.
+        # jax.lax.associative_scan takes seconds to compile.
         return jax.lax.fori_loop(0, (size - 1).bit_length(), add_earlier, self)
 
     def total(self) -> "Sum":
@@ -169,7 +167,7 @@ class Metric:
         }
 
 
-# Jitted, so that a metric compiles once per run, even if `compute` is called eagerly.
+# Compiles once for each class and its settings, even if `compute` is called eagerly.
 @jax.jit
 def _value_of(metric: Metric) -> Float[Array, ""]:
     return jnp.where(metric.is_defined(), metric._compute(), jnp.nan)
@@ -246,7 +244,6 @@ def check_clicks(
     used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)
     if is_wrong.any():
-        # Typically, logits were passed as labels.
         rule = f"be in [0, 1], but {int(is_wrong.sum())} labels are not"
         fix = "The order of arguments is from_batch(logits, labels, weights)."
         raise invalid(f"{owner}: labels", rule, float(used[is_wrong][0]), fix)
@@ -293,7 +290,6 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     is_new = xp.concatenate([xp.zeros_like(ordered[..., :1], bool), is_new], axis=-1)
     ranks = xp.cumsum(is_new, axis=-1, dtype=xp.int32)
     ranks = xp.take_along_axis(ranks, xp.argsort(order, axis=-1), axis=-1)
-    # Only NaN differs from itself.
     ranks = xp.where(values == values, ranks.astype(xp.float32), xp.float32(np.nan))
     return jnp.asarray(ranks)
 

@@ -55,13 +55,13 @@ def in_batch_softmax(
       queries: one query vector per sample. Global.
       items: one item vector per sample. Items of samples with weight 0 are also
         candidates.
-      log_probabilities: natural logarithm `log q` per sample. By default, all items are
-        equally frequent.
+      log_probabilities: natural logarithm of `q` for each sample's item. By default,
+        all items are equally frequent.
       item_ids: item id per sample. If you pass them, samples with the same item are not
         negatives of each other. Otherwise they are, as in the paper.
       num_hard_negatives: how many negatives per query enter the softmax, at least 1.
-        The highest `s` are used, as in TensorFlow Recommenders' `tasks.Retrieval`.
-        Defaults to all. Ranks always count all.
+        The negatives with the highest `s` are used, as in TensorFlow Recommenders'
+        `tasks.Retrieval`. Defaults to all. Ranks always count all.
 
     Returns:
       `log_softmax`, at most 0, and `te.metrics.Ranks`: how many candidates have a
@@ -125,7 +125,7 @@ def sampled_softmax(
       queries: one query vector per sample. Global.
       items: vectors of the items that the samples chose.
       negatives: vectors of the sampled items.
-      item_log_probabilities: natural logarithm `log q` for each sample's item.
+      item_log_probabilities: natural logarithm of `q` for each sample's item.
       negative_log_probabilities: the same for each sampled item. Pass both, or neither
         if all items are sampled equally often.
       item_ids: item id per sample.
@@ -210,7 +210,7 @@ def _softmax_of_own(
     own, scores = own_item.products - own_log_q, others.products - log_q[None, :]
     # NaN compares as False with everything, which would rank the item first.
     is_nan = jnp.isnan(own) | jnp.any(jnp.isnan(scores) & is_negative, axis=1)
-    # exp(-inf) is 0, so hits add nothing, and get no gradient.
+    # exp(-inf) is 0, so excluded candidates add nothing, and get no gradient.
     scores = jnp.where(is_negative, scores, -jnp.inf)
     hard = scores
     if num_hard_negatives is not None and num_hard_negatives < scores.shape[1]:
@@ -364,7 +364,6 @@ def _check_shapes(owner: str, axes: str, **arrays: Any) -> None:
     shapes = {name: np.shape(x) for name, x in arrays.items() if x is not None}
     first, *others = shapes.values()
     num_axes = axes.count(",") + 1
-    # JAX would broadcast `[batch]` with `[batch, 1]`.
     is_right = first != () if "..." in axes else len(first) == num_axes
     if not is_right or any(shape != first for shape in others):
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

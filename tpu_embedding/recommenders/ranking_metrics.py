@@ -98,7 +98,7 @@ class _TopK(Mean):
         # A NaN score would otherwise rank last, and a broken model would get a value.
         is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
         values = jnp.where(is_nan, jnp.nan, values)
-        # Weight 0 also drops the values 0 / 0 of these samples.
+        # Weight 0 also drops the values of these samples, which are 0 / 0.
         is_used = jnp.any(labels != 0, axis=1)
         return cls._of(values, jnp.where(is_used, weights, 0.0), k=k)
 

@@ -48,7 +48,7 @@ def top_k(
     Args:
       layer: layer with the table. No gradient flows to its tables.
       queries: global `[queries, dim]`, converted to float32.
-      k: row count, from 1 to the vocabulary size.
+      k: number of rows, from 1 to the vocabulary size.
       table: table name, optional if the layer has only one.
       **options: `transform`, which maps rows to the vectors to compare with, such as an
         item tower; and `excluded`, the ids not to return. See `te.functional.top_k`.
@@ -110,7 +110,7 @@ def top_k_of_tower(
         `lambda numbers: model.items({"item": numbers, "genre": genres[numbers]})`. It
         must treat each item independently.
       queries: global `[queries, dim]`, converted to float32.
-      k: item count, from 1 to `num_items`.
+      k: number of items, from 1 to `num_items`.
       num_items: how many items there are, numbered from 0.
       excluded: integers `[queries, n]`, items not to return for a query; see
         `te.functional.top_k`.

@@ -1,8 +1,8 @@
 """Finds each device's unique ids, for models that transform rows.
 
-Most ids in a batch of sequences occur several times. With unique ids as a plain
-feature, a model transforms each row once, and `expand` gathers the results into the
-positions. Its gradient sums over them.
+Most ids in a batch of sequences occur several times. A model that looks up unique ids
+transforms each row once. `expand` then gathers the results into the positions, and its
+gradient sums over the positions of each id.
 """
 
 import functools
@@ -26,7 +26,7 @@ mark each value in the range than to sort."""
 
 
 class UniqueIds(NamedTuple):
-    """Unique ids of each device, and where each id is among them.
+    """The unique ids of each device, and the position of each id among them.
 
     Attributes:
       ids: `[num_devices * size]`, unique ids per device, ascending, then padding. Look
@@ -76,7 +76,6 @@ class UniqueIds(NamedTuple):
         shapes = [index.shape for index in indices]
         arrays = [
             _padded(leaf, shape[1] if len(shape) > 1 else None)
-            # A different leaf count raises below, with the shapes in the error.
             for leaf, shape in zip(leaves, shapes, strict=False)
         ]
         if [x.shape for x in arrays] != shapes or len(leaves) != len(shapes):
@@ -118,8 +117,8 @@ def unique_ids(
       plan: layer plan, or `plan.for_loaders()`. If it is None, one device has all
         samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
-        determines the first size: the mean number of unique ids on a device, divided by
-        its samples.
+        is the mean number of unique ids on a device, divided by its samples, and
+        determines the first size.
       sizes: remembers earlier sizes, as in `prepare_features`. By default, each batch
         has its own size. No ids are dropped.
       length: positions per sample for `RaggedIds`. Longer samples are truncated.
@@ -254,7 +253,6 @@ def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
     if num_values > _MAX_RANGE_PER_ID * used.size:
         unique, ranks[is_id] = np.unique(used, return_inverse=True)
         return unique, ranks
-    # Marking the values that occur is faster than a sort if the range is small.
     offsets = used - lowest
     is_used = np.zeros(num_values, bool)
     is_used[offsets] = True
@@ -364,7 +362,6 @@ def _gather_backward(num_values, index, cotangents):
         lambda i, sums: add(i * at_a_time, at_a_time, sums),
         jnp.zeros((num_values, width), sum_dtype),
     )
-    # The rest has a static size, so it needs no padding.
     start = num_slices * at_a_time
     sums = add(start, num_positions - start, sums)
     return sums.astype(dtype), None

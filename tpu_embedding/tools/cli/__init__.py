@@ -1,6 +1,7 @@
-"""The command `tpu-embedding`; each module besides `command` has subcommands.
+"""The command `tpu-embedding`. `command` parses it, and `arguments` is shared.
 
-Docstrings of command classes and their fields are the `--help` texts.
+The other modules have the subcommands. Docstrings of command classes and their fields
+are the `--help` texts.
 """
 
 from collections.abc import Sequence as _Sequence

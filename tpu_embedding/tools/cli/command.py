@@ -111,7 +111,6 @@ def _run(command: Any) -> int:
 
 def _output_is_closed() -> bool:
     """Tells if the reader has closed the output, as `head` does."""
-    # Another broken pipe, such as a data loader's, is a failure.
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # Not a file, as in a notebook.

@@ -36,7 +36,6 @@ class Compile(ConfigCommand):
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
         name, topology = config.name, self.topology
-        # To stderr, so stdout has only the report.
         print(f"compiling {name} for {topology} ...", file=sys.stderr, flush=True)
         # An outline has the sizes of the data, so this works without any files.
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)

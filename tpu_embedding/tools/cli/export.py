@@ -25,9 +25,9 @@ from tpu_embedding.tools.train.run import open_data
 class Export:
     """Exports a run's model for serving, from its best or newest checkpoint.
 
-    If the package has the run config, you can leave out --config. Nothing in the run
-    directory is executed, and files outside of it are read only if --data-dir names
-    them. The tables are restored on the devices and streamed to the files. Slot
+    If the config of the run is in the package, you can leave out --config. Nothing in
+    the run directory is executed, and files outside of it are read only if --data-dir
+    names them. The tables are restored on the devices and streamed to the files. Slot
     variables are not restored.
     """
 

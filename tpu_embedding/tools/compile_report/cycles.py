@@ -20,7 +20,7 @@ from tpu_embedding.tools.compile_report.hlo import (
 NOT_CHARGED: Final = "work on SparseCores and waiting for other devices"
 """What the compiler's estimate leaves out."""
 
-# At most 9 digits: without an estimate, the compiler writes -1 or 2**63 - 1.
+# At most 9 digits, which skips unknown estimates: -1, or a huge number.
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d{1,9})"')
 _SCOPE: Final = re.compile(r'op_name="([^"]*)"')
 _BRANCHES: Final = re.compile(
@@ -42,6 +42,7 @@ class Operation:
     Attributes:
       scope: `jax.named_scope`s and primitive, or "" if the compiler added the
         operation.
+      shape: dimensions of the result, or of its first array.
       runs: runs per step, counted as in `Cycles.total`.
       cycles: estimated cycles per run; 0 if the compiler charges nothing.
     """

@@ -150,7 +150,6 @@ def compile_report(
     rejection, accesses, cycles = "", None, None
     try:
         compiled = lowered.compile()
-    # A step that does not fit is a result, so only other errors are raised.
     except jax.errors.JaxRuntimeError as error:
         rejection = str(error).splitlines()[0]
         memory = refused_memory(rejection, plan.hardware)

@@ -120,7 +120,7 @@ def _one_host() -> Iterator[None]:
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
-    """Replaces the arrays in a train state by shapes with a real state's shardings.
+    """Replaces arrays in a train state by shapes with the shardings of a real state.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
@@ -214,7 +214,7 @@ class SliceShapes:
         )
 
     def describe(self) -> str:
-        """Words the rule for errors."""
+        """Describes the allowed grids in words, for errors."""
         fixed = ", ".join("x".join(map(str, grid)) for grid in self.fixed)
         if self.cube_side is None:
             return fixed

@@ -126,7 +126,6 @@ def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Bat
     """
 
     def join(*arrays: Any) -> Any:
-        # Its values and splits differ in length, so neither is indexed by sample.
         if isinstance(arrays[0], RaggedIds):
             return _join_ragged(arrays, samples)
         pairs = zip(arrays, samples, strict=True)
@@ -174,8 +173,7 @@ def padded_batches(
     """
     for start in range(0, len(samples), batch_size):
         places = start + np.arange(batch_size)
-        # A shorter batch would recompile the evaluation step. `read` only knows real
-        # samples, so the padding repeats one.
+        # A shorter batch would recompile the evaluation step.
         batch = read(samples[np.minimum(places, len(samples) - 1)])
         weights = np.where(places < len(samples), batch.weights, 0)
         yield dataclasses.replace(batch, weights=weights.astype(np.float32))

@@ -56,8 +56,8 @@ class BlockDataset:
 
     Attributes:
       batch_size: samples per batch.
-      num_train_samples: training samples in an epoch.
-      num_evaluation_samples: held-out samples.
+      num_train_samples: number of training samples in an epoch.
+      num_evaluation_samples: number of held-out samples.
 
     Example:
       >>> class Squares:
@@ -122,8 +122,7 @@ class BlockDataset:
             seed=seed,
             num_streams=num_streams,
             # A batch takes one run from each stream, because reading consecutive
-            # samples is cheap. If it has fewer samples than streams, runs have one
-            # sample.
+            # samples is cheap.
             stride=max(1, batch_size // num_streams),
         )
 
@@ -161,7 +160,8 @@ class BlockOrder:
     anywhere, on any number of processes.
 
     An epoch is cut into `num_streams` equal pieces. Each turn takes `stride`
-    consecutive samples from every piece.
+    consecutive samples from every piece. `bounds` are like the `block_bounds` of a
+    `SampleReader`.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -205,7 +205,6 @@ class BlockOrder:
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Shuffles the blocks for an epoch, and finds the end offset of each."""
-        # Seeded with the epoch, so that every process finds the same order.
         generator = random_generator(seed=self._seed, stream=TRAIN_STREAM, step=epoch)
         blocks = generator.permutation(len(self._bounds) - 1)
         return blocks, np.cumsum(np.diff(self._bounds)[blocks])

@@ -32,10 +32,11 @@ class CriteoSource:
     the number of table rows.
 
     Attributes:
-      vocabulary_size: table rows for each feature.
+      vocabulary_size: number of table rows for each feature.
       num_evaluation_samples: number of held-out samples, the last ones in the files.
-      vocabulary_sizes: table rows for each feature, if they differ. `vocabulary_size`
-        is then an upper limit, so that a small machine can hold the tables.
+      vocabulary_sizes: number of table rows for each feature, if they differ.
+        `vocabulary_size` is then an upper limit, so that a small machine can hold the
+        tables.
       valences: ids per sample for each feature. In files, a column contains integers
         for valence 1, and lists with a fixed size for larger valences.
       max_valence: upper limit for synthetic valences. By default, there is no limit.

@@ -70,7 +70,7 @@ class RowGroup:
     Attributes:
       path: file that contains the group.
       number: position among all row groups in the file, from 0.
-      first_row: first row's number in the file, from 0.
+      first_row: number of the first row in the file, from 0.
       num_rows: number of rows.
 
     Example:
@@ -98,7 +98,6 @@ class RowGroup:
                 self.path, page_checksum_verification=True
             ) as file:
                 table = file.read_row_group(self.number, columns=list(names))
-            # A column may come in several chunks, but callers expect one array.
             table = table.combine_chunks()
         return {name: table.column(name).chunk(0) for name in names}
 
@@ -209,7 +208,6 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
 
 def load_pyarrow(module: str) -> Any:
     """Imports a pyarrow module, such as `"pyarrow.csv"`, or raises a DataError."""
-    # Imported on first use, because only data sets in files need the extra.
     require_extra("parquet", "pyarrow", purpose="This data set", error=DataError)
     return importlib.import_module(module)
 
@@ -262,7 +260,6 @@ def _check_ids(
         row = np.searchsorted(row_splits, np.argmax(is_wrong), side="right") - 1
         return group.error(column, int(row), text)
 
-    # `to_numpy` would turn integers with nulls into floats.
     if values.null_count:
         is_null = values.is_null().to_numpy(zero_copy_only=False)
         raise error(is_null, "an id must not be null; fill it, or drop the row")

@@ -1,6 +1,6 @@
 """Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
 
-The configs for Criteo's log train on the second if they get no files.
+Without files, the configs for Criteo's log train on the second one.
 """
 
 import dataclasses

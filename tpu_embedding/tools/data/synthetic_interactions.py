@@ -120,7 +120,10 @@ class Interactions:
         yield from (batch for batch, _, _ in self._held_out())
 
     def teacher_log_loss(self) -> float:
-        """Computes the lowest expected in-batch softmax loss, in nats."""
+        """Computes the lowest expected in-batch softmax loss, in nats.
+
+        It depends on the batch size, which is the number of candidates.
+        """
         num_groups, noise = self._source.num_groups, self._source.noise
         # Relative to the item's log probability over all users, the best score is
         # `log(num_groups * p)` if user and item share a group, and `log(noise)`
@@ -141,8 +144,8 @@ class Interactions:
         for start in range(0, self.num_evaluation_samples, self.batch_size):
             draw = self._draw(EVALUATION_STREAM, start // self.batch_size)
             places = start + np.arange(self.batch_size)
-            # The padding is drawn like any sample, because its items are candidates in
-            # the softmax, where copies of one item would distort the loss.
+            # Padding is drawn like any sample. Its items are candidates in the softmax,
+            # so copies of one item would distort the loss.
             weights = (places < self.num_evaluation_samples).astype(np.float32)
             yield dataclasses.replace(draw[0], weights=weights), *draw[1:]
 

@@ -83,7 +83,6 @@ class SyntheticStreamSource(SyntheticSource):
         dynamic = Dynamic(capacity=round(self.capacity_ratio * living_ids))
         if self.vocabulary == "dynamic":
             return dynamic
-        # A fair comparison spends the bytes of keys and scores on more rows.
         num_bytes = dynamic.num_places * (self.row_bytes + DIRECTORY_BYTES)
         return num_bytes // self.row_bytes
 

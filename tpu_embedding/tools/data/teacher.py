@@ -196,14 +196,13 @@ class TeacherDataset(abc.ABC):
         """
         samples, probabilities = self._held_out
         labels = samples.labels
-        # A probability may round to 0 or 1, where a logarithm is infinite.
         p = np.clip(probabilities, 1e-12, 1.0 - 1e-12)
         return float(-np.mean(labels * np.log(p) + (1.0 - labels) * np.log1p(-p)))
 
     @functools.cached_property
     def _bias(self) -> float:
         # Fitted on first use, because subclasses set up their teacher after this
-        # class's `__init__`. They draw it from step 0.
+        # `__init__`. The stream's step 0 is for the teacher itself.
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
         *_, logits = self._draw_inputs(
             generator, CALIBRATION_SAMPLES, self.evaluation_step

@@ -28,8 +28,8 @@ class Case:
     Attributes:
       valence: ids per sample. If more than 1, ids have weights, and some are padding.
       is_permuted: whether the mesh orders the devices differently from JAX.
-      max_ids: `te.SparseCore.max_ids`, divided by the ids that one SparseCore asks
-        another for. If 0, the plan chooses the limit.
+      max_ids: `te.SparseCore.max_ids`, divided by the number of ids that one SparseCore
+        asks another for. If 0, the plan chooses the limit.
     """
 
     dim: int
@@ -57,8 +57,9 @@ CASES: Final = {
     "dim 128, Adagrad, no exchange": Case(dim=128, exchange=False),
 }
 
-# Ids and bytes of the table per device. On a TPU, a step takes a few milliseconds, and
-# its dispatch takes 0.1 ms. The vector memory of a TensorCore has up to 128 MiB.
+# Ids and bytes of the table per device. On a TPU, there are so many ids that
+# SparseCores sort them, and the table exceeds the vector memory of a TensorCore, which
+# has up to 128 MiB. A step takes a few milliseconds, and its dispatch takes 0.1 ms.
 _SIZES_ON_TPU: Final = 2**17, 160 * MEBIBYTE
 _SIZES_ELSEWHERE: Final = 2**10, 2**18
 _CORES_ELSEWHERE: Final = 2
@@ -85,7 +86,6 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     hardware = hardware_of_device(devices[0])
     num_ids, num_bytes = _SIZES_ON_TPU if hardware.is_tpu else _SIZES_ELSEWHERE
     cores = hardware.cores_per_device or _CORES_ELSEWHERE
-    # A multiple of 8 samples on each core.
     ids_per_core = num_ids // (8 * cores * case.valence) * 8 * case.valence
     num_cores = cores * devices.size
     num_rows = num_bytes // (4 * case.dim) * devices.size
@@ -166,7 +166,7 @@ def _train(
 
     tables = te.functional.init_tables(plan, jax.random.key(0))
     state = tables, te.functional.init_slots(tables, plan)
-    before = values_of(*state)  # Copied, because the first step donates the state.
+    before = values_of(*state)  # Read now, because the first step donates the state.
     for _ in range(_CHECKED_STEPS):
         state, activations, rounds = step(*state, *batch)
     after = {"activations": np.asarray(activations["ids"]), **values_of(*state)}
@@ -174,7 +174,6 @@ def _train(
     begin = time.perf_counter()
     for _ in range(_TIMED_STEPS):
         state, *_ = step(*state, *batch)
-    # Steps run asynchronously, so this is the host's own time.
     dispatched = time.perf_counter()
     jax.block_until_ready(state)
     end = time.perf_counter()
@@ -195,8 +194,7 @@ def _draw_batch(
     # Rows are dealt to SparseCores in turn, so an id's remainder is the core that owns
     # its row. Each core asks every core equally often.
     turn, partition = np.divmod(np.arange(ids_per_core), num_cores)
-    # Half of the ids are a few first and last rows on each core, so many ids of a batch
-    # update the same row.
+    # Half of the ids name a few rows, so many ids of a batch update the same row.
     num_hot = max(1, ids_per_core // num_cores // 8)
     hot = random.integers(-num_hot, num_hot, shape) % rows_per_core
     row = np.where(turn % 2, hot, random.integers(0, rows_per_core, shape))

@@ -125,10 +125,9 @@ def check_versions() -> Iterator[Finding]:
 def check_variables(
     environment: Mapping[str, str], chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks variables that hide or change TPUs; without `chips`, all are ok."""
+    """Checks variables that change how JAX sees TPUs; without `chips`, all are ok."""
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
-        # JAX_PLATFORMS is a list, which may name the TPU.
         if value in _OFF_VALUES or "tpu" in value.split(","):
             continue
         if name in _SET_BY_GKE and "KUBERNETES_SERVICE_HOST" in environment:
@@ -212,7 +211,6 @@ def check_devices(
             "variables above."
         )
         yield Finding("fall-back", "FAILED", text, fix)
-    # An unknown kind still has a count to check.
     try:
         hardware = hardware_of_kind(platform, kinds[0])
     except ValueError:

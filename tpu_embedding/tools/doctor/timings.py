@@ -48,11 +48,9 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
     batch = te.inputs.shard_batch((ids, cotangents), plan)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     state = tables, te.functional.init_slots(tables, plan)
-    # Compiled ahead, so `compile_seconds` doesn't include a step.
     begin = time.perf_counter()
     step = make_step(plan).lower(*state, *batch).compile()
     compile_seconds = time.perf_counter() - begin
-    # A first step, not timed, also shows whether the exchange ran.
     state, _, exchanged = jax.block_until_ready(step(*state, *batch))
     milliseconds = []
     with jax.profiler.trace(profile) if profile else contextlib.nullcontext():
@@ -92,7 +90,6 @@ def check_sort() -> dict[str, Any]:
     on_device, sort = jnp.asarray(words), jax.jit(sort_words)
     expected = np.argsort(words, kind="stable")
     found, positions = map(np.asarray, sort(on_device))
-    # The call above compiled the program.
     begin = time.perf_counter()
     jax.block_until_ready(sort(on_device))
     milliseconds = 1e3 * (time.perf_counter() - begin)

@@ -60,7 +60,6 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
         # An AUC, for example, needs both classes, and all need a positive weight.
         if metric.is_defined():
             result[name] = float(metric.compute())
-            # Scores in one bin count as ties, so a crowded bin makes the AUC inexact.
             if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
                 result[f"{name}_max_error"] = float(metric.max_error())
     return result
@@ -72,7 +71,7 @@ _merge = jax.jit(m.merge)
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
     scores = (outputs.scores, labels, weights)
-    # The metrics take logits, whose AUC bins are as precise near 0.001 as near 0.5.
+    # The metrics take logits, but predictions are probabilities.
     predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
     return collections.OrderedDict(
         log_loss=m.LogLoss.from_batch(*scores),

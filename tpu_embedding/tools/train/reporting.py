@@ -99,7 +99,7 @@ class StepMeter:
                 "samples_per_second": steps * self._config.batch_size / seconds,
                 "input_wait": self._waited / seconds,
             }
-            loss = {"loss": means.pop("loss")}  # The first number on the line.
+            loss = {"loss": means.pop("loss")}
             self._report("train", **loss, **speed, **means)
             self._steps, self._waited, self._since = [], 0.0, now
 
@@ -134,7 +134,6 @@ class RunReport:
         first_step: int,
         origin: Mapping[str, Any] | None = None,
     ):
-        # Other processes make the same calls, which do nothing without a file.
         self._path, self._config = directory / RECORDS_FILE, config
         self._file = self._board = None
         if not distributed.is_first():
@@ -155,7 +154,6 @@ class RunReport:
 
     def line(self, text: str) -> None:
         if distributed.is_first():
-            # A pipe or a file would otherwise buffer the progress.
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
@@ -247,7 +245,10 @@ def changes(
 def drop_repeated_records(
     directory: pathlib.Path, step: int, *, evaluates: bool
 ) -> None:
-    """Removes records that a run repeats if it resumes after `step`."""
+    """Removes records that a run repeats if it resumes after `step`.
+
+    With `evaluates`, the run first repeats the evaluation after this step.
+    """
     path = directory / RECORDS_FILE
     kept = ""
     for record in read_records(path):

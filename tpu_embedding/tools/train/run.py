@@ -243,7 +243,6 @@ class _Run:
         options = ocp.CheckpointManagerOptions(preservation_policy=_Kept(self))
         path = directory / CHECKPOINTS_DIR
         self.checkpoints = ocp.CheckpointManager(path, options=options)
-        # `train` sets it on the first process.
         self.tells_events = False
         self.evaluations: dict[int, dict[str, float]] = {}
         # Batches are prepared ahead, so `sizes` may already include later batches.
@@ -305,7 +304,7 @@ class _Run:
     ) -> None:
         """Reports the start, and creates the state of a new run."""
         config, data, plan = self.config, self.data, self.plan
-        record = origin and origin.record()  # None if a script started the run.
+        record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
         if not self.step and distributed.is_first():
             save_vocabularies(self.directory, getattr(data, "vocabularies", {}))
@@ -362,14 +361,12 @@ class _Run:
                 self.step = done = step + 1
                 meter.add(done, metrics | self.exchanged)
                 if profile is not None and done == profile[1]:
-                    # The profile would miss a step that is only dispatched.
                     jax.block_until_ready(metrics)
                     jax.profiler.stop_trace()
                 is_last = done == config.num_steps
                 # Not after `or`: every process must call it at every step, so JAX can
                 # choose one step where all of them stop.
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
-                # At the last step, the run is done instead.
                 stops = (stops or done == stop_at) and not is_last
                 every = config.checkpoint_every
                 # A best checkpoint can only be kept if each evaluated step has one.
@@ -428,7 +425,6 @@ class _Run:
 
     def _save(self) -> None:
         """Starts saving. When this returns, the next step may donate the state."""
-        # The sizes after this step, not the later ones of the batches prepared ahead.
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
             # Without `force`, Orbax's own interval policy decides whether to save.

@@ -39,12 +39,12 @@ from tpu_embedding.tools.train.models.click import ModelConfig
 def warm_up(learning_rate: float, num_steps: int) -> optax.Schedule:
     """Builds a schedule that rises linearly from 0, then stays constant.
 
-    Note that `optax.linear_schedule` computes the same values by subtraction, which
-    rounds the first of 24,000 steps by 0.14 %.
+    Note that `optax.linear_schedule` computes the same values by subtraction, with a
+    rounding error of 0.14 % in the first of 24,000 steps.
 
     Args:
       learning_rate: final learning rate.
-      num_steps: steps until the schedule is constant. The first one has rate 0.
+      num_steps: steps until the schedule is constant. The first step has the rate 0.
 
     Raises:
       ValueError: if `num_steps` is less than 1.
@@ -198,8 +198,8 @@ class RunConfig:
       data: data source, a frozen dataclass; see `DataSource`.
       model: hyperparameters such as layer sizes, a frozen dataclass; see `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for
-        classes (labels are class numbers, scores `[batch, classes]`), or, for choices
-        among the batch items, `"in_batch_softmax"`.
+        classes (labels are class numbers, scores `[batch, classes]`), or
+        `"in_batch_softmax"` for choices among the items in the batch.
       loss_weight: positive factor for the training loss; metrics do not use it.
       batch_size: samples per step, over all devices. It need not be divisible by the
         device count.
@@ -217,12 +217,12 @@ class RunConfig:
         it. It affects the speed, never the results.
       backend: backend for lookups and updates, as in `make_plan`. It affects the speed,
         never the results.
-      tables_split_over: devices that share the table rows: `"all"`, or `"slice"` for a
-        table copy in each slice. If a table sets its own placement, it takes
+      tables_split_over: devices that share the rows of a table: `"all"`, or `"slice"`
+        for a copy of the table in each slice. A placement set for a table takes
         precedence.
       cache_rows: rows per table that all devices cache together, while the host keeps
-        all rows; see `te.HostRows`. 0 keeps all rows on the devices. If a table sets
-        its own placement, it takes precedence.
+        all rows; see `te.HostRows`. 0 keeps all rows on the devices. A placement set
+        for a table takes precedence.
       rows_directory: directory for memory-mapped files with the rows on the host, if
         you set `cache_rows`. By default, these rows are in host memory.
       seed: seed for the data and the initial values, from 0 to 2**32 - 1.
@@ -230,11 +230,11 @@ class RunConfig:
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
       evaluate_from: first step after which the model may be evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
-      checkpoints_kept: latest checkpoints to keep; older ones are deleted.
+      checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
       keep_best: whether to also keep the checkpoint with the lowest main metric on the
         held-out data, and make it the result. Every evaluation then saves a checkpoint.
-      patience: evaluations in a row after which the run ends if none has lowered the
-        main metric; 0 runs all steps.
+      patience: number of evaluations in a row after which the run ends if none of them
+        has lowered the main metric; 0 runs all steps.
       on_event: called with each `RunEvent` in `train` on the first process, for your
         own logging. If it's a dataclass with `__call__`, you can change its fields with
         `--set`.
@@ -286,7 +286,6 @@ class RunConfig:
 
     def __post_init__(self):
         rules = dict(_RULES)
-        # All problems are reported together, so one attempt shows every wrong field.
         if self.cache_rows:
             fix = "with cache_rows, te.HostRows keeps one copy of each table"
             rules["tables_split_over"] = choice_rule(("all",), fix)

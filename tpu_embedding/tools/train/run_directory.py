@@ -77,7 +77,6 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-            # A run that could not start leaves no directory behind.
             if is_new and not (directory / RECORDS_FILE).exists():
                 for empty in (directory / CHECKPOINTS_DIR, directory):
                     with contextlib.suppress(OSError):  # It is not empty.
@@ -113,7 +112,6 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
     while unchecked:
         path = unchecked.pop()
         try:
-            # `stat` would follow a link, and report its target.
             mode = path.lstat().st_mode
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
@@ -200,7 +198,6 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                         raise ValueError(f"{type_name(value)} as {name!r}")
                 for owner in (record, record.get("result", {})):
                     step = owner.get("step", 0)
-                    # `isinstance` would also accept a bool.
                     if type(step) is not int or not 0 <= step < 2**63:
                         raise ValueError(f"the step {step!r:.80}")
             except json.JSONDecodeError:

@@ -75,7 +75,6 @@ def train_batches(
     train_part = getattr(data, "train_part", None)
 
     def make(step: int) -> ReadyBatch:
-        # With `train_part`, each process reads only samples for its own devices.
         if can_split and train_part is not None:
             batch, samples = train_part(step, process_samples), "process"
         else:
@@ -93,7 +92,6 @@ def train_batches(
         for step in steps:
             pending.append(thread.submit(make, step))
             if len(pending) > READ_AHEAD:
-                # An error in the thread is raised here, at its own step.
                 yield pending.popleft().result()
         for made in pending:
             yield made.result()
@@ -226,7 +224,7 @@ def init_train_state(
 def abstract_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Makes `init_train_state`'s result from shapes, without using devices."""
+    """Like `init_train_state`, but makes shapes, and uses no devices."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, abstract_arrays(state, plan)
 
@@ -285,7 +283,6 @@ def make_train_step(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
         train_step,
-        # Tables are too large for two copies of them.
         donate_argnums=0,
         out_shardings=(shardings, plan.replicated),
         compiler_options=plan.compiler_options,
@@ -295,7 +292,7 @@ def make_train_step(
 def abstract_step(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[Any, nnx.State, Batch]:
-    """Makes a train step, with an abstract state and batch to compile it early."""
+    """Makes a train step, with an abstract state and batch to compile it for."""
     graphdef, state = abstract_train_state(config, data, plan)
     # `data` can be an outline, whose first batch determines the shapes.
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)
@@ -306,13 +303,15 @@ def abstract_step(
 def make_evaluation_step(
     graphdef: nnx.GraphDef, loss_name: LossName
 ) -> Callable[[nnx.State, Batch], Metrics]:
-    """Makes the evaluation step, `(state, batch) -> Metrics`."""
+    """Makes the evaluation step, `(state, batch) -> Metrics`.
+
+    `graphdef` describes a tuple whose first item is the model.
+    """
     loss = LOSSES[loss_name]
 
     def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
-        # A pair with the optimizer, or only `(model,)`.
         model, *_ = nnx.merge(graphdef, state)
-        model.eval()  # No dropout, and stored statistics instead of the batch's.
+        model.eval()
         batch, hits = _find_ids(model, batch)
         outputs = _call_model(model, batch, loss_name)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
@@ -351,7 +350,6 @@ def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     wanted = batch.labels.shape
     if isinstance(outputs, Outputs) and loss_name == "softmax":
-        # Without a class axis, the message asks for two classes.
         wanted += np.shape(outputs.scores)[1:2] or (2,)
     if not isinstance(outputs, Outputs) or set(shapes) != {wanted}:
         raise ConfigError(

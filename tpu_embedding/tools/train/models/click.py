@@ -57,7 +57,7 @@ class ModelConfig(Protocol):
     """
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Defines the embedding layer features.
+        """Defines the features of the embedding layer.
 
         Args:
           data: data set that the config's source opened.
@@ -153,7 +153,7 @@ class ClickModelConfig:
 
     Attributes:
       dim: dimension of every table. A feature with several ids averages their rows.
-      hidden_sizes: hidden layer widths in the MLP.
+      hidden_sizes: widths of the hidden layers in the MLP.
     """
 
     dim: int

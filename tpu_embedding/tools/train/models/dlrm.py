@@ -34,10 +34,10 @@ class DLRMConfig:
     """Sizes for `DLRM`.
 
     Attributes:
-      dim: dimension of every table and the bottom MLP output.
-      bottom_sizes: hidden layer widths in the dense input MLP.
-      top_sizes: hidden layer widths in the interaction MLP.
-      initial_deviation: standard deviation of initial table values; positive.
+      dim: dimension of every table and of the bottom MLP output.
+      bottom_sizes: widths of the hidden layers in the MLP for dense inputs.
+      top_sizes: widths of the hidden layers in the MLP after the interactions.
+      initial_deviation: standard deviation of the initial table values; positive.
     """
 
     dim: int
@@ -99,7 +99,6 @@ class DLRM(_TwoMLPs):
 
     def _init_combination(self, config: Any, num_vectors: int, rngs: nnx.Rngs) -> int:
         del rngs
-        # The first vector, and the scalar product of each pair.
         return config.dim + num_vectors * (num_vectors - 1) // 2
 
     def _combine(self, vectors: list[jax.Array]) -> Float[Array, "batch inputs"]:
@@ -111,13 +110,13 @@ class DLRMDCNv2Config:
     """Sizes for `DLRMDCNv2`.
 
     Attributes:
-      dim: dimension of every table and the bottom MLP output. A feature with several
+      dim: dimension of every table and of the bottom MLP output. A feature with several
         ids sums their rows.
-      bottom_sizes: hidden layer widths in the dense input MLP.
-      top_sizes: hidden layer widths in the MLP after the cross layers.
-      num_cross_layers: cross layer count.
-      cross_rank: matrix rank in each cross layer, typically at most a quarter of the
-        layer width, `(1 + features) * dim`.
+      bottom_sizes: widths of the hidden layers in the MLP for dense inputs.
+      top_sizes: widths of the hidden layers in the MLP after the cross layers.
+      num_cross_layers: number of cross layers.
+      cross_rank: rank of the matrix in each cross layer, typically at most a quarter of
+        the layer width, `(1 + features) * dim`.
     """
 
     dim: int
@@ -129,7 +128,7 @@ class DLRMDCNv2Config:
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         features = {}
         for name, size in data.vocabulary_sizes.items():
-            # TorchRec's default, which differs by table.
+            # TorchRec's default.
             limit = 1 / math.sqrt(size)
             initializer = initializers.uniform(-limit, limit)
             options = {"initializer": initializer, "combiner": "sum"}

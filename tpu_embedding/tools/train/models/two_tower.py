@@ -33,7 +33,7 @@ class TwoTowerConfig:
     Attributes:
       dim: dimension of the user and item tables.
       context_dim: dimension of the small tables: country, device and category.
-      hidden_sizes: hidden layer widths in each tower.
+      hidden_sizes: widths of the hidden layers in each tower.
       output_dim: dimension of the user and item vectors.
       temperature: positive number that divides the cosines. Scores are in the range
         from `-1 / temperature` to `1 / temperature`.
@@ -62,7 +62,10 @@ class TwoTowerConfig:
 
 
 class TwoTower(nnx.Module):
-    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`."""
+    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`.
+
+    Each tower is an MLP, whose outputs are scaled to norm 1.
+    """
 
     def __init__(self, config: TwoTowerConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs):
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
@@ -82,7 +85,10 @@ class TwoTower(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Scores and ranks items; `dense` has their log sampling probabilities."""
+        """Scores and ranks items; `dense`, `[batch, 1]`, has their log `q`.
+
+        `q` is the probability that a sample contains the item.
+        """
         assert dense is not None
         activations = self.embedding(features)
         users, items = (
