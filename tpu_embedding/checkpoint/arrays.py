@@ -1,9 +1,10 @@
 """Reads and writes checkpoint arrays with tensorstore, chunk by chunk.
 
-Arrays are uncompressed zarr 3, in chunks of 10 to 20 MB that end with their CRC-32C.
-When saving, Orbax passes all leaves to an `ArrayWriter`, which streams stacks block by
-block (`tables/row_stream.py`), so neither devices nor host hold a second table. When
-reading, `SavedArray` trusts nothing on disk that `state.json` doesn't confirm.
+Arrays are uncompressed zarr 3. Each chunk ends with its CRC-32C, and a large table's
+chunks take 10 to 20 MB. When saving, Orbax passes all leaves to an `ArrayWriter`, which
+streams stacks block by block (`tables/row_stream.py`), so neither devices nor host hold
+a second table. When reading, `SavedArray` trusts nothing on disk that `state.json`
+doesn't confirm.
 """
 
 import collections
@@ -85,26 +86,25 @@ def array_spec(
                 {"name": "crc32c"},
             ],
         },
-        # By default, tensorstore writes no file for a chunk of zeros. Then a missing
-        # chunk couldn't be told from zeros.
+        # By default, tensorstore writes no file for a chunk of zeros, so nobody could
+        # tell it from a missing chunk.
         "store_data_equal_to_fill_value": True,
     }
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
     """Chooses a chunk size: all rows, or a power of two that divides a block."""
-    # A block then covers whole chunks, so two processes never write the same one.
+    # A block then covers whole chunks, so two processes never write the same chunk.
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
         return num_rows
-    # Uncompressed, the last chunk is padded to full size with zeros.
     while size > 1 and -num_rows % size > _MAX_PADDING * num_rows:
         size //= 2
     return size
 
 
 class PendingWrites:
-    """Writes in progress. Their limit bounds the host memory that a save takes."""
+    """Writes in progress, limited to bound the host memory that a save takes."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
@@ -115,7 +115,7 @@ class PendingWrites:
 
         The values must not change until the write has ended.
         """
-        # The flag saves a copy: tensorstore may read `values` until the commit.
+        # The flag avoids a copy: tensorstore may read `values` until the commit.
         write = store.write(values, can_reference_source_data_indefinitely=True)
         self._writes.append((values.nbytes, write.commit))
         self._num_bytes += values.nbytes
@@ -161,7 +161,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
         files = root
         if "://" not in os.fspath(root):
             # On Linux, files are read through the open directory, which stays the same
-            # if another directory takes over its name. Elsewhere, that is an error.
+            # if another directory takes over its name. Elsewhere, `check_unchanged`
+            # raises.
             with errors_of_reading(f"The checkpoint {root}"):
                 opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             ends.callback(os.close, opened)
@@ -199,8 +200,8 @@ class SavedArray:
         """
         store = self.opened()
         with errors_of_reading(self._owner):
-            # This compares only sizes and the checksums at the ends of files.
-            # Tensorstore's read then compares the values with these checksums.
+            # This compares only sizes, and the checksums at the ends of the files.
+            # Tensorstore then compares the values with these checksums.
             self._check_chunks(store, index)
             values = store[index].read().result()
             # Again, because the files may have been overwritten during the read.
@@ -377,7 +378,10 @@ class StackToSave:
     chosen: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yields blocks for this process to write. All must iterate together."""
+        """Yields blocks for this process to write.
+
+        All processes must iterate together.
+        """
         if self.stack.vocabulary.ids_are_rows:
             for turn in read_blocks(self.packed, self.stack, self.plan):
                 yield from turn
@@ -437,8 +441,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             )
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
-            # With the metadata given, opening needs no request to the file system, so
-            # processes don't wait for the first one to create the array.
+            # Opens without a request to the file system, so processes don't wait for
+            # the first one to create the array.
             store = ts.open(spec | {"assume_metadata": True}).result()
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
@@ -452,8 +456,7 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
                 # Every process has a copy of the leaf, for example of a random key.
                 # Only the first process writes it.
                 writes.add(store, np.array(value))
-        # One pass over a stack reads the rows of all its tables. `add` blocks while
-        # unwritten rows take too much memory.
+        # One pass over a stack reads the rows of all its tables.
         for rows, stores in streams.items():
             for table, start, block in rows.blocks():
                 writes.add(stores[table][start : start + len(block)], block)

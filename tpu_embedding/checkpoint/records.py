@@ -69,8 +69,7 @@ def _as_checkpoint_error(
     except CheckpointError:
         raise
     except kinds as error:
-        # Keep the first line, without the source location that tensorstore appends in
-        # brackets. The full text remains in the cause.
+        # The first line, without the source location that tensorstore appends.
         text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
         text = f"{problem}: {type(error).__name__}: {text}. {fix}"
         raise CheckpointError(text) from error
@@ -214,7 +213,6 @@ def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
 
 
 def dense_keys(path: str) -> tuple[str, ...]:
-    # The path's own dots are escaped, so each remaining dot separates two keys.
     return (DENSE, *path.split("."))
 
 

@@ -184,7 +184,7 @@ def _check_fit(
         )
         text += "\n".join(["places:", *lines[:_MAX_LINES], _FIX])
         raise about(CheckpointError(text), next(iter(changed)), changed)
-    # A missing array or wrong type is found now, even if no chunk is verified.
+    # Finds missing arrays and wrong types, even if no chunk is verified.
     for restore in restores:
         for array in restore.arrays.values():
             array.opened()
@@ -231,7 +231,6 @@ def _facts_of_both(
             for facts, record_of_table in ((saved, there), (now, here)):
                 of_table = _facts_of_table(record_of_table, layer.slots is not None)
                 facts |= {f"{owner} {key}": x for key, x in of_table.items()}
-    # Without tables=, a saved table that the state lacks counts as a difference.
     if args.tables is None:
         saved |= {f"table {name!r}": "saved" for name in record.tables.keys() - read}
     return saved, now
@@ -313,8 +312,8 @@ class _LayerRestore:
                 if not arrays or slot.kind not in ("shared", "hyperparameter"):
                     continue
                 values = {table: array.read() for table, array in arrays.items()}
-                # Tables that stay keep the state's count, unless it is zero: nothing is
-                # lost if the count of an untrained table is overwritten.
+                # Tables that aren't restored keep their count. A zero count may be
+                # overwritten, because these tables are untrained.
                 if slot.kind == "shared" and not _is_abstract(slot.leaf):
                     for table in stack.tables:
                         if np.any(slot.leaf):
@@ -353,8 +352,8 @@ class _LayerRestore:
 
     def verify(self, checkpoint: OpenCheckpoint) -> None:
         """Reads all chunks once, before any array is donated."""
-        # Processes that share the layer split the work, and tell each other the result
-        # in `_checked_by_all`.
+        # Processes that share the layer split the work, and `_checked_by_all` tells
+        # each what the rest found.
         first, step = 0, 1
         if not _is_local(self.layer):
             first, step = jax.process_index(), distributed.num_processes()
@@ -397,7 +396,7 @@ class _LayerRestore:
             ]
             structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
             slots[stack.name] = structure.unflatten(leaves)
-        # Totals over a table are measured again, because it may have additional rows.
+        # Totals are measured again, because tables may have additional rows.
         slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
         return dataclasses.replace(layer, slots=slots)
 
@@ -429,7 +428,6 @@ class _LayerRestore:
         values = {table: array.read() for table, array in arrays.items()}
         # `shared_values` rejected tables whose values differ.
         new = next(iter(values.values()))
-        # A leaf with one value per table keeps the values of tables that stay.
         if slot.kind == "tables":
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)

@@ -64,7 +64,10 @@ class SavedIds:
 
 
 def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
-    """Gathers ids by table. All processes must call it together and hold all ids."""
+    """Gathers ids by table.
+
+    All processes must call it together. Each host temporarily holds the directory.
+    """
     directory = layer.tables[directory_name(stack.name)]
     sketch = None if directory.sketch is None else on_host(directory.sketch)
     # The clock is equal on all shards, and so are the keys for initial values below.
@@ -83,8 +86,8 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             INIT_KEY: init_keys[i],
         }
         if sketch is not None:
-            # In natural bucket order, so that any number of devices can restore the
-            # lines. The last shards may have unused buckets, which are cut off.
+            # The lines of the buckets in natural order, without the unused buckets of
+            # the last shards.
             first, size = member.first_bucket, member.buckets_per_shard
             lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
             lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
@@ -108,15 +111,15 @@ def place_saved_ids(
     """
     ids, natural_rows, sketch = arrays[IDS], arrays[NATURAL_ROWS], arrays.get(SKETCH)
     order = np.arange(len(ids))
-    # With as many buckets as before, each id returns to its bucket and lane, so that
-    # training continues as if it had never stopped.
+    # With as many buckets as before, each id returns to its bucket and lane, on any
+    # number of devices.
     if Dynamic(capacity=capacity).num_buckets != member.dynamic.num_buckets:
         natural_rows = sketch = None
         value, next_value = _values(arrays, member.dynamic.evict)
         words = Ids64.of_array(ids)
         first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
         # A bucket takes its first 64 ids, so the most valuable ones come first: `~`
-        # reverses the order. Mixed ids break ties without a bias to small ids.
+        # reverses the order. Mixed ids break ties.
         order = np.lexsort((second, first, ~next_value, ~value))
     placed = place_ids(ids[order], member, natural_rows)
     kept = order[placed.kept]
@@ -144,9 +147,8 @@ def _values(
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Decay up to the latest use of any id, with the formula that steps use. The
-        # clock can't be used, because each step advances it by 1, even if the caller's
-        # `now` counts hours.
+        # Decay as in a step, up to the latest use of any id. The clock can't be used,
+        # because each step advances it by 1, even if the caller's `now` counts hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -160,7 +162,7 @@ def write_table_rows(
     num_rows: Mapping[str, int],
     placed: Mapping[str, PlacedIds],
 ) -> PackedRows:
-    """Replaces rows in place. All processes must call it together.
+    """Replaces table or slot rows in place. All processes must call it together.
 
     Args:
       packed: global rows; donated.
@@ -209,7 +211,10 @@ Leaves = dict[tuple[str, str | None], Any]
 
 
 def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
-    """Collects records and leaves. All processes must call it together."""
+    """Collects records and leaves, by table name in the checkpoint.
+
+    All processes must call it together.
+    """
     records: dict[str, TableRecord] = {}
     leaves: Leaves = {}
     for stack in layer.plan.stacks:
@@ -331,7 +336,7 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     """Lists the state types that hold slot variables or counts."""
     if structure.node_data() is None or not structure.num_leaves:
         return []
-    # `RoundedState` only says that the table is narrow, which its dtype says already.
+    # `RoundedState` only says that the table is narrow. The record also has its dtype.
     name = structure.node_data()[0].__name__
     inner = [x for child in structure.children() for x in _type_names(child)]
     is_state = name.endswith("State") and name != RoundedState.__name__
@@ -366,7 +371,11 @@ def leaf_records(leaf: Any) -> list[ArrayRecord]:
 def restored_leaf(
     saved: SavedArray, wanted: Any, sharding: jax.sharding.Sharding
 ) -> Any:
-    """Reads a leaf like `wanted`: array, shape (by default in `sharding`) or number."""
+    """Reads a leaf, with the type and sharding of `wanted`.
+
+    `wanted` is an array, a shape or a number. `sharding` is for shapes without their
+    own.
+    """
     if isinstance(wanted, np.ndarray):
         return saved.read()
     if isinstance(wanted, bool | int | float | np.generic):
@@ -380,7 +389,6 @@ def restored_leaf(
             data = jax.random.key_data(wanted)
         elif _is_key(wanted):
             data = jax.eval_shape(jax.random.key_data, wanted)
-        # Each process reads only the parts that its own devices need.
         sharding = data.sharding or wanted.sharding or sharding
         value = jax.make_array_from_callback(data.shape, sharding, saved.read)
     if not _is_key(wanted):

@@ -139,7 +139,7 @@ class SaveState(ocp.args.CheckpointArgs):
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        # Argument errors are raised here, before Orbax starts. Disk errors come later.
+        # Argument errors are raised here, before Orbax starts.
         self.parts = SplitState(self.state, self.plan)
         for layer in self.parts.layers:
             for rows in jax.tree.leaves((layer.tables, layer.slots), is_leaf=is_slot):
@@ -230,7 +230,7 @@ def save(
 
 @contextlib.contextmanager
 def _new_path(path: epath.Path) -> Iterator[None]:
-    """Rejects a path that exists, and locks it against other saves."""
+    """Rejects a path that exists, and locks its parent folder against other saves."""
     # Orbax writes under a temporary name that two saves to the same path would share.
     # The later save waits for the lock, then finds the path and raises. The first
     # process decides for the whole job. Stores such as `gs://` have no locks.
@@ -247,7 +247,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
                         fcntl.flock(folder, fcntl.LOCK_EX)
                 exists = path.exists()
             except OSError as found:
-                # Raised after the broadcast, for which the other processes wait.
+                # Raised after the broadcast, because other processes wait for it.
                 error = found
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)

@@ -77,7 +77,7 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks:
-    """A dict by stack name, with its leaf index and keys in the state."""
+    """Tables or slots by stack name, with their leaf index and keys in the state."""
 
     index: int
     keys: tuple[str, ...]
@@ -93,8 +93,8 @@ class SplitState:
         plans = _plans_of(state, plan)
         modules = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
         modules = [(path, leaf) for path, leaf in modules if _is_module(leaf)]
-        # A module's position in the state, as in (model, optimizer), is not part of its
-        # layers' paths.
+        # The path of a layer leaves out the position of its module in the state, as in
+        # (model, optimizer).
         roots = [tuple(map(_key, path)) for path, _ in modules]
         derived: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
         for _, module in modules:
@@ -133,7 +133,6 @@ class SplitState:
         self._indices = [(t.index, s.index if s else None) for _, t, s in pairs]
         self.layers = [
             LayerState(
-                # A lone layer's names don't depend on where the model holds it.
                 path=path if len(pairs) > 1 else "",
                 plan=_plan_of(path, own_tables.value, plans),
                 tables=own_tables.value,
@@ -269,7 +268,6 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     for plan in plans:
         directories = {name for stack in plan.stacks for name in stack.array_names}
         if (
-            # Dicts of narrow tables also hold a guard against arithmetic.
             set(value) - {GUARD_NAME}
             == {stack.name for stack in plan.stacks} | directories
             and all(
@@ -295,7 +293,6 @@ def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     )
 
 
-# Cached, because tracing is slow and `_are_slots` asks for many nodes of a state.
 @functools.lru_cache(maxsize=64)
 def _slots_structure(plan: EmbeddingPlan) -> Any:
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))

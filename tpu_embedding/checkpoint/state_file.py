@@ -46,7 +46,7 @@ _THREADS: Final = 8
 
 
 class Chunk(NamedTuple):
-    """A row-major position in the grid, and the file path in the array directory."""
+    """A chunk's row-major position, and its file path in the array directory."""
 
     number: int
     name: str
@@ -93,7 +93,7 @@ def _product(axes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def chunk_size_and_crc(root: epath.Path, name: str) -> tuple[int, str]:
-    """Reads how many bytes a chunk's file has, and the CRC-32C at its end."""
+    """Reads the size in bytes of a chunk's file, and the CRC-32C at its end."""
     _check_is_file(root, name)
     with (root / name).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -236,7 +236,6 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     with errors_of_reading(f"The file {path}"):
         values = json.loads(read_small_file(files, STATE_FILE, MAX_STATE_FILE_BYTES))
         version = values["format"]
-    # Checked first, so that a file in another format isn't reported as damaged.
     if version != FORMAT_VERSION:
         line = "Restore it with the version of tpu_embedding that wrote it."
         rule = f"be {FORMAT_VERSION} in this version of tpu_embedding"
@@ -320,7 +319,7 @@ def _check_table(field: str, table: TableRecord) -> None:
     if table.dynamic is None:
         _check(f"{field}.directory", table.directory, not table.directory)
         return
-    # A learned default row is the last row and has no id.
+    # A learned default row has no id.
     num_ids = num_rows - (Dynamic(**table.dynamic).default_row == "learned")
     for name, (dtype, has_rows) in _IDS.items():
         array = table.directory[name]

@@ -1,8 +1,8 @@
 """Finds, on the host, which rows a batch reads, before its step runs.
 
-NumPy repeats the rules in `inputs/shard_inputs.py` (padding, truncated sequences) and
-`lookup/_forward.py` (ids outside the table, weights, default ids), in few passes and
-without compiling. Tests compare the results with the compiled stages.
+Repeats in NumPy the rules of `inputs/shard_inputs.py` (padding, truncated sequences)
+and `lookup/_forward.py` (ids outside the table, weights, default ids). It makes few
+passes over the ids and compiles nothing. Tests compare it with the compiled stages.
 """
 
 import math
@@ -40,7 +40,8 @@ def rows_of_batch(
 ) -> dict[str, RowsOfShards]:
     """Finds the rows that a lookup reads from the named stacks, by shard.
 
-    If JAX arrays span several processes, only the samples on own devices count. A wrong
+    `features` is a global batch, prepared or not, as NumPy or JAX arrays. If JAX arrays
+    span several processes, only the samples on this process's devices are read. A wrong
     dtype, form or shape raises, as in a lookup. Results don't share the batch's memory.
 
     Example:
@@ -81,9 +82,7 @@ def united_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Sorts and deduplicates int32 arrays of any shape, without `PADDING_ROW_ID`."""
-    # A copy, because `_unique` sorts in place. `_NO_ROWS` allows an empty list.
     unique = _unique(np.concatenate([_NO_ROWS, *(x.reshape(-1) for x in rows)]))
-    # The padding id is the largest int32.
     has_padding = len(unique) and unique[-1] == PADDING_ROW_ID
     return unique[:-1] if has_padding else unique
 
@@ -92,7 +91,7 @@ def _unique(values: np.ndarray) -> np.ndarray:
     """Deduplicates an array, which it sorts in place."""
     # With vector instructions (AVX2 or newer), a sort takes 2 to 3 ns per value.
     # `np.unique` hashes, and takes 40 to 160 ns. Sorting slices in threads and merging
-    # them is not faster; run several calls at once instead, as NumPy releases the GIL.
+    # them is not faster.
     values.sort()
     is_first = np.empty(len(values), bool)
     is_first[:1] = True
@@ -107,9 +106,8 @@ def _rows_by_shard(
     rows = _rows_of_feature(jax.tree.map(_own_samples, ids), shape, feature)
     if stack.num_shards == 1:
         return [unique_rows([rows])]
-    # Row `r` is local row `r // n` on shard `r % n`. One sort by (shard, local row)
-    # deduplicates the rows and splits them by owner. Unsigned, since a stack of 2**31
-    # rows and its padding need 32 bits.
+    # One sort by (shard, local row) deduplicates the rows and splits them by owner.
+    # Unsigned, since a stack of 2**31 rows and its padding need 32 bits.
     rows = rows.view(np.uint32)
     num_shards, size = np.uint32(stack.num_shards), np.uint32(stack.rows_per_shard)
     local = rows // num_shards

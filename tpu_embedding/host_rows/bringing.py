@@ -27,7 +27,7 @@ def open_feed(
         for name, rows in tables.stacks.items()
         if isinstance(rows, MappedRows)
     }
-    if not hosts:  # So that a loop works with any placement.
+    if not hosts:
         yield ((batch, {}) for batch in batches)
         return
     plans = {path: tables.plan for path, tables in layers.items()}
@@ -44,8 +44,8 @@ def open_feed(
     feed = Feed(batches, hosts, rows_of)
     try:
         yield feed
-        # Only after the last batch: it waits for messages from all processes, and an
-        # exception or a `break` may happen in one alone.
+        # Only after the last batch, because it waits for messages from all processes,
+        # and an exception or a `break` may happen in one process alone.
         feed.check_end()
     finally:
         feed.close()

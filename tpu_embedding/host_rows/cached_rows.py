@@ -76,18 +76,17 @@ class MappedRows(CachedRows):
 
     # int32 by local row; -1 for rows that aren't cached.
     slot_of_row: Any
-    # int32 `[1]` per shard: updates dropped so far because their row wasn't cached.
+    # int32 `[1]` per shard: updates dropped so far because the row wasn't cached.
     num_lost: Any
 
     def locate(self, row_ids):
         """Finds cache slots, and counts rows without one in the returned copy."""
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
-        # Padding stays padding: only -1, a row that isn't cached, counts as lost.
         slots = jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
         num_lost = self.num_lost + jnp.sum(slots < 0, dtype=jnp.int32)
-        # Writes drop this id, and reads give NaN for it. A gather at -1 would be out of
-        # bounds, which `gather_in_bounds` doesn't allow.
+        # Writes drop this id, and `read_rows` gives NaN for it. A gather at -1 would be
+        # out of bounds, which `gather_in_bounds` doesn't allow.
         places = jnp.where(slots >= 0, slots, PADDING_ROW_ID)
         return dataclasses.replace(self, num_lost=num_lost), places
 

@@ -28,7 +28,7 @@ def swap_program(hardware: HardwareInfo) -> Any:
         _swap_rows,
         static_argnames="plan",
         donate_argnums=(0, 1),
-        # Without these, TPUs scatter into packed rows on the TensorCore.
+        # Without these options, TPUs scatter into packed rows on the TensorCore.
         compiler_options=dict(hardware.compiler_options),
     )
 
@@ -42,8 +42,9 @@ def _swap_rows(
 ) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
     """Swaps rows in place, and returns the previous records. Global.
 
-    Per shard, `moves` has `K` slots, the local rows that enter, and the local rows that
-    leave, all padded with `PADDING_ROW_ID`.
+    Per shard, `moves` has `3 * K` integers: the slots, the local rows that enter, and
+    the local rows that leave, each padded with `PADDING_ROW_ID`. `records` has one
+    record per slot. The table and `slots` are donated.
     """
     spec = plan.sample_spec
     arrays = [table, *slots]
@@ -51,24 +52,21 @@ def _swap_rows(
     def swap(arrays, moves, records):
         at, fetched, left = moves.reshape(3, -1)
         old = [gather_rows(rows, at) for rows in arrays]
-        # XLA might write the slots first, and copy the cache to keep their old rows.
         old, arrays = read_before_write((old, arrays))
         new, first = [], 0
         for rows in arrays:
             dim = rows.layout.dim
-            # Narrow means bfloat16 here: the placement rejects int8.
+            # Narrow rows are bfloat16 here, because the placement rejects int8.
             num_words = -(-dim // 2) if rows.layout.narrow_dtype else dim
             words = records[:, first : first + num_words]
             values = _rows_of_words(words, rows.layout, rows.lines.dtype)
             changed = set_rows(rows, at, values)
-            # A copy that misses this exchange keeps its version, and the host notices.
             new.append(dataclasses.replace(changed, version=rows.version + 1))
             first += num_words
         words = [_words_of_rows(x, y.layout) for x, y in zip(old, arrays, strict=True)]
         table: MappedRows = arrays[0]
         slot_of_row = table.slot_of_row
         for row_ids, slot in ((left, jnp.full_like(at, -1)), (fetched, at)):
-            # Padding is past the end of the map, so it is dropped.
             slot_of_row = slot_of_row.at[row_ids].set(
                 slot, mode="drop", wrap_negative_indices=False
             )
@@ -88,7 +86,7 @@ def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
     if layout.narrow_dtype is None:
         return words
     # bfloat16 rows were read as float32, so their bits are the upper half. Two elements
-    # share a word, the first one in the lower half, as in `words_of_file_rows`.
+    # share a word, with the first in the lower half, as in `words_of_file_rows`.
     words = jnp.pad(words >> 16, ((0, 0), (0, layout.dim % 2)))
     return words[:, ::2] | words[:, 1::2] << 16
 

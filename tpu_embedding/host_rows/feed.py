@@ -44,9 +44,9 @@ class _Coming(NamedTuple):
     """A drawn batch and its rows."""
 
     batch: Any
-    # What own samples read, from all shards.
+    # Rows that this process's samples read, for all shards.
     found: Future[dict[Key, RowsOfShards]]
-    # What all samples read, from own shards.
+    # Rows that all samples read, for this process's shards.
     rows: Future[dict[Key, RowsOfShards]]
 
 
@@ -54,7 +54,8 @@ class Feed(Generic[Batch]):
     """An iterable of batches and the exchanges that bring their rows.
 
     The caller must run a batch's exchanges before drawing the next batch, and call
-    `close` at the end. A thread calls `rows_of` in batch order.
+    `close` at the end. A thread calls `rows_of`, in batch order. It finds the rows that
+    this process's samples read, for all shards.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Feed(Generic[Batch]):
                 self._hosts[key].check_brought(rows)
             if not self._has_sent:
                 self._start()
-            numbers = self._receive()  # Also at the end: each message is received once.
+            numbers = self._receive()  # Also at the end, since a message was sent.
             if not has_batch:
                 return
             self._work_ahead(least=1)
@@ -161,13 +162,11 @@ class Feed(Generic[Batch]):
     @moves_arrays
     def _claim(self) -> None:
         """Starts, or resumes after another pipeline ran or the tables changed."""
-        # Claiming undoes all plans, so everything planned or read so far is void.
         for host in self._hosts.values():
             host.claim(self)
         self._next_to_enter = {
             key: host.shards.planners[0].next_batch for key, host in self._hosts.items()
         }
-        # A new event, because calls queued before the stop must still see theirs set.
         self._stopped = threading.Event()
         self._plans.clear()
         self._fetched.clear()
@@ -257,7 +256,7 @@ class Feed(Generic[Batch]):
             coming = self._coming[number]
             self._planner.submit(self._merge, coming, rows, unequal)
             self._planner.submit(self._enter, coming)
-        # The busiest process decides: all must run equally many programs.
+        # The busiest process decides, since all must run equally many programs.
         most = iter(map(max, sizes))
         return [host.agree(next(most), next(most)) for host in self._hosts.values()]
 
@@ -329,7 +328,7 @@ class Feed(Generic[Batch]):
         if ENDING is None or ENDING.is_set():  # Python has cleared this module.
             return
         self.is_closed = True
-        if not self._has_ended:  # Other processes may wait for more messages.
+        if not self._has_ended:
             self._messenger.post_last("messages", self._messenger.num_sent)
         # The garbage collector may call this in any thread, while the main thread runs
         # another pipeline. Then only stop the fetches; the next `claim` does the rest.
@@ -342,9 +341,11 @@ class Feed(Generic[Batch]):
             for worker in (self._finder, self._planner, self._reader):
                 worker.end()
         self._stopped.set()
-        self._messenger.close()  # Last: the other threads may wait for a lost process.
+        # Last, since the threads above may wait for a lost process, which only the
+        # messenger's watch notices.
+        self._messenger.close()
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
-    """Finds the most rows on an own shard, and the most that are missing."""
+    """Finds the most rows on a shard, and the most that must enter."""
     return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

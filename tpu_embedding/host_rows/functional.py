@@ -22,7 +22,7 @@ def host_rows(
     """Yields each batch with a function that brings its rows into tables and slots.
 
     Before each step, call `tables, slots = bring(tables, slots)`. Note that it donates
-    its arguments, so you can use only the results.
+    its arguments, so you can use only the results. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.

@@ -1,8 +1,8 @@
 """Fills a stack's stores with initial rows and slot variables, block by block.
 
 Results equal `te.functional.init_tables` and `init_slots` bit for bit, although the
-devices hold only one block at a time. So totals add the same blocks as in `init_state`,
-in the same order.
+devices hold only one block at a time. For this, totals add the same blocks as in
+`init_state`, in the same order. `fill_tables` names an exception.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
     size = packed_rows.round_up(size, stack.layout.rows_per_line)
     groups: list[tuple[list[TablePlan], int]] = [(by_row, size)] if by_row else []
     # Other initializers need all rows at once, so they compute a whole table, sharded
-    # over the devices. XLA may then round differently than in `init_tables`. The first
-    # and last local row may be in the table on some shards only, hence + 2.
+    # over the devices. XLA may then round differently than in `init_tables`. The table
+    # may begin and end in the middle of a local row, hence + 2.
     groups += [([table], table.num_rows // stack.num_shards + 2) for table in others]
     for tables, num_rows in groups:
         layout = dataclasses.replace(stack.layout, num_rows=num_rows)
@@ -68,8 +68,8 @@ def fill_slots(
     shards: OwnShards, plan: EmbeddingPlan, slot_at: Callable[[int], Any]
 ) -> Any:
     """Writes initial slot variables, and makes the state; see `measured_state`."""
-    # One record fits all rows, since the placement rejects rules whose slot variables
-    # start from the table.
+    # All rows start with the same record, since the placement rejects rules whose slot
+    # variables start from the table.
     values, rows = _initial_values_and_slots(shards, plan)
     records = [words_of_file_rows(np.asarray(row)[None]) for row in rows]
     for record, words in zip(records, shards.columns[1:], strict=True):
@@ -105,7 +105,7 @@ def _initial_values_and_slots(
 
     def init(known: list[Array]) -> tuple[list[Array], list[Array]]:
         layout = dataclasses.replace(stack.layout, num_rows=stack_state.PADDING_ROWS)
-        rows = zero_rows(layout)  # Only the totals depend on the real rows.
+        rows = zero_rows(layout)  # The real rows matter only through totals.
         state = stack_state.init_block(rows, 0, totals.known_totals(known), stack)
         slots = map(packed_rows.unpack_rows, stack_state.slots_of(state))
         values = stack_state.values_of(stack_state.state_around(state, stack))
@@ -150,7 +150,6 @@ def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]
     add_block = jax.jit(on_shards(add, plan, in_specs=specs, out_specs=spec))
     reduce_total = on_shards(reduce, plan, in_specs=spec, out_specs=everywhere)
     known: list[jax.Array] = []
-    # One pass over the stores per total, since the next may depend on it.
     while stack.optimizer.takes_totals:
         total: Any = {}
         for start, size in _blocks_of(stack):

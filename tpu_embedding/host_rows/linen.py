@@ -24,7 +24,7 @@ def host_rows(
 
     Args:
       batches: see `te.host_rows`.
-      state: initial state, with the plan for each layer.
+      state: initial state, which provides the plan for each layer.
       features_of: see `te.host_rows`.
 
     Yields:

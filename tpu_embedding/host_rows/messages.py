@@ -47,7 +47,8 @@ class Messenger:
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
         self.plan, self._loop = plan, loop
-        # `num_awaited` is the batch, from 1, that the main thread waits for, else 0.
+        # `num_awaited` is the number, from 1, of the batch that the main thread waits
+        # for, or 0.
         self.num_sent = self.num_awaited = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
@@ -66,7 +67,7 @@ class Messenger:
 
         All processes must send equally long headers.
         """
-        self._sent = header, rows  # For `receive`, if the buffers are too small.
+        self._sent = header, rows
         self.num_sent += 1
         if not self._is_shared:
             return
@@ -77,8 +78,8 @@ class Messenger:
         words = np.zeros(
             (num_carriers, len(messages), width + self._num_words), np.int32
         )
-        # Sent even if the message doesn't fit, so that all processes learn the largest
-        # size, and repeat the turn with equally large buffers.
+        # The size is sent even if the message doesn't fit. All processes then learn the
+        # largest size, and repeat the turn with equally large buffers.
         words[:, :, 0] = size
         words[:, :, 2:width] = header
         for device, message in enumerate(messages if size <= self._num_words else ()):
@@ -94,8 +95,8 @@ class Messenger:
         received = exchange_program(self.plan)(sent)
         data = {shard.device: shard.data for shard in received.addressable_shards}
         own_data = [data[device] for device in self._devices]
-        # `np.asarray` blocks until the program has run. In a thread, so `_wait` can
-        # notice meanwhile that a process will never run it.
+        # `np.asarray` blocks until the program has run. It runs in a thread, so that
+        # `_wait` can notice a process that will never run the program.
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
 
     def receive(self) -> tuple[list[list[int]], ReceivedRows]:
@@ -160,7 +161,7 @@ class Messenger:
         return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
     def post_last(self, kind: Literal["messages", "batches"], number: int) -> None:
-        """Tells other processes the final number."""
+        """Tells other processes how many messages or batches there are in all."""
         if self._is_shared:
             distributed.post(self._name_of(kind), str(number))
 
@@ -176,10 +177,10 @@ class Messenger:
     def _end_with_others(self) -> None:
         """Ends this process if another is gone and the main thread can't notice."""
         # The main thread may wait forever in a step that the other process doesn't run.
-        # It gets some seconds to raise the error itself, in `_wait`.
+        # It first gets some seconds to raise the error itself, in `_wait`.
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
             if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
-                if absences := self._absences():  # Not only for a moment.
+                if absences := self._absences():
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
@@ -215,7 +216,10 @@ def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
 
 
 def is_shared(plan: EmbeddingPlan) -> bool:
-    """Tells whether several processes share the mesh; raises if only some do."""
+    """Tells whether several processes share the mesh.
+
+    Raises ValueError if these are some processes of the job, but not all.
+    """
     processes = {device.process_index for device in plan.mesh.devices.flat}
     if 1 < len(processes) < distributed.num_processes():
         rule = "be of one process, or of all processes of the job, for te.HostRows"
@@ -255,7 +259,7 @@ def exchange_program(plan: EmbeddingPlan) -> Any:
 @atexit.register
 def _post_failure() -> None:
     """Tells other processes that an exception ends this one."""
-    # Python sets these for an uncaught exception; `last_exc` is new in 3.12.
+    # Python sets these for an uncaught exception. `last_exc` is new in 3.12.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and distributed.num_processes() > 1:
         distributed.post(_FAILURES, f"{type(error).__name__}: {error}")

@@ -42,11 +42,10 @@ class Exchange(NamedTuple):
 
 
 class OwnShards:
-    """A stack's shards on own devices. Lists are in shard order."""
+    """A stack's shards on this process's devices. Lists are in shard order."""
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
         self.stack, self._plan = stack, plan
-        # By column: the table, then each slot variable.
         self.columns = columns_of(stack)
         self.record_bytes = 4 * self.columns[-1].stop
         self._programs = _line_programs(plan, stack)
@@ -74,7 +73,6 @@ class OwnShards:
             stores = [RowStore(*shape, directory) for _ in self.numbers]
         except (OSError, MemoryError) as raised:
             error = raised
-        # If one process lacks memory or disk space, the rest must not go on alone.
         raise_together(error, self._plan)
         return stores
 
@@ -110,10 +108,13 @@ class OwnShards:
         )
 
     def plan(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
-        """Plans the next batch. Rows that don't fit raise, and change nothing."""
+        """Plans the next batch.
+
+        Raises ValueError, and changes nothing, if its rows don't fit.
+        """
 
         def plan(planner: Planner, rows: np.ndarray) -> BatchPlan | CacheTooSmallError:
-            try:  # The error is returned, so that plans of other shards can be undone.
+            try:
                 return planner.plan(rows)
             except CacheTooSmallError as error:
                 return error
@@ -129,7 +130,6 @@ class OwnShards:
                 planner.undo(plan)
         num_slots, num_shards = self.stack.layout.num_rows, self.stack.num_shards
         names = [table.name for table in self.stack.tables]
-        # Suggests the smallest `cache_rows` that rounds up to enough slots per shard.
         error = ValueError(
             f"Batch {self.planners[0].next_batch} and the two before it need "
             f"{needed[shard]:,} rows of device {self.numbers[shard]}, which do not fit "
@@ -152,12 +152,11 @@ class OwnShards:
         evicted = [plan.evicted[part] for plan in plans]
         moves, records = [], []
         for store, *moved in zip(self.stores, slots, fetched, evicted, strict=True):
-            # One static size for all exchanges, so that they run one compiled program.
+            # All exchanges have one static size, so that they run one compiled program.
             padded = np.full((3, size), PADDING_ROW_ID, np.int32)
             padded[:, : len(moved[0])] = moved
             padded[2][padded[2] < 0] = PADDING_ROW_ID
             moves.append(padded.reshape(-1))
-            # Unused records stay uninitialized, since their slots are padding.
             records.append(np.empty((size, self.columns[-1].stop), np.uint32))
             store.read(moved[1], out=records[-1][: len(moved[1])])
         arrays = self.array_of(moves), self.array_of(records)
@@ -240,8 +239,8 @@ class OwnShards:
         """Yields cache chunks: first line and line count."""
         num_lines = rows.layout.num_lines
         size = min(num_lines, max(1, _CHUNK_BYTES // (4 * rows.layout.lanes_per_line)))
-        # All chunks have one size, so that a program compiles once. The last two may
-        # overlap.
+        # All chunks have one size, so that a program compiles once. The last two chunks
+        # may overlap.
         for start in range(0, num_lines, size):
             yield min(start, num_lines - size), size
 
@@ -254,7 +253,11 @@ class OwnShards:
 
 
 class _LinePrograms(NamedTuple):
-    """Programs that `read` and `write` some lines per shard, in place. Global."""
+    """Programs on some lines of each shard. Global.
+
+    `read(lines, start, num_lines=n)` copies them. `write(lines, new_lines, start)`
+    replaces them in place.
+    """
 
     read: Any
     write: Any
@@ -262,7 +265,6 @@ class _LinePrograms(NamedTuple):
 
 @functools.cache
 def _line_programs(plan: EmbeddingPlan, stack: StackPlan) -> _LinePrograms:
-    # Cached, because new functions would compile again.
     slice_, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice_in_dim
     spec, everywhere = stack.rows_spec, PartitionSpec()
 

@@ -104,7 +104,6 @@ class HostRows(Placement):
                 cache_rows=cache_rows,
                 directory=self._directory,
                 window=self.window,
-                # An int32 cache slot per row, cached or not.
                 bytes_per_device=4 * stack.rows_per_shard,
             ),
             notes=(*stack.notes, _note(stack, cache_rows, self._directory)),
@@ -144,7 +143,6 @@ def _problem(stack: StackPlan) -> str | None:
             "te.HostRows works only with backend='xla', because other backends need "
             "all rows on their device; remove the backend argument"
         )
-    # `exchange.py` casts float32 and bfloat16 rows to words, and nothing else.
     if config.dtype_name == "int8":
         return (
             "te.HostRows does not support int8 rows; set TableConfig.dtype to "

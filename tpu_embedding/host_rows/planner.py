@@ -11,7 +11,7 @@ import numpy as np
 UNFINISHED_BATCHES: Final = 3
 """When a batch is planned, it and the two batches before it may still be untrained."""
 
-# With 8, a prototype fetched 3,394 rows per batch (zipf ids); an exact LRU, 3,403.
+# With 8, a prototype fetched 3,394 rows per batch of zipf ids, an exact LRU 3,403.
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
 """Minimum number of slots to choose victims from."""
@@ -55,16 +55,17 @@ class _Undo(NamedTuple):
 class Planner:
     """Plans a shard's cache, batch by batch, the same on every machine.
 
-    A missing row takes a slot that was never filled, or else evicts a row that no
-    unfinished batch uses: the oldest stamp among the next slots after a clock hand (a
-    sampled LRU). `rows` are always sorted unique local rows, int32.
+    A missing row takes a slot that was never filled. If there is none, it evicts a row
+    that no unfinished batch uses: the row with the oldest stamp among the next slots
+    after a clock hand (a sampled LRU). `rows` are always sorted unique local rows,
+    int32.
 
     Attributes:
-      place: by row, its slot, `-(t + 2)` if batch `t` evicted it, or -1 if it was never
+      place: slot of each row, `-(t + 2)` if batch `t` evicted it, or -1 if it was never
         cached.
-      row_of: by slot, its row or -1.
-      stamp: by slot, the last batch known to use its row, planned or not.
-      user: by slot, the last planned batch that uses its row.
+      row_of: row in each slot, or -1.
+      stamp: last batch known to use the row in each slot, planned or not.
+      user: last planned batch that uses the row in each slot.
     """
 
     def __init__(self, num_rows: int, num_slots: int):
@@ -77,7 +78,6 @@ class Planner:
         self.next_batch = next_batch
         self.place.fill(-1)
         self.row_of.fill(-1)
-        # So old that even batch 0 counts no slot as used by an unfinished batch.
         self.stamp.fill(-UNFINISHED_BATCHES)
         self.user.fill(-UNFINISHED_BATCHES)
         self._hand = self._num_filled = 0
@@ -90,8 +90,8 @@ class Planner:
     def plan(self, rows: np.ndarray) -> BatchPlan:
         """Plans the next batch.
 
-        If it doesn't fit next to the two batches before it and the pinned rows, this
-        raises CacheTooSmallError, and changes nothing.
+        Raises CacheTooSmallError, and changes nothing, if its rows don't fit together
+        with the pinned rows and the two batches before it.
         """
         assert not len(rows) or (rows[0] >= 0 and rows[-1] < len(self.place))
         batch = self.next_batch
@@ -110,7 +110,7 @@ class Planner:
             raise CacheTooSmallError(in_use + len(fetched))
         evicted = self.row_of[slots].astype(np.intp)
         undo = _Undo(used, users, left, self.user[slots], hand, num_filled)
-        # A batch in the window may have stamped these rows with a higher number.
+        # A later batch in the window may already have stamped these rows.
         self.stamp[used] = np.maximum(self.stamp[used], batch)
         self.place[np.compress(evicted >= 0, evicted)] = -(batch + 2)
         self.place[fetched] = slots
@@ -130,7 +130,7 @@ class Planner:
 
     def undo(self, plan: BatchPlan) -> None:
         """Undoes the latest plan, whose exchanges never ran."""
-        # Except stamps: they only rank victims, so they can cost a fetch, but no row.
+        # Stamps stay. They only rank victims, so a wrong one costs at most a fetch.
         assert plan.batch == self.next_batch - 1
         undo, stayed = plan.undo, plan.evicted >= 0
         self.place[plan.fetched] = undo.left
@@ -158,7 +158,7 @@ class Planner:
             if victims is None:
                 return None
             slots = np.concatenate([slots, victims])
-        self._num_filled = end  # Last, so a failure changes nothing.
+        self._num_filled = end  # Last, so that a failure changes nothing.
         return slots
 
     def _victims(self, need: int, num_filled: int, batch: int) -> np.ndarray | None:
@@ -178,7 +178,7 @@ class Planner:
                 return None
             size *= 4
         is_victim = ages < last
-        # Ties go by position, so plans don't depend on how NumPy partitions.
+        # Ties go by position, so that plans don't depend on how NumPy partitions.
         ties = np.flatnonzero(ages == last)
         is_victim[ties[: need - np.count_nonzero(is_victim)]] = True
         self._hand = (hand + size) % num_filled
@@ -187,8 +187,8 @@ class Planner:
 
 def _cached(places: np.ndarray) -> np.ndarray:
     """Keeps the places that are slots."""
-    # Several times faster than indexing with a mask. As `intp`, to which NumPy would
-    # otherwise convert them at each use.
+    # Several times faster than indexing with a mask. NumPy would convert other types to
+    # `intp` at each use.
     return np.compress(places >= 0, places).astype(np.intp)
 
 

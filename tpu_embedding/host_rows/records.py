@@ -1,4 +1,4 @@
-"""Lays out records: the bits in a table row, then in its slot variables."""
+"""Lays out records. They hold the bits of a table row, then of its slot variables."""
 
 import math
 
@@ -37,7 +37,6 @@ def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
     # NumPy can't infer a dimension for zero rows, so pass their size.
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:]))
     flat = flat.view(np.uint8)
-    # An odd number of 16-bit elements leaves half a word.
     return np.pad(flat, ((0, 0), (0, -flat.shape[1] % 4))).view(np.uint32)
 
 

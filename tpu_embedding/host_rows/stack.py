@@ -53,7 +53,7 @@ class FetchedRows:
 
     plans: list[BatchPlan]
     exchanges: list[Exchange]
-    num_exchanges: int  # The most that any process needs.
+    num_exchanges: int  # The most that any process needs for the batch.
 
 
 class HostStack:
@@ -63,8 +63,9 @@ class HostStack:
 
     Attributes:
       owner: optimizer states made so far.
+      feed: the active pipeline.
       exchange_rows: K, the rows per shard in an exchange; 0 until a batch has rows.
-      num_ids: unique rows per batch and own shard, summed up.
+      num_ids: unique rows, summed over batches and own shards.
       num_fetched: how many of these were not cached.
     """
 
@@ -149,7 +150,7 @@ class HostStack:
             self._flush(table)  # Totals are summed over the stores.
             slot_at = slots_of(kept).__getitem__
             return measured_state(self.shards, self.plan, slot_at)
-        if not isinstance(table.lines, Tracer):  # Tracers only need shapes.
+        if not isinstance(table.lines, Tracer):
             self._check_filled(0)
             self.claim(None)  # Readers may have read old slot variables.
             self._flush(table)
@@ -204,7 +205,8 @@ class HostStack:
         self, plans: Sequence[BatchPlan], stopped: threading.Event
     ) -> list[Exchange]:
         """Reads the rows that a planned batch lacks, unless `stopped`."""
-        # Rule 2: until that batch's rows are written, the stores have old values.
+        # Rule 2: the stores have old values until the rows that batch `wait_for`
+        # evicted are written.
         wait_for = max(plan.wait_for for plan in plans)
 
         def is_over() -> bool:
@@ -213,7 +215,7 @@ class HostStack:
         with self._changed:
             while not self._changed.wait_for(is_over, _SECONDS_BETWEEN_LOOKS):
                 pass
-        if self._landed < wait_for or stopped.is_set():  # No longer needed.
+        if self._landed < wait_for or stopped.is_set():
             return []
         size, most = self.exchange_rows, max(len(plan.fetched) for plan in plans)
         numbers = range(-(-most // size) if most else 0)
@@ -243,9 +245,10 @@ class HostStack:
             versions, table.num_lost, lost_reads
         )
         # Stale copies and lost updates are only known after the devices have run the
-        # steps so far. So the writer looks, and the pipeline raises its error in the
-        # next turn or at the end. It looks before it writes what this exchange evicts,
-        # which may come from a stale copy. `_versions` changes in place, so copy it.
+        # steps so far. So the writer looks for them, and the pipeline raises its error
+        # in the next turn or at the end. The writer looks before it writes what this
+        # exchange evicts, which may come from a stale copy. `_versions` changes in
+        # place, so copy it.
         expected = self._versions[: len(versions), None].copy()
         self._writer.submit(self._check_facts, facts, expected)
 
@@ -291,7 +294,6 @@ class HostStack:
         try:
             for exchange in [*fetched.exchanges, *[self._nothing(plans)] * none]:
                 table, slots, records = swap(table, slots, *exchange.arrays, self.plan)
-                # Starts the transfer now; the writer only waits for it.
                 for part in self.shards.parts_of(records):
                     part.copy_to_host_async()
                 left.append((exchange, records))
@@ -303,8 +305,8 @@ class HostStack:
                     held[slot] = rows
         except BaseException as error:  # The donated arrays are gone.
             self._error = self._error or self._incomplete(error)
-            # Nothing will be written, so nobody may wait for it. The writer says so in
-            # order, since an earlier batch may still be on its way.
+            # Nothing will be written, so the reader must not wait for this batch. The
+            # writer marks it as landed in order, after earlier batches.
             self._writer.submit(self._write_back, batch, ())
             raise
         self.num_ids += sum(plan.num_rows for plan in plans)
@@ -314,9 +316,9 @@ class HostStack:
 
     def _nothing(self, plans: Sequence[BatchPlan]) -> Exchange:
         """Makes an exchange without rows."""
-        # If only other processes have rows left, this one must still run the program.
+        # A process without rows left must still run the program.
         if self._empty_exchange is None:
-            last = self.stack.layout.num_rows  # Past the rows of any exchange.
+            last = self.stack.layout.num_rows
             self._empty_exchange = self.shards.exchange_of(
                 plans, last, self.exchange_rows
             )
@@ -378,7 +380,7 @@ class HostStack:
             raise error
 
     def _is_old(self, rows: Any) -> bool:
-        # An exchange deletes the arrays that it was given.
+        # An exchange donates its arrays, so arrays of an older copy may be deleted.
         version, expected = rows.version, self._versions[rows.column]
         if version.is_deleted() or (rows.column > 0 and rows.owner != self.owner):
             return True
@@ -470,7 +472,7 @@ class HostStack:
         is_lost = any(exchange_values("host_rows_lost", is_lost, self.plan))
         if is_partial or not is_table or not is_lost:
             self._flush(rows)
-        else:  # Replacing the whole table repairs lost rows, so don't save any.
+        else:  # A whole new table replaces lost rows, so don't save any.
             self.empty()
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
@@ -497,7 +499,6 @@ class HostStack:
 
     def _flush(self, rows: CachedRows) -> None:
         """Writes cached rows to the stores."""
-        # Rows that left may still be on their way to the stores.
         with self._changed:
             self._changed.wait_for(lambda: self._landed == self._executed)
         self.check_error()
@@ -523,7 +524,7 @@ def _near_windows(
 ) -> Iterator[tuple[int, list[Window], LineExchange]]:
     """Groups neighboring windows, about one per device.
 
-    Yields the first local row, then windows and facts in a stack that begins there.
+    Yields the first local row, then windows and facts of a stack that begins there.
     """
     num_shards = exchange.num_shards
     layout = dataclasses.replace(exchange.layout, num_rows=exchange.window_rows + 1)

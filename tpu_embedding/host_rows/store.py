@@ -26,7 +26,8 @@ class RowStore:
     """Records ordered by row, uint32 `[num_rows, words]`.
 
     Threads may read and write concurrently if their rows differ. With a `directory`,
-    the records are in an unnamed file there, which ends with the store or the process.
+    the records are in an unnamed file there, which is freed when the store or the
+    process ends. After a crash, training can therefore only continue from a checkpoint.
     """
 
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
@@ -46,7 +47,10 @@ class RowStore:
         return self._records.nbytes
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Reads records, to a contiguous `out`. Negative rows read anything."""
+        """Reads records, into a contiguous `out` if given.
+
+        Negative rows give unspecified records.
+        """
         if out is None:
             out = np.empty((len(rows), self._records.shape[1]), np.uint32)
         assert out.shape == (len(rows), self._records.shape[1])
@@ -122,7 +126,7 @@ class RowStore:
         """Calls a function on slices, in threads if there are many rows."""
         num_threads, num_bytes = _num_cores(), count * self._records.strides[0]
         num_slices = min(num_threads, num_bytes // _SLICE_BYTES)
-        if self._map is not None:  # Threads wait for the disk, not for a core.
+        if self._map is not None:
             num_threads = _FILE_THREADS
             num_slices = min(num_threads, count // _FILE_SLICE_ROWS)
         if num_slices < 2:
@@ -136,7 +140,7 @@ class RowStore:
 def in_threads(
     function: Callable[..., Any], *arguments: Sequence[Any], num_threads: int = 0
 ) -> Iterator[Any]:
-    """Maps in threads, by default one per core. Calls mustn't wait for each other."""
+    """Maps in threads, by default one per core. Calls must not wait for each other."""
     if len(arguments[0]) == 1:
         return map(function, *arguments)
     threads = _threads_of_process(os.getpid(), num_threads or _num_cores())
@@ -159,8 +163,8 @@ def _mapped_file(directory: str, num_bytes: int) -> mmap.mmap:
     """Maps a new unnamed file, which exists as long as the map."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            # Without reserved space, writing to a page kills the process if the disk is
-            # full.
+            # Without reserved space, writing to a page would kill the process once the
+            # disk is full.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             else:

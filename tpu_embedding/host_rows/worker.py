@@ -55,7 +55,7 @@ _threads: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]]" 
 def _work(calls: "queue.SimpleQueue[Any]") -> None:
     while (call := calls.get()) is not None and not ENDING.is_set():
         future, function, args = call
-        try:  # A global transfer guard would also reject transfers in this thread.
+        try:  # A global transfer guard would also apply to this thread.
             future.set_result(moves_arrays(function)(*args))
         except BaseException as error:
             future.set_exception(error)

@@ -1,8 +1,8 @@
 """Stable 64-bit hashes, for many strings at once.
 
-TensorFlow and Keras use the same ones, so you can use their tables. FarmHash's
-`Fingerprint64` is in `to_hash_bucket_fast` and `Hashing`; SipHash-2-4 is in
-`to_hash_bucket_strong`, and in `Hashing` with a salt.
+TensorFlow and Keras use the same ones, so you can use their tables: `farmhash64` is in
+`to_hash_bucket_fast` and in `Hashing`, `siphash64` in `to_hash_bucket_strong` and in
+`Hashing` with a salt.
 
 Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
 "SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in NumPy.
@@ -57,7 +57,7 @@ class ByteStrings:
 
     def words(self, offset: Any, num_bytes: int = _WORD) -> Words:
         """Reads the little-endian number at an offset in each string."""
-        # Items of this view begin at every byte, so unaligned numbers need no copy.
+        # Items of this view begin at every byte, so that numbers may be unaligned.
         size = self.buffer.shape[0] - num_bytes + 1
         overlapping = np.ndarray((size,), f"<u{num_bytes}", self.buffer, 0, (1,))
         return overlapping[self.starts + offset].astype(np.uint64)
@@ -72,7 +72,6 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
             codes = np.ascontiguousarray(strings).view(np.uint8)
         elif strings.dtype.kind == "U" and width:
             codes = np.ascontiguousarray(strings).view(np.uint32)
-            # ASCII has one byte per character in UTF-8.
             codes = codes.astype(np.uint8) if codes.max(initial=0) < 128 else None
         if codes is not None:
             lengths = np.strings.str_len(strings).astype(np.int64)
@@ -167,7 +166,6 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
         longer = state[:, :end]  # A view, which changes in place.
         _sip_compress(longer, ordered[np.arange(end)].words(k * _WORD))
     _sip_compress(state, _last_word(ordered, num_words))
-    # SipHash-2-4 runs 2 rounds per word, in `_sip_compress`, and 4 at the end.
     state[2] ^= np.uint64(0xFF)
     for _ in range(4):
         _sip_round(state)
@@ -237,7 +235,7 @@ def _farm_33_to_64(strings: ByteStrings) -> Words:
 
 
 def _mix_of_ends(strings: ByteStrings, factor: Any) -> tuple[Words, Words]:
-    """Sums, and mixes, the first and last 16 bytes."""
+    """Computes a sum and a mix of the first and last 16 bytes."""
     multiplier, lengths = _multiplier(strings), strings.lengths
     a, b = strings.words(0) * factor, strings.words(8)
     c = strings.words(lengths - 8) * multiplier

@@ -1,8 +1,8 @@
 """Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
-All three accept any container, and keep its weights and structure. Ids are the same as
-in TensorFlow and Keras, so you can use tables trained with these. Runs and exports save
-vocabularies in files, which may come from untrusted sources.
+All three accept any container of strings, and keep its weights and structure. Ids are
+the same as in TensorFlow and Keras, so you can use tables trained with these. Runs and
+exports save vocabularies in files, which `load` reads as untrusted data.
 """
 
 import codecs
@@ -85,7 +85,7 @@ def hash_ids(
         integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
         drop trailing NUL characters; dtype `object` keeps them.
       num_buckets: the table's `vocabulary_size`, 1 to 2**31 - 2.
-      salt: one or two numbers from 0 to 2**64 - 1. A single number `n` means `(n, n)`.
+      salt: number from 0 to 2**64 - 1, or a pair of them. A number `n` means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -158,8 +158,9 @@ def fingerprint_ids(strings: Any) -> Any:
 class Vocabulary:
     """A numbered list of strings, like `keras.layers.StringLookup`.
 
-    If you set a mask token, it has id 0. The next ids are for unknown strings, one per
-    bucket, and the tokens follow. With several buckets, FarmHash chooses one.
+    If you set a mask token, id 0 is reserved for it and stays unused. The next ids are
+    for unknown strings, one per bucket, and the tokens follow. With several buckets,
+    FarmHash chooses one.
 
     Attributes:
       tokens: the strings, in id order.
@@ -189,8 +190,8 @@ class Vocabulary:
         Args:
           tokens: distinct strings. Lists from Keras may begin with the mask token (if
             you set `mask_token`), then `oov_token`, once per bucket.
-          num_oov_buckets: how many ids to reserve for unknown strings. With 0, they
-            raise an error.
+          num_oov_buckets: how many ids to reserve for unknown strings. With 0, unknown
+            strings raise an error.
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
             and id 0 stays unused, as in Keras.
           oov_token: token for unknown strings in lists from Keras.
@@ -449,8 +450,8 @@ def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
 
 
 VOCABULARIES_DIR: Final = "vocabularies"
-# Vocabularies are in numbered files, and the names of their features here: file systems
-# limit the length of file names, and may ignore their case.
+# Vocabulary files have numbers, and this file lists their features: file systems limit
+# the length of file names, and may ignore their case.
 _NAMES_FILE: Final = "names.json"
 
 

@@ -194,7 +194,7 @@ def import_into_stacks(
       stacks: stack name to packed rows, from `init_tables`; donated.
       states: stack name to optimizer state, from `init_slots`, or an empty dict;
         donated.
-      plan: plan that made the stacks.
+      plan: plan that the stacks were made for.
       tables: see `import_tables`.
       rename: see `import_tables`.
       ids: see `import_tables`.
@@ -235,8 +235,8 @@ def _match(
         for table, record in table_records(layer).items()
     }
     matched = match_tables(source, targets, **options)
-    # Whole arrays are verified now, because damage that is found after the first row is
-    # written could no longer leave the model unchanged.
+    # Whole arrays are verified now. Damage found after the first row is written would
+    # leave a changed model.
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
@@ -273,7 +273,6 @@ def _place_ids(
                 continue
             if match.ids is not None:
                 placed = place_ids(match.ids, members[table.name])
-                # Unlike a restore, an import has no last uses that say what to drop.
                 if placed.num_left_out:
                     text = f"{placed.num_left_out} ids of table {name!r} don't fit, "
                     text += "because the 64 places of their buckets are full. Set the "
@@ -317,7 +316,6 @@ def _import_into_layer(
                     rows[name] = match.slots[slot]
                 elif name in placed and initial_values.get(slot) is not None:
                     # The rows have new ids, so slots that the source lacks are reset.
-                    # The broadcast array takes no memory.
                     shape = (len(placed[name].sources), *file_row(packed).shape)
                     value = np.float32(initial_values[slot])
                     fresh_rows[name] = array_of(np.broadcast_to(value, shape))
@@ -405,7 +403,7 @@ def match_tables(
     matched: dict[str, MatchedTable] = {}
     for table, target in targets.items():
         name = rename.get(table, table)
-        # A table named in rename= must be in the source; others may be missing there.
+        # Tables named in rename= must be in the source. Other tables may be missing.
         is_wanted = name in arrays or table in rename
         if not (is_wanted if tables is None else table in tables):
             continue
@@ -440,7 +438,7 @@ def match_tables(
 def _check_values(table: str, target: TableRecord, values: RowArray) -> None:
     shape = [*values.shape]
     wanted = [target.vocabulary_size, target.dim]
-    # A dynamic table takes any row count. Whether all ids fit is known once placed.
+    # A dynamic table takes any row count. `_place_ids` finds ids that don't fit.
     if target.dynamic is not None:
         wanted = [*shape[:1], target.dim]
     if values.holds_int8_rows(target.dim):
@@ -466,7 +464,7 @@ def _slot_names(
     names = {x: rename[f"{table}/{x}"] for x in slots if f"{table}/{x}" in rename}
     theirs = source.tables[name].slots if name in source.tables else {}
     # Equal names count only if both sides have all of them: momentum and Adam both have
-    # `momenta`, which they use differently. A name on one side only fails below.
+    # `momenta`, which they use differently.
     if slots and theirs and not names:
         names = {x: f"{name}/{x}" for x in sorted({*slots, *theirs})}
     arrays, rows = source.arrays, source.arrays[name].shape[:1]
@@ -510,7 +508,6 @@ def _ids(
     if array.shape != values.shape[:1] or array.dtype != np.uint64:
         rule = f"have one integer or string for each of {values.shape[0]} rows"
         raise invalid(field, rule, array, "", CheckpointError)
-    # If an id were repeated, a lookup could find only one of its rows.
     if (array == NO_ID_64).any() or len(np.unique(array)) < len(array):
         rule = "be distinct and not 2**64 - 1 (-1 if signed), which means 'no id'"
         raise invalid(field, rule, array, "Keep one row per id.", CheckpointError)

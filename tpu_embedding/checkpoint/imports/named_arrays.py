@@ -1,6 +1,6 @@
 """Opens named arrays: dicts, `.npz` archives, safetensors, TorchRec state dicts.
 
-Files come from anywhere, so no header may make us allocate far more than the file has.
+Files may be untrusted, so no header may make us allocate far more than the file has.
 `.safetensors` files are memory-mapped, and only the rows that are read take memory.
 """
 
@@ -40,8 +40,8 @@ def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     """
     slots: dict[str, dict[str, RowArray]] = {name: {} for name in arrays}
     for name in sorted(arrays):
-        # Table names may contain slashes. So a slot needs a table of its own name and
-        # row count.
+        # Table names may contain slashes, so `movie/x` is a slot only if there is a
+        # table `movie` with as many rows.
         table, _, slot = name.rpartition("/")
         if table in slots and arrays[table].shape[:1] == arrays[name].shape[:1]:
             slots.pop(name)
@@ -157,8 +157,8 @@ def read_header(
                     f"its header must have at most {MAX_HEADER_BYTES} bytes, got "
                     f"{length}"
                 )
-            # This raises for a header that contradicts itself or the file. Below, the
-            # byte ranges can therefore be trusted.
+            # This raises for a header that contradicts itself or the file, so the byte
+            # ranges below can be trusted.
             safetensors.safe_open(path, framework="np")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -184,8 +184,7 @@ def map_tensors(
     """Maps a file into memory. Pages are read when used."""
     stored = read_header(path, error_type)
     try:
-        # One map for all tensors, because each map keeps a file open, and a process may
-        # open only about 1,000.
+        # One map for all tensors, because each map keeps a file open.
         content = np.asarray(np.memmap(path, np.uint8, "r"))
         return {
             name: content[x.start : x.end].view(x.dtype).reshape(x.shape)
@@ -195,9 +194,9 @@ def map_tensors(
         raise error_type(f"{path} cannot be memory-mapped: {error}.") from None
 
 
-# Names in TorchRec 1.8: `embedding_bags` in collections that pool, `embeddings` in
-# sequences. Fused optimizers name their slots momentum1 and momentum2, whatever they
-# are.
+# Names in TorchRec 1.8: collections that pool have `embedding_bags`, sequences have
+# `embeddings`. Fused optimizers name their slots momentum1 and momentum2, whatever
+# their rule.
 _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
@@ -214,8 +213,7 @@ def tables_of_state_dict(
     for key, name in matches.items():
         slots = _slots_of_state_dict(arrays, key, name)
         table = SourceTable(values=arrays[key], slots=slots)
-        # Several collections may have a table with this name. Then the tensors' full
-        # names tell them apart.
+        # Several collections may have a table with this name.
         tables[key if names.count(name) > 1 else name] = table
     return TableSource(origin=f"TorchRec state dict {origin}", tables=tables)
 
@@ -236,7 +234,6 @@ def _slots_of_state_dict(
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
             array = arrays[own[0]]
-            # Row-wise rules have one number per row, which may be saved as [rows, 1].
             is_column = array.shape[1:] == (1,) and arrays[key].shape[1:] != (1,)
             slots[slot] = array.squeezed() if is_column else array
     return slots

@@ -28,11 +28,11 @@ _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
     """Opens all arrays by path, except scalars.
 
-    If a step has several items, their names come first in the paths.
+    `path` is an item, a step, or the directory of a CheckpointManager, whose latest
+    step is read. If a step has several items, their names come first in the paths.
     """
     if (path / _METADATA).is_file():
         return _arrays_of_item(path)
-    # In a CheckpointManager's directory, read the latest step.
     steps = [d for d in path.glob("*") if d.name.isdigit() and d.is_dir()]
     path = max(steps, key=lambda step: int(step.name), default=path)
     items = [file.parent for file in sorted(path.glob(f"*/{_METADATA}"))]

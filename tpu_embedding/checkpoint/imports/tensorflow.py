@@ -30,7 +30,11 @@ _Variables = Mapping[_Path, SourceTable]
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
-    """Finds the prefix, given itself, an index file, a SavedModel or a directory."""
+    """Finds a checkpoint's prefix, or None.
+
+    `path` is the prefix itself, its index file, the directory of a SavedModel, or a
+    directory of checkpoints, which gives the latest prefix.
+    """
     if path.suffix == ".index":
         path = path.with_suffix("")
     if path.with_name(path.name + ".index").is_file():
@@ -78,7 +82,6 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
             "the checkpoint on a machine that has TensorFlow: call "
             "te.checkpoint.import_tables and te.save there, and te.restore here."
         )
-    # An optional dependency.
     tf: Any = importlib.import_module("tensorflow")
 
     def call(function: Any, argument: str) -> Any:
