@@ -42,12 +42,10 @@ class FeatureShape:
     """The sizes of one feature in one batch."""
 
     batch_size: AxisSize
+    # Ids per sample that are looked up one by one. 0 means that they are combined.
     sequence_length: int
-    """Ids per sample that are looked up one by one. 0 means that they are combined."""
-    output_shape: tuple[AxisSize, ...]
-    """Shape of the activations, `dim` included."""
-    default_id: int | None = None
-    """Row for samples without ids."""
+    output_shape: tuple[AxisSize, ...]  # Including `dim`.
+    default_id: int | None = None  # Row for samples without ids.
 
     @property
     def num_rows(self) -> AxisSize:
@@ -59,15 +57,11 @@ class FeatureShape:
 class Batch:
     """A parsed batch, with one entry per feature in plan order."""
 
-    plan: EmbeddingPlan
-    """Only the features that the batch holds."""
-    leaves: list[Any]
-    """Ids as the user passed them, with their weights."""
-    ids: list[Any]
-    """Row numbers. Features that need `find_rows` hold their leaf."""
+    plan: EmbeddingPlan  # Only the features that the batch holds.
+    leaves: list[Any]  # Ids as the user passed them, with their weights.
+    ids: list[Any]  # Row numbers. Features that need `find_rows` hold their leaf.
     shapes: tuple[FeatureShape, ...]
-    raw_feature: FeaturePlan | None
-    """The first feature that needs `find_rows`, if any."""
+    raw_feature: FeaturePlan | None  # The first feature that needs `find_rows`.
 
     def row_numbers(self) -> list[Any]:
         """Lists row numbers by feature. Raises if a feature needs `find_rows`."""
