@@ -1,8 +1,8 @@
 """Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
 
 A layer runs a rule on one array, but `optax.masked`, `optax.multi_transform` and Flax
-optimizers pass pytrees. As in optax, the state then is a named tuple with one step
-count, and pytrees structured like the parameters.
+optimizers pass pytrees. As in optax, the state is then a named tuple that holds one
+step count, and pytrees structured like the parameters.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ import optax
 from tpu_embedding.optimizers.table_rows import table_rows_context
 
 _SHARED: Final = ("count", "average_momentum")
-"""Fields that are equal for all arrays, so that a state has them once."""
+"""Fields that are equal for all arrays, so a state holds them only once."""
 
 
 class PerArray(NamedTuple):
-    """A field with one value per array, not shaped like the arrays."""
+    """A field with one value per array, whose shape differs from the array's shape."""
 
     # In a pytree structured like the parameters, Flax would give each value the
-    # sharding of its parameter, which doesn't fit another shape.
+    # sharding of its parameter, which doesn't fit the value's shape.
 
     values: tuple[Any, ...]
 
@@ -36,9 +36,9 @@ def for_each_array(
     None in fields that only some arrays need. `update` maps the updates, state and
     params for one array to new updates and state. The params may be None.
 
-    The state of a single array is what `init` returns. A pytree has one state: all
-    arrays share `count`, a field shaped like its arrays becomes a pytree, and any other
-    field a `PerArray`.
+    The state of a single array is the result of `init`. A pytree also has one state, in
+    which all arrays share `count`. If a field's values are shaped like their arrays,
+    the field becomes a pytree. Any other field becomes a `PerArray`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,7 +68,7 @@ def for_each_array(
         def combine(path: Any, *leaves: Any) -> Any:
             if _is_shared(path):
                 return leaves[0]
-            # None stays in the pytree: it has no sharding to fit.
+            # None can stay in the pytree, because it doesn't have a sharding.
             fits = all(
                 leaf is None or jnp.shape(leaf) == jnp.shape(array)
                 for leaf, array in zip(leaves, arrays, strict=True)
@@ -111,8 +111,8 @@ def initial_state(
     """Builds `init` for a rule whose state is the named tuple `kind`.
 
     A field `count` is an int32 that starts at 0. Fields in `by_row` have one value per
-    row, and other fields the shape of the array, all with its dtype. Start values
-    default to 0. None leaves a field empty.
+    row, and other fields have the array's shape. Both have the array's dtype. Start
+    values default to 0. A field whose start value is None remains None.
 
     Example:
       >>> import collections
@@ -142,7 +142,7 @@ def descent(
     update: Callable[[Any, Any, Any], tuple[Any, Any]],
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    """Applies a rule to each array, and scales its steps by minus the rate."""
+    """Applies a rule to each array, and scales steps by minus the learning rate."""
     steps = for_each_array(init, update)
     return optax.chain(steps, optax.scale_by_learning_rate(learning_rate))
 

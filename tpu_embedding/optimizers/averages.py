@@ -2,7 +2,7 @@
 
 If a row does not change for `k` steps, its average `a` becomes
 `momentum**k * a + (1 - momentum**k) * row`. So a step updates an average only if it
-changes the row. Whoever reads the averages later catches up with this formula.
+changes the row. Code that reads the averages applies this formula first.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ EMAStart = Literal["first_update", "initial_values"]
 class AveragesState(NamedTuple):
     """The state that `with_ema` adds.
 
-    `average_counts`, `[rows]`, holds the `count` at each average's last update. None
-    for dense arrays that aren't matrices.
+    `average_counts`, `[rows]`, holds the `count` at each average's last update. It is
+    None for dense arrays that aren't matrices.
     """
 
     count: jax.Array
@@ -79,13 +79,14 @@ class Averages:
     def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
         """Advances the averages, and decides which values to store.
 
-        These are `new` or, every `overwrite_frequency` updates, the averages.
+        The stored values are the averages every `overwrite_frequency` updates, and
+        `new` otherwise.
         """
         missed, counts = 0, state.average_counts
         if counts is not None:
             missed = (state.count - counts)[:, None]
             counts = jnp.broadcast_to(state.count + 1, counts.shape)
-        # Averages advance in every step, but this runs once per `gradient_steps`.
+        # Averages advance in every step, but this runs once per `gradient_steps` steps.
         missed = missed + self.gradient_steps - 1
         momentum = jnp.asarray(self.momentum, jnp.float32)
         # During all missed steps, the row had its old value.
@@ -139,19 +140,20 @@ def with_ema(
     `te.Optimizer.finalize_variable_values` sets a model's values to their averages.
     `te.functional.finalize_variable_values` does the same for tables or dense arrays
     without a model. To evaluate the averages during training, copy your model and
-    optimizer with `nnx.clone`, and finalize the copies. You can also wrap the dense
-    optimizer.
+    optimizer with `nnx.clone`, and finalize the copies. You can also wrap the optimizer
+    for dense parameters in `with_ema`.
 
     Note that `with_ema` must be the outermost wrapper. Don't wrap `adafactor`, which
-    has its own options for averages. In a narrow table, averages see the new rows
-    before they are rounded.
+    has its own options for averages. If the table's dtype is narrow, averages use the
+    new rows before rounding.
 
     Args:
       rule: an optimizer of this package, or a row-local optax transformation.
-      momentum: decay rate in [0, 1], Keras' `ema_momentum`.
+      momentum: decay rate in [0, 1]. Keras calls it `ema_momentum`.
       overwrite_frequency: number of steps after which the averages replace all rows, at
-        least 1. Keras' `ema_overwrite_frequency`. Defaults to never. This changes all
-        rows, so a table needs `with_ema(every_row(rule), overwrite_frequency=...)`.
+        least 1. Keras calls it `ema_overwrite_frequency`. Defaults to never.
+        Overwriting changes all rows, so a table needs
+        `with_ema(every_row(rule), overwrite_frequency=...)`.
       start: `"first_update"` starts the averages at the rows after the first step, as
         Keras 3 does. `"initial_values"` starts them at the rows before the first step,
         as `tf_keras` does.

@@ -19,7 +19,10 @@ from tpu_embedding.argument_checks import about, describe_value, invalid
 
 
 class Check(NamedTuple):
-    """The result for one hyper-parameter. `problem`, if any, follows "must be"."""
+    """The result for one hyper-parameter.
+
+    `problem` is None for a valid value. In errors, `problem` follows "must be".
+    """
 
     problem: str | None
     error: type[Exception] = ValueError
@@ -36,7 +39,7 @@ DENSE_EXAMPLE: Final = "optax.adam(0.1)"
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
     """Raises one error that names every invalid hyper-parameter.
 
-    The error starts with `owner`, unless the caller adds a name itself.
+    The error starts with `owner`. Pass None if the caller adds the owner's name.
     """
     failed = {name: check for name, check in checks.items() if check.problem}
     if not failed:
@@ -86,7 +89,7 @@ def _in_range(
         if is_in_range(rounded):
             return PASSED
         rule = "finite" if math.isinf(rounded) else text
-        # Only rounding took the user's number out of the range.
+        # Added if only rounding to float32 took the number out of the range.
         note = f", {rounded:g} in float32" if is_in_range(number) else ""
         return Check(f"{rule}, got {value}{note}")
 
@@ -202,8 +205,9 @@ def checks_of(
 ) -> dict[str, Callable[[Any], Check]]:
     """Derives checks from a signature, except for the learning rate.
 
-    A bool default makes a flag, and a `Literal` annotation a choice. Any other range
-    comes from `own` or `RANGES`, by name. A default of None makes None valid.
+    An argument with a bool default must be a flag. An argument with a `Literal`
+    annotation must be one of its choices. All other arguments get their range from
+    `own` or `RANGES`, by name. If the default is None, None is valid.
 
     Example:
       >>> checks = checks_of(lambda learning_rate, beta_1=0.9: None, {})
@@ -272,7 +276,8 @@ def equal_calls_are_one(make: MakeRule) -> MakeRule:
             call = _Call(_hashable(bound.arguments), run)
             hash(call)
         except TypeError:
-            # The arguments cannot be hashed, or they are wrong. Then `make` says why.
+            # The arguments cannot be hashed, or they are wrong. If they are wrong,
+            # `make` says why.
             return run()
         return result_of(call)
 

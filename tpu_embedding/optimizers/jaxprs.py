@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 ClosedJaxpr: TypeAlias = jex.core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
-"""A jaxpr with its constants. JAX 0.12 has one class for both."""
+"""A jaxpr with its constants. In JAX 0.12, this class and `Jaxpr` are the same."""
 
 _CALLS: Final = dict(
     jit="jaxpr", custom_jvp_call="call_jaxpr", custom_vjp_call="call_jaxpr"
@@ -36,7 +36,8 @@ _ELEMENTWISE: Final[Mapping[str, Callable[..., Any]]] = {
     for name, of_numpy in (pair.split(":") for pair in _NAMES.split())
 } | {"rsqrt": lambda x: 1 / np.sqrt(x)}
 
-# `convert_element_type` only passes its operand: all results are cast afterwards.
+# `convert_element_type` only passes on its operand, because `_compute_by_numpy` casts
+# all results.
 _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     "broadcast_in_dim": lambda x, shape, broadcast_dimensions, **_: np.broadcast_to(
         np.expand_dims(x, tuple({*range(len(shape))} - {*broadcast_dimensions})), shape
@@ -56,7 +57,7 @@ _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     ],
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),
 }
-"""Operations with parameters, by the name in JAX."""
+"""Operations with parameters, by their names in JAX."""
 
 Compute = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
 """Computes the results of an operation from its operands."""
@@ -120,7 +121,7 @@ def evaluate_by_numpy(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any
 def _compute_by_numpy(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     name = equation.primitive.name
     if name == "cond":
-        # JAX would compile all branches. Like JAX, this clamps the index.
+        # JAX would compile all branches. The index is clamped, as in JAX.
         index, *arguments = operands
         branches = equation.params["branches"]
         branch = branches[np.clip(int(index), 0, len(branches) - 1)]
@@ -133,7 +134,7 @@ def _compute_by_numpy(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[A
         aval: Any = equation.outvars[0].aval
         if not _is_key(aval):
             return [np.asarray(operation(*operands), aval.dtype)]
-    # Other operations, such as random bits, are rare in rules.
+    # Other operations, such as random bits, are rare in rules, so JAX computes them.
     results = compute_by_jax(equation, [jnp.asarray(x) for x in operands])
     return [_on_host(x) for x in results]
 
@@ -154,8 +155,8 @@ def dependent_values(jaxpr: Jaxpr, is_given: Sequence[bool]) -> set[Var]:
         operands = are_among(equation.invars, dependent)
         if not any(operands):
             continue
-        # Functions and branches often pass a value through that doesn't depend on all
-        # operands, such as a count, so the search continues inside them.
+        # Functions and branches often pass on a value, such as a count, that doesn't
+        # depend on all operands. So the search continues inside them.
         called = called_function(equation)
         if called is not None:
             results = _dependent_results(called.jaxpr, operands)

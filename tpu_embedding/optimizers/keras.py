@@ -1,8 +1,8 @@
 """Translates Keras optimizers and learning rate schedules, without importing Keras.
 
 The formulas are from `keras/src/optimizers` in Keras 3.15 and `tf_keras/src/optimizers`
-2.21, which agree on schedules. Optimizers from before Keras 2.11 have other formulas,
-so they are recognized by their fields and rejected.
+in `tf_keras` 2.21. Both packages have the same schedules. Optimizers from before Keras
+2.11 have other formulas, so they are recognized by their fields and rejected.
 """
 
 import functools
@@ -51,7 +51,10 @@ def _is_of_keras(module: str) -> bool:
 
 
 def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
-    """Serializes a Keras schedule, or accepts a serialized one. None means neither."""
+    """Serializes a Keras schedule, or accepts one that is already serialized.
+
+    Any other value gives None.
+    """
     # A user class may share its name with a Keras schedule, but have another formula.
     cls = type(value)
     if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
@@ -102,7 +105,8 @@ def _keras_schedule(serialized: Mapping[str, Any]) -> optax.Schedule:
 
 
 def _periods(step, decay_steps, is_staircase):
-    # XLA multiplies by the inverse, so the floor of a quotient could be one too low.
+    # XLA divides by multiplying with the inverse, so the floor of a quotient could be
+    # one too low.
     return jnp.floor_divide(step, decay_steps) if is_staircase else step / decay_steps
 
 
@@ -139,8 +143,8 @@ def _polynomial(
     period = decay_steps
     if cycle:
         period *= jnp.maximum(-jnp.floor_divide(-step, decay_steps), 1)
-    # The remainder is exactly 0 at the end. XLA may round `step / period` above 1, and
-    # a root of `1 - step / period` would then be NaN.
+    # `remaining` is exactly 0 at the end. XLA may round `step / period` above 1, and a
+    # root of `1 - step / period` would then be NaN.
     remaining = (period - jnp.minimum(step, period)) / period
     span = initial_learning_rate - end_learning_rate
     return span * jnp.power(remaining, power) + end_learning_rate
@@ -170,8 +174,9 @@ def _restarts(
     if t_mul == 1:
         restarts = start = jnp.floor_divide(step, first_decay_steps)
     else:
-        # Periods form a geometric series: period i is t_mul**i times the first.
-        # Rounding the logarithm must not delay a restart by a step.
+        # Periods form a geometric series: period i is t_mul**i times as long as the
+        # first. The factor 1 + 1e-6 prevents a rounded logarithm from delaying a
+        # restart by a step.
         restarts = jnp.log(1 - passed * (1 - t_mul)) / math.log(t_mul)
         restarts = jnp.floor(restarts * (1 + 1e-6))
         length = jnp.power(t_mul, restarts)
@@ -265,7 +270,7 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "clipnorm": _CLIP_THE_MODEL,
     "global_clipnorm": _CLIP_THE_MODEL,
 }
-"""The fix for each field that has no equivalent, except in Adafactor."""
+"""The fix for each field that has no equivalent in optimizers other than Adafactor."""
 
 
 def from_keras_config(
@@ -286,36 +291,36 @@ def from_keras_config(
     Keras optimizers update every table row in each step: moments and weights decay, and
     Ftrl recomputes each row from its slot variables. The translated optimizer makes a
     pass over the whole table and its slot variables only if the class and its fields
-    need this. Pass `rows="touched"` for the lazy algorithm, which is usual on TPUs: a
-    row and its slot variables change only in steps that look the row up. Gradients are
-    summed over all occurrences of an id before clipping.
+    require a pass. Pass `rows="touched"` for the lazy algorithm, which is usual on
+    TPUs: a row and its slot variables change only in steps that look up the row.
+    Gradients are summed over all occurrences of an id before clipping.
 
     However, `tf_keras` clips lookup gradients (`tf.IndexedSlices`) before summing. So
-    `clipnorm` in its Adafactor becomes a norm over all occurrences. If the gradient is
-    dense in `tf_keras`, call `adafactor` with `clipnorm_of="sum"`. The translated
-    `clipvalue` and `global_clipnorm` clip sums, so the numbers differ from `tf_keras`
-    if an id repeats within a step.
+    `clipnorm` in `tf_keras`' Adafactor becomes a norm over all occurrences. If the
+    gradient is dense in `tf_keras`, call `adafactor` with `clipnorm_of="sum"`. The
+    translated `clipvalue` and `global_clipnorm` clip sums, so the numbers differ from
+    `tf_keras` if an id repeats within a step.
 
     All six `keras.optimizers.schedules` are translated from their configurations,
-    whichever backend Keras uses. Your own schedule class is called inside the compiled
-    step, so JAX must be able to trace it.
+    whichever backend Keras uses. If you wrote your own schedule class, it is called
+    inside the compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
-    `gradient_accumulation_steps` and `use_ema` (`with_ema`). Fields without an
-    equivalent are `clipnorm`, `global_clipnorm`, `amsgrad` and `adaptive_epsilon`,
-    except that Adafactor supports `clipnorm` and `global_clipnorm`. `name`,
-    `jit_compile` and `is_legacy_optimizer` do not affect the numbers. As in Keras,
-    multiply the loss by `loss_scale_factor` yourself. With
-    `gradient_accumulation_steps`, the layer averages the gradients of several steps, as
-    `every_row` describes. Outside the layer, only Adafactor averages them.
+    `gradient_accumulation_steps`, and `use_ema`, which becomes `with_ema`. Fields
+    without an equivalent are `amsgrad`, `adaptive_epsilon`, and, except in Adafactor,
+    `clipnorm` and `global_clipnorm`. `name`, `jit_compile` and `is_legacy_optimizer` do
+    not affect the numbers. As in Keras, multiply the loss by `loss_scale_factor`
+    yourself. With `gradient_accumulation_steps`, the layer averages the gradients of
+    several steps, as `every_row` describes. Outside the layer, only Adafactor averages
+    gradients.
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
-        get the defaults in Keras, except that `learning_rate` is required. It is a
-        number, a Keras schedule or its serialized form, or a function of the step
-        counted from 0.
-      class_name: class in Keras, such as `"Adam"`. Defaults to the class you pass, or
-        to the field `name`, which Keras derives from the class by default.
+        get Keras' defaults, but `learning_rate` is required. The rate is a number, a
+        Keras schedule or its serialized form, or a function of the step counted from 0.
+      class_name: name of the class in Keras, such as `"Adam"`. Defaults to the class of
+        the optimizer you pass. If you pass a mapping, it defaults to the field `name`,
+        which Keras derives from the class by default.
       rows: `"every"` as in Keras, or `"touched"`, see above.
 
     Raises:
@@ -386,7 +391,7 @@ def _translate(
             clipnorm_of="occurrences" if is_tf_keras else "sum",
         )
     weight_decay = values["weight_decay"]
-    # Only this class has another default than `_COMMON_FIELDS`.
+    # Only AdamW has a default that differs from `_COMMON_FIELDS`.
     if class_key == "adamw" and "weight_decay" not in config:
         weight_decay = 0.004
     steps = int(values["gradient_accumulation_steps"] or 1)
@@ -454,7 +459,7 @@ _RULES: Final[Mapping[str, Callable[..., optax.GradientTransformation]]] = {
     "rmsprop": rmsprop,
     "ftrl": functools.partial(ftrl, allow_zero_accumulator=True),
 }
-"""Makes the rule of each class from its rate and its own fields."""
+"""Functions that make each class's rule, from a rate and the class's own fields."""
 
 
 def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[str]:

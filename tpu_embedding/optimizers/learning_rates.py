@@ -37,7 +37,8 @@ def checked_schedule(
     """Checks a learning rate, or any other scalar that may be a schedule.
 
     Returns the scalar, or a schedule that checks the type and shape of its values.
-    `check` applies to scalars only. Errors name `owner`, the optimizer, and `name`.
+    `check` applies to scalars only. Errors contain the optimizer's name `owner` and the
+    argument's name `name`.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -62,8 +63,8 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
         return
     problem = ""
     first = next(iter(signature.parameters.values()), None)
-    # TensorFlow calls `lambda rate=rate: rate` without arguments. Called with the step,
-    # it would return the step as the rate.
+    # TensorFlow calls `lambda rate=rate: rate` without arguments. If it were called
+    # with the step, this lambda would return the step as the rate.
     if first is not None and first.default is not first.empty:
         problem = (
             f", whose argument {first.name!r} has a default. Remove the default if it "
@@ -87,14 +88,14 @@ def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> N
 def with_hyperparameters(state: Any, **values: Any) -> Any:
     """Sets hyper-parameters in an optimizer state without recompiling the step.
 
-    You must have made the optimizers with `optax.inject_hyperparams`; their states may
-    be anywhere in the given state. Dtypes and shardings are kept.
+    The optimizers must be made with `optax.inject_hyperparams`. Their states may be
+    anywhere in the given state. Dtypes and shardings are kept.
 
     Args:
       state: one optimizer state, or any pytree of states, such as the result of
         `init_slots`.
-      **values: new scalar for each named hyper-parameter. If a function computes it,
-        see `tpu_embedding.nn.set_each_step`.
+      **values: hyper-parameter names and their new scalar values. If a function
+        computes a value, see `tpu_embedding.nn.set_each_step`.
 
     Raises:
       TypeError: if a value is not a number.
@@ -132,7 +133,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
     def replace(node: Any) -> Any:
         if not is_injected(node):
             return node
-        # The schedule would overwrite its value in the next step.
+        # A schedule would overwrite a value that is set here in the next step.
         scheduled = node.hyperparams_states
         changed = {
             name: _as_before(name, old, values[name])

@@ -1,8 +1,8 @@
 """TensorFlow's common optimizer options, as wrappers around any optimizer.
 
-Optimizers in `rules/` get them from `public_optimizer`, and `with_options` adds them to
-other rules. They apply in this order: clip gradients, decay rows, run the rule on the
-decayed rows, clip rows.
+Optimizers in `rules/` get the options from `public_optimizer`, and `with_options` adds
+them to other rules. A step first clips gradients and decays rows. Then it runs the rule
+on the decayed rows, and clips the updated rows.
 """
 
 import functools
@@ -86,7 +86,7 @@ def with_slot_storage(
 
     def store(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         def init(rows: Any) -> Any:
-            # Slot names are checked here, because only the state has them.
+            # Slot names are checked here, because they are known only from the state.
             slots = slot_row_shapes(inner, rows.shape[1:])
             paths = jax.tree_util.tree_leaves_with_path(slots)
             names = sorted(_name(path) for path, _ in paths)
@@ -159,11 +159,12 @@ _OPTION_NAMES: Final = tuple(CommonOptions.__annotations__)
 def public_optimizer(
     **ranges: Callable[[Any], Check],
 ) -> Callable[[OptimizerFunction], OptimizerFunction]:
-    """Decorates a function that makes a rule, which becomes a public optimizer.
+    """Decorates a function that makes a rule, so that it becomes a public optimizer.
 
-    The decorator checks arguments, also accepts `b1`, `b2` and `eps`, and adds the
-    common options to functions that end in `**options: Unpack[CommonOptions]`. Pass
-    `ranges` for arguments whose range differs from `RANGES`.
+    The decorated function checks its arguments, and also accepts the names `b1`, `b2`
+    and `eps`. If the function's parameters end in `**options: Unpack[CommonOptions]`,
+    the decorator adds the common options. Pass `ranges` for arguments whose range
+    differs from `RANGES`.
 
     Example:
       >>> import tpu_embedding as te
@@ -198,7 +199,7 @@ def _make_public(
             rate = checked_schedule(name, arguments["learning_rate"])
             arguments["learning_rate"] = rate
         check_hyperparameters(name, **{x: checks[x](arguments[x]) for x in checks})
-        # `make_optimizer` ignores the options. They wrap its rule here.
+        # `make_optimizer` ignores the options, so this call wraps its rule in them.
         options = {x: arguments[x] for x in _OPTION_NAMES if x in arguments}
         return _with_options(name, make_optimizer(**arguments), rate, **options)
 
@@ -230,31 +231,35 @@ def with_options(
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
-    You can also pass them as keyword arguments to most optimizers in this package. They
-    work on every platform; TensorFlow 2 ignores or rejects most of them.
+    You can also pass these options as keyword arguments to most optimizers in this
+    package. The options work on every platform, whereas TensorFlow 2 ignores or rejects
+    most of them.
 
     Args:
       rule: an optimizer from this package or optax.
-      learning_rate: rate of the optimizer, needed only for
+      learning_rate: the optimizer's learning rate, needed only for
         `multiply_weight_decay_factor_by_learning_rate`.
-      **options: by default, each leaves the rule unchanged.
+      **options: by default, each option leaves the rule unchanged.
 
         * `use_gradient_accumulation`: False applies the optimizer once per occurrence
           of an id; see `in_sequence`.
-        * `clip_weight_min`: smallest element of an updated row. Defaults to no bound.
-        * `clip_weight_max`: largest element of an updated row. Defaults to no bound.
-        * `weight_decay_factor`: fraction that a row loses before the rule runs on it.
-          None or 0 means no decay.
-        * `multiply_weight_decay_factor_by_learning_rate`: True multiplies the fraction
-          by the learning rate.
+        * `clip_weight_min`: lower bound on each element of an updated row. Defaults to
+          no bound.
+        * `clip_weight_max`: upper bound on each element of an updated row. Defaults to
+          no bound.
+        * `weight_decay_factor`: fraction of each row that is subtracted before the rule
+          runs. None or 0 means no decay.
+        * `multiply_weight_decay_factor_by_learning_rate`: True multiplies
+          `weight_decay_factor` by the learning rate.
         * `clipvalue`: bounds on each element of the summed gradient of a row. A scalar
           `c` means `(-c, c)`. In a pair, either bound may be None.
         * `slot_dtype`: floating dtype to store slot variables in, such as
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
           float32. Note that bfloat16 suits only moving averages: with its 8 bits of
           precision, a sum of squares such as Adagrad's stops growing once it is 256
-          times the next summand. Integer slots, such as counts, keep their dtype. With
-          `optax.inject_hyperparams`, `slot_dtype` must be a static argument.
+          times as large as the next summand. Integer slots, such as counts, keep their
+          dtype. With `optax.inject_hyperparams`, `slot_dtype` must be a static
+          argument.
         * `slot_initializers`: maps a slot name, such as `"accumulators"`, to a number,
           or to a function `(shape, dtype) -> array` that returns the same values for
           all rows. `shape` is the shape on one shard. Slot variables that you omit
@@ -333,8 +338,8 @@ def _with_options(
         raise invalid(f"{owner}: learning_rate", must, None, fix)
 
     # Wrappers are added from the inside to the outside. TensorFlow's
-    # `optimization_parameters.proto` doesn't state an order; this one reproduces the
-    # recorded runs in the tests.
+    # `optimization_parameters.proto` doesn't state an order. The order here reproduces
+    # the recorded runs in the tests.
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(owner, rule, slot_dtype, slot_initializers)
     if decays:
@@ -382,7 +387,7 @@ def _decay_rows(
 ) -> optax.GradientTransformation:
     """Decays rows before a rule sees them: `w -= factor * learning_rate * w`.
 
-    Without a learning rate, `w -= factor * w`.
+    Without a learning rate, the decay is `w -= factor * w`.
     """
 
     def init(params):
@@ -395,7 +400,8 @@ def _decay_rows(
         lost = jax.tree.map(lambda rows: fraction * rows, params)
         decayed = jax.tree.map(jnp.subtract, params, lost)
         updates, inner = rule.update(updates, state.inner, decayed)
-        # The layer adds updates to the rows as they were before the decay.
+        # The layer adds updates to rows that have not decayed, so updates include the
+        # decay.
         updates = jax.tree.map(jnp.subtract, updates, lost)
         return updates, DecayRowsState(state.count + 1, inner)
 
@@ -405,15 +411,15 @@ def _decay_rows(
 def _clip_rows(
     owner: str, bounds: Mapping[str, float | None]
 ) -> optax.GradientTransformation:
-    """Clips each element of an updated row. Must come last in a chain.
+    """Clips each element of an updated row, as the last rule in a chain.
 
-    `bounds` maps names to the lower and the upper bound, in this order.
+    `bounds` maps argument names to values: first the lower bound, then the upper bound.
     """
     _check_bounds(owner, bounds)
     low, high = bounds.values()
 
-    # Updates are added to rows, so a row that was far out of bounds meets the bound
-    # only up to the rounding error of its old value.
+    # The layer adds updates to rows. So if a row was far out of bounds, the result can
+    # miss the bound by the rounding error of the old value.
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, low, high) - rows
 
@@ -421,7 +427,7 @@ def _clip_rows(
 
 
 def _check_bounds(owner: str, bounds: Mapping[str, Any]) -> None:
-    """Rejects bounds that are out of order. Either may be None."""
+    """Rejects bounds that are NaN or out of order. Either bound may be None."""
     check_hyperparameters(owner, **{x: or_none(not_nan, bounds[x]) for x in bounds})
     (low_name, low), (high_name, high) = bounds.items()
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))

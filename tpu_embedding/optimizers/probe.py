@@ -1,10 +1,11 @@
 """Runs a rule on a few rows to find out if it is row-local, and to find its slots.
 
-In a layer, a rule sees only touched rows, and in pieces if ids are skewed. That is
-correct if an update depends only on its row, gradient and slot variables, and on
-scalars that are independent of rows. So the probe takes two steps on 136 rows, repeats
-them on three of these, and compares. This is evidence but not proof: a rule may mix
-rows only at magnitudes that the probe does not try.
+In a layer, a rule sees only touched rows. If ids are skewed, it sees them in several
+pieces. The results are correct if a row's update depends only on the row, its gradient
+and slot variables, and scalars that are independent of rows. So the probe takes two
+steps on 136 rows, repeats them on only three of these rows, and compares the updates.
+This is evidence but not proof: a rule may mix rows only at magnitudes that the probe
+does not try.
 """
 
 import contextlib
@@ -51,8 +52,8 @@ _NUM_ROWS: Final = 136
 """An even number above 128, where `optax.adafactor` starts to factor its moments."""
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
-"""Rows that the probe runs without the rest, in a different order. The bad row is not
-among them. Their number is odd and below 128."""
+"""Rows that the probe also runs alone, in a different order. They exclude the bad row,
+and their number is odd and below 128."""
 
 _BAD_ROW: Final = 1
 """A row of large values. Its gradient is NaN in one step and large in the other
@@ -77,9 +78,10 @@ class ProbedSlot:
       row: shape and dtype of one row, `(dim,)` or `()`.
       initial_value: initial value in all elements, or None if they differ.
       starts_from_rows: True if initial values depend on the table rows.
-      is_moved_by_adding: True if the new value keeps at least half of the old one, and
-        adds to it. Then adding their difference is as precise as the rule itself. If a
-        rule forgets the old value, a small new value would be lost in the difference.
+      is_moved_by_adding: True if the rule keeps at least half of the old value, and
+        adds to it. Then adding the difference between the new and the old value is as
+        precise as the rule itself. If a rule forgets the old value, a small new value
+        would be lost in this difference.
     """
 
     row: jax.ShapeDtypeStruct
@@ -93,11 +95,11 @@ class ProbedRule:
     """Findings about a rule.
 
     Attributes:
-      state: the state for some rows, as shapes and dtypes.
+      state: the state for `_NUM_ROWS` rows, as shapes and dtypes.
       leaves: the slot variable in each state leaf, or None for a shared value.
       takes_totals: True if the rule asks for totals over a table.
-      update: one step, with ones for totals. Maps gradients, rows, `is_touched` and
-        state leaves to updates and new leaves.
+      update: one step, in which all totals are 1. It maps gradients, rows, `is_touched`
+        and state leaves to updates and new leaves.
     """
 
     state: Any
@@ -121,7 +123,7 @@ def probe_rule(
     rule: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> ProbedRule:
     """Probes a rule on rows `[rows, dim]`, and rejects it if it mixes rows."""
-    # Only the transformation is a cache key: it behaves alike under all drivers.
+    # The cache key is only the transformation, which behaves alike under all drivers.
     return _probe(row_optimizer_of(rule).transformation, dim)
 
 
@@ -143,10 +145,11 @@ def rates_are_finite(
     # Constants are checked when the rule is made.
     if not (updates or any(probed.partition(leaves)[1])):
         return None
-    # The step runs on rows of ones: a rate that isn't finite makes all updates NaN or
-    # infinite, so one finite element is enough. Other values in the step can't decide:
-    # a bound may be infinite, and a branch that isn't taken may be NaN, as in the first
-    # steps of optax.radam. `scalars` are the shared values, in leaf order.
+    # The step runs on rows of ones. A rate that isn't finite makes all updates NaN or
+    # infinite, so one finite element shows that the rate is finite. Other values in the
+    # step don't show this: a bound may be infinite, and a branch that isn't taken may
+    # be NaN, as in the first steps of optax.radam. `scalars` are the shared values, in
+    # leaf order.
     arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     remaining = iter(scalars)
     for i, slot in enumerate(probed.leaves, start=3):
@@ -167,8 +170,8 @@ def slot_row_shapes(
 ) -> Any:
     """Finds slot variables without running a step.
 
-    In the returned state, each slot variable is the shape and dtype of its row, and any
-    other leaf is None.
+    In the returned state, each slot variable is replaced by the shape and dtype of one
+    row, and any other leaf by None.
     """
     state, few_state = (
         jax.eval_shape(
@@ -189,7 +192,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         try:
             few = _trace_rule(rule, len(_FEW_ROWS), dim, asked)
         except (TypeError, ValueError) as error:
-            # The trace for many rows has passed, so the row count matters.
+            # The trace for many rows succeeded, so the rule depends on the row count.
             raise _mixes_rows() from error
         slot_rows = _slot_rows(many.state, few.state)
         is_slot = [row is not None for row in slot_rows]
@@ -220,7 +223,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
 
 
 def _slot_rows(state: Any, few_state: Any) -> list[jax.ShapeDtypeStruct | None]:
-    """Finds slot variables without annotations: their shapes follow the row count."""
+    """Finds slot variables by their shapes, which depend on the number of rows."""
     rows: list[jax.ShapeDtypeStruct | None] = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     few_leaves = jax.tree.structure(state).flatten_up_to(few_state)
@@ -275,7 +278,10 @@ class _TracedRule(NamedTuple):
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
     ) -> np.ndarray:
-        """Takes two steps after `later` earlier ones: `[2, rows, dim]` to updates."""
+        """Takes two steps after `later` earlier steps.
+
+        `gradients` and the returned updates are `[2, rows, dim]`.
+        """
         # The second step shows what the first one left in the state.
         leaves = self.start(rows, later)
         updates = []
@@ -296,7 +302,8 @@ def _trace_rule(
             updates, new_state = rule.update(gradients, state, rows)
         if getattr(updates, "shape", None) != rows.shape:
             raise TypeError(f"update must return one array of shape {rows.shape}")
-        # Adafactor tracks the table's scale from these updates.
+        # Adafactor tracks the table's scale from the updates that it passed to
+        # `stored`.
         if stored and stored[-1] is not updates:
             raise NotRowLocalError(
                 "adafactor must come last in a chain, without wrappers that change its "
@@ -379,7 +386,7 @@ def _says_why_it_does_not_run(dim: int) -> Iterator[None]:
 
 def _cases(dim: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yields gradients `[2, rows, dim]`, rows, and the number of earlier steps."""
-    # A rule that mixes rows spreads NaN from the bad row.
+    # A rule that mixes rows spreads NaN from the bad row to other rows.
     random = _random((2, _NUM_ROWS, dim))
     rows = _random((_NUM_ROWS, dim), seed=1)
     rows[_BAD_ROW] *= 1e6
@@ -442,10 +449,11 @@ def _mixes_rows() -> NotRowLocalError:
 def _moved_by_adding(
     rule: _TracedRule, is_slot: list[bool], rows: np.ndarray
 ) -> list[bool]:
-    """Tests `ProbedSlot.is_moved_by_adding` for each leaf. False for shared values."""
-    # Doubling a slot should increase its new value by half to all of the old value:
-    # 0.75 of it, plus or minus 0.25 and rounding. Late counts stand for a row that many
-    # steps didn't touch, because a rule may forget more of its old value then.
+    """Tests `ProbedSlot.is_moved_by_adding` for each leaf. Shared values give False."""
+    # If a slot's old value is doubled, its new value should increase by 0.5 to 1 times
+    # the old value. This is tested as 0.75 plus or minus 0.25 and rounding. Late counts
+    # stand for a row that many steps didn't touch. A rule may forget more of such a
+    # row's old value.
     gradient = _random(rows.shape)
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     leaves = rule.start(rows)

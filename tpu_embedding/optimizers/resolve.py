@@ -1,6 +1,6 @@
 """Turns the optimizer that a user passes to a table into a rule for its rows.
 
-Runs while a plan is made, so problems show before a step is compiled.
+This runs while a plan is made, so that problems show before a step is compiled.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState")
 """States of optax rules that accumulate gradients and apply them only in some steps."""
 
 _AVERAGING: Final = ("ScheduleFreeState",)
-"""States of optax rules whose averaging weights fall in each step, even in steps that
-don't look the row up."""
+"""States of optax rules whose averaging weights fall in every step, including steps
+that don't look up the row."""
 
 
 def optimizer_problems(
@@ -43,7 +43,7 @@ def optimizer_problems(
         if optimizer is not None:
             check_rule(None, transformation_of(optimizer), "optimizer")
     except (TypeError, ValueError) as error:
-        # The plan joins all problems in one error, so the text becomes a predicate.
+        # The plan joins all problems in one error, so the text must begin with a verb.
         text = str(error).rstrip(".")
         rule = text.removeprefix("optimizer must")
         text = f"cannot be used: {text}" if rule == text else f"must{rule}"
@@ -77,9 +77,11 @@ def resolve_optimizer(
 ) -> RowOptimizer | None:
     """Decides how the layer applies an optimizer to a table with `dim` columns.
 
-    None means that the table stays fixed. Tables with equal results can share a stack.
+    The result is None if the table stays fixed. Tables with equal results can share a
+    stack.
     """
-    # Each call of optax.set_to_zero makes a new function, so only its name is stable.
+    # Each call of optax.set_to_zero makes a new function, so only the function's name
+    # can be compared.
     update = getattr(optimizer, "update", None)
     is_fixed = getattr(update, "__qualname__", "").startswith("set_to_zero.")
     if optimizer is None or is_fixed:
@@ -93,7 +95,7 @@ def resolve_optimizer(
 
 
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
-    """Rejects an optimizer that a layer cannot apply to rows.
+    """Rejects an optimizer that a layer cannot apply row by row.
 
     A row's update may depend on that row, its gradient and slot variables, on scalars
     in the state, and on totals that the rule gets from `table_rows`. The check runs
@@ -108,7 +110,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     Raises:
       NotRowLocalError: if the optimizer mixes rows, or if its state does not have one
         entry per row. The message says what to use instead.
-      ValueError: if modes contradict each other.
+      ValueError: if options or wrappers contradict each other.
 
     Example:
       >>> check_row_local(optax.adam(0.1), dim=8)
@@ -125,7 +127,10 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
-    """Probes a rule, and checks that its driver can run it. Cached: a probe is slow."""
+    """Probes a rule, and checks that its driver can run it.
+
+    Results are cached, because a probe is slow.
+    """
     declared = row_optimizer_of(rule)
     probed = probe_rule(declared, dim)
     optimizer = dataclasses.replace(declared, takes_totals=probed.takes_totals)
@@ -163,8 +168,9 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
             "every step, but a row is updated only in steps that look it up. Wrap it "
             "in tpu_embedding.optimizers.every_row."
         )
-    # The first two must see all rounds before they move a row. Without the dense
-    # gradient, a rule that sets rows would clear the rows that a round does not cover.
+    # Rules with totals or several steps must see all rounds before they move a row.
+    # Without the dense gradient, a rule that sets rows would clear the rows that a
+    # round does not cover.
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
         return dataclasses.replace(optimizer, driver=KeptGradient(steps))

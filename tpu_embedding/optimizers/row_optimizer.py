@@ -1,7 +1,8 @@
 """Optimizer types, as users pass them and as the layer applies them.
 
 A *driver* says which rows a rule runs on, and how often. `every_row` and `in_sequence`
-set it. An optax wrapper around them would hide it, so plans reject such a wrapper.
+choose the driver. An optax wrapper around either function would hide the driver, so
+plans reject such wrappers.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ class KerasOptimizer(Protocol):
 
 
 TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
-"""An optax transformation, the name of a rule of this package such as `"adagrad"`, or a
-Keras optimizer, whose configuration is read when the plan is made."""
+"""An optax transformation, the name of a rule in this package such as `"adagrad"`, or a
+Keras optimizer. Making a plan reads the Keras optimizer's configuration."""
 
 
 class NotRowLocalError(ValueError):
@@ -48,10 +49,11 @@ class NotRowLocalError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Touched:
-    """A driver that runs the rule once on each row that the step looked up (lazy).
+    """A lazy driver, which runs the rule once on each row that the step looked up.
 
     The rule gets the gradient summed over all occurrences of an id. Set
-    `occurrence_norm` if it also needs the norm before this sum.
+    `occurrence_norm` if the rule also needs the norm of the gradients before they are
+    summed.
     """
 
     occurrence_norm: bool = False
@@ -61,8 +63,8 @@ class Touched:
 class EveryRow:
     """A driver that runs the rule on all rows, as dense optimizers do.
 
-    Rows that were not looked up have gradient zero. The mean gradient over
-    `gradient_steps` makes one update.
+    Rows that were not looked up have gradient zero. Each update uses the mean gradient
+    over `gradient_steps` steps.
     """
 
     gradient_steps: int = 1
@@ -72,7 +74,8 @@ class EveryRow:
 class KeptGradient(EveryRow):
     """A driver like `EveryRow`, with a dense gradient kept in the state."""
 
-    # `resolve` selects it for rules that sum several steps, need totals or set rows.
+    # `resolve` selects this driver for rules that sum several steps, need totals or set
+    # rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ class InSequence:
 
 
 Driver = Touched | EveryRow | InSequence
-"""Which rows a rule runs on, and how often in a step."""
+"""Says which rows a rule runs on, and how often in a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +96,10 @@ class RowOptimizer:
       driver: Decides which rows the rule runs on, and how often.
       takes_model_norm: True if the rule needs the norm of all model gradients.
       sets_rows: True if the rule sets rows without reading them, as `assign` does.
-      takes_totals: True if the rule needs totals over table rows. The plan sets it.
-      averages: Tells if `with_ema` averages the rows, and if the averages overwrite
-        them.
+      takes_totals: True if the rule needs totals over table rows. The plan sets this
+        field.
+      averages: Tells if `with_ema` averages the rows, and if these averages overwrite
+        the rows.
 
     Example:
       >>> rule = RowOptimizer(transformation=optax.sgd(0.1), driver=EveryRow())
@@ -117,7 +121,7 @@ class RowOptimizer:
 
     @property
     def sees_occurrences(self) -> bool:
-        """True if id occurrences must reach the row owner unsummed."""
+        """True if the row owner needs one gradient per occurrence of an id."""
         return self.driver in (InSequence(), Touched(occurrence_norm=True))
 
     @property
@@ -147,16 +151,16 @@ class DeclaredRule(optax.GradientTransformation):
         """Makes the rule. Dense arrays use `on_arrays`, if you pass it."""
         # `__new__`, because optax transformations are named tuples.
         on_arrays = on_arrays or row_optimizer.transformation
-        # Wrappers may hide `sets_rows`: unless old rows are huge or NaN, the update is
-        # still correct (see `StackStep.run_on_rows`).
+        # A wrapper may hide `sets_rows`, because the update is still correct unless old
+        # rows are huge or NaN (see `StackStep.run_on_rows`).
         plain = RowOptimizer(
             transformation=row_optimizer.transformation,
             sets_rows=row_optimizer.sets_rows,
         )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            # A layer calls the rule for rows directly, so this call comes from a
-            # wrapper, which hides what the rule declares.
+            # A layer calls `row_optimizer.transformation` directly. So in a layer, this
+            # function is called by a wrapper, which hides what the rule declares.
             if is_in_layer() and row_optimizer != plain:
                 raise NotRowLocalError(
                     "every_row, in_sequence, with_ema and rules that need a norm of "
@@ -184,7 +188,7 @@ def row_optimizer_of(
 
 
 def declare(rule: optax.GradientTransformation, **declared: Any) -> DeclaredRule:
-    """Replaces declared fields.
+    """Replaces fields that a rule declares.
 
     Example:
       >>> declare(optax.sgd(0.1), driver=EveryRow()).row_optimizer.driver
@@ -226,23 +230,23 @@ def every_row(
     to the dense gradient. However, each step costs an in-place pass over the table and
     its slot variables.
 
-    Rules with totals over a table, such as Adafactor, and rules with `gradient_steps`
-    above 1 keep a table-sized gradient in their state. Most other rules need no extra
-    memory.
+    Rules that need totals over a table, such as Adafactor, keep a table-sized gradient
+    in their state. So does any rule with `gradient_steps` above 1. Most other rules
+    need no extra memory.
 
     Args:
       rule: A row-local optax transformation, or an optimizer from this package.
-      gradient_steps: Number of steps per update, at least 1. The layer averages their
-        gradients, and rows do not change in between. Above 1, each step passes over a
-        float32 gradient as large as the table. This is Keras'
-        `gradient_accumulation_steps`. On a dense array outside the layer, the rule is
-        applied in each call.
+      gradient_steps: Number of steps per update, at least 1. The layer averages the
+        gradients of these steps, and rows do not change in between. If the number is
+        above 1, each step passes over a float32 gradient as large as the table. Keras
+        calls this argument `gradient_accumulation_steps`. Outside the layer, on a dense
+        array, each call applies the rule.
 
     Raises:
       TypeError: If `rule` is not a transformation, or `gradient_steps` is not an int.
-      ValueError: If `gradient_steps` is below 1 or differs from an inner `every_row`,
-        if the rule runs once per occurrence of an id or needs the norm over
-        occurrences, or if the rule has averages and `gradient_steps` is above 1.
+      ValueError: If `gradient_steps` is below 1 or differs from the value in an inner
+        `every_row`, if the rule runs once per occurrence of an id or needs the norm
+        over occurrences, or if the rule has averages and `gradient_steps` is above 1.
 
     Example:
       >>> import tpu_embedding as te
@@ -278,10 +282,10 @@ def every_row(
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a rule once per occurrence of an id, in sample order.
 
-    This is TensorFlow's `use_gradient_accumulation=False`, but TensorFlow does not
-    guarantee an order. Here, occurrences are ordered by feature, and by sample within
-    each device. However, a step takes as many passes as its most frequent id has
-    occurrences, so use this for comparisons only.
+    It corresponds to TensorFlow's `use_gradient_accumulation=False`, but TensorFlow
+    does not guarantee an order. Here, occurrences are ordered by device, then by
+    feature, then by sample. However, a step takes as many passes as its most frequent
+    id has occurrences, so use `in_sequence` only for comparisons.
 
     Args:
       rule: A row-local optax transformation.

@@ -27,13 +27,13 @@ class TableRows:
     Attributes:
       table_sizes: row counts of whole tables. If ids are not row numbers, only rows
         that belong to an id are counted.
-      tables: table index per row. None if there is only one table.
+      tables: index of each row's table. None if there is only one table.
       is_used: False for padding.
       is_touched: True for rows looked up in this step.
       all_reduce: reduces totals `[tables, ...]` over all shards, rounds and blocks.
       occurrence_squares: squared gradients, summed over all id occurrences. None unless
         the driver is `Touched(occurrence_norm=True)`.
-      stored: adds updates to rows as the table would, rounding narrow rows.
+      stored: adds updates to rows and rounds the results as the table would.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -53,8 +53,8 @@ class TableRows:
         # The default dtype would be float64 under jax_enable_x64.
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0, dtype="float32")
         flat = values.reshape(values.shape[0], -1)
-        # Non-finite values are masked, since 0 * inf in the product would spread to all
-        # tables.
+        # Non-finite values are masked, since `0 * inf` in the product would make the
+        # sums of all tables NaN.
         is_finite = jnp.isfinite(flat)
         # On TPUs, the default precision would round the values to bfloat16.
         sums = jnp.dot(
@@ -92,7 +92,7 @@ _MODEL_SQUARES: contextvars.ContextVar[Callable[[], Array] | None] = (
 
 
 def table_rows(array: Array) -> TableRows:
-    """Lets your rule ask about its rows, such as for totals over a whole table.
+    """Lets your rule ask for facts about its rows, such as totals over a whole table.
 
     Args:
       array: `[rows, ...]`, an argument of your rule. Outside the layer, it holds all
@@ -132,8 +132,8 @@ def table_rows_context(
 ) -> Iterator[None]:
     """Makes `table_rows` return these rows. None means one whole table."""
     token = _CURRENT.set(rows)
-    # A `jit` within the rule is inlined: its cache doesn't know this context, and could
-    # return answers about different rows.
+    # A `jit` within the rule is inlined, because its cache doesn't know this context,
+    # and could return answers about different rows.
     inlines_jit = inlines_jit and rows is not None
     try:
         with jax.disable_jit() if inlines_jit else contextlib.nullcontext():
@@ -154,8 +154,8 @@ def model_gradient_squares() -> Array | None:
 @contextlib.contextmanager
 def model_gradient_context(compute: Callable[[], Array] | None) -> Iterator[None]:
     """Makes `model_gradient_squares` return `compute()`, a float32 scalar."""
-    # A function, not a value: most rules don't ask, and a norm costs a pass over all
-    # gradients.
+    # `compute` is a function because most rules don't ask for the norm, which costs a
+    # pass over all gradients.
     token = _MODEL_SQUARES.set(compute)
     try:
         yield

@@ -18,7 +18,8 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
 
 def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tells if a rate is neither 0 nor subnormal, and makes a safe divisor."""
-    # The inverse of a subnormal rate overflows. Callers mask steps that do not move.
+    # The inverse of a subnormal rate overflows. Callers mask the results for such
+    # rates.
     moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
     return moves, jnp.where(moves, rate, 1)
 
@@ -26,10 +27,10 @@ def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
 def ftrl_rows(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
     """Finds the rows that minimize FTRL's objective.
 
-    They are `(clip(l, -l1, l1) - l) / denominator`, or 0 if the denominator is 0.
-    Linears `l` within `[-l1, l1]` also give rows of 0.
+    The rows are `(clip(l, -l1, l1) - l) / denominator`, or 0 if the denominator is 0.
+    Linears `l` within `[-l1, l1]` also give 0.
     """
     numerators = jnp.clip(linears, -l1, l1) - linears
-    # An accumulator of 0 gives 0 / 0 without `beta` and L2 regularization.
+    # Without `beta` and L2 regularization, an accumulator of 0 gives 0 / 0.
     is_zero = denominators == 0
     return jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))

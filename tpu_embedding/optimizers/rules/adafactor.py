@@ -1,7 +1,7 @@
 """Adafactor: second moments as one row vector and one column vector per table.
 
 A step needs column means, `RMS(u)` and `RMS(w)` over whole tables, but sees only some
-rows. `table_rows` totals the first two over shards and rounds. `RMS(w)` comes from a
+rows. `table_rows` adds up the first two over shards and rounds. `RMS(w)` comes from a
 compensated running sum, which stays accurate over millions of additions.
 """
 
@@ -34,9 +34,9 @@ from tpu_embedding.optimizers.table_rows import (
 
 
 class CompensatedSum(NamedTuple):
-    """A float32 sum, and its rounding error, which joins the next addend.
+    """A float32 sum and its rounding error, which is added with the next addend.
 
-    Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+    See Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
     """
 
     value: Any
@@ -51,9 +51,10 @@ class CompensatedSum(NamedTuple):
 def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
     """Rounds float32 values to a unit, so that their sum is exact in any order.
 
-    The sum of the remainder `values - coarse_part(values, total)` is small, and so is
-    its rounding error. So summing both parts is as exact as summing with twice the
-    bits. `total` is a rough sum. Sums up to 8 times its size are exact.
+    The remainders `values - coarse_part(values, total)` are small, and so is the
+    rounding error of their sum. So summing coarse parts and remainders separately is as
+    exact as summing with twice the bits. `total` is a rough estimate of the sum. Sums
+    up to 8 times this estimate are exact.
 
     Example:
       >>> values = jnp.array([1e7, 0.25])
@@ -61,9 +62,9 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
       >>> coarse.tolist(), (values - coarse).tolist()
       ([10000000.0, 0.0], [0.0, 0.25])
     """
-    # Without a minimum, the unit could be subnormal, which TPUs flush to 0.
+    # Without this minimum, the unit could be subnormal, which TPUs flush to 0.
     bits = jax.lax.bitcast_convert_type(jnp.maximum(total, 1e-30), jnp.int32)
-    # Keeps only the exponent: a power of two.
+    # Keeps only the exponent, which gives a power of two.
     power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
     # Sums up to `8 * total` stay below `2**24` units, which float32 counts exactly.
     unit = power * 2**-20
@@ -74,12 +75,12 @@ def coarse_part(values: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def is_sum(node: Any) -> bool:
-    """Checks a state node; an `is_leaf` for `jax.tree`."""
+    """Tells if a state node is a sum. Use it as `is_leaf` in `jax.tree`."""
     return isinstance(node, CompensatedSum)
 
 
 def _rounding_error(first: jax.Array, second: jax.Array, total: jax.Array) -> jax.Array:
-    # Exact arithmetic would give 0, so this must not be simplified.
+    # In exact arithmetic, the result would be 0, so don't simplify this expression.
     added = total - first
     return (first - (total - added)) + (second - added)
 
@@ -94,7 +95,7 @@ NO_SUM: Final = CompensatedSum(None, None)
 
 
 class CollectedGradients(NamedTuple):
-    """State for dense arrays with `gradient_accumulation_steps`."""
+    """State of dense arrays if `gradient_accumulation_steps` is set."""
 
     steps: optax.MultiStepsState
 
@@ -103,15 +104,16 @@ class AdafactorState(NamedTuple):
     """Moments and sums. Fields that an array does not need are None.
 
     Attributes:
-      row_accumulators: `r`, `[rows]`. Above rank 2, the shape lacks the last axis.
-      row_clocks: `[rows]`, number of updates so far. In mode "exact", the `clock` after
-        the latest update.
-      column_accumulators: `c`, `[tables, dim]`. Above rank 2, the shape lacks the
-        second-to-last axis.
-      velocities: second moments below rank 2.
+      row_accumulators: `r`, `[rows]`. For arrays above rank 2, the array's shape
+        without its last axis.
+      row_clocks: `[rows]`. In mode "lazy", the number of the row's updates so far. In
+        mode "exact", the `clock` after the row's latest update.
+      column_accumulators: `c`, `[tables, dim]`. For arrays above rank 2, the array's
+        shape without its second-to-last axis.
+      velocities: second moments of arrays below rank 2.
       squares: summed squared elements, `[tables]`.
       clock: sum of the logarithms of the decays so far, only in mode "exact".
-      average_counts: `[rows]`, the `count` at the latest update of each average.
+      average_counts: `[rows]`, the `count` when each average was last updated.
     """
 
     count: jax.Array
@@ -119,7 +121,7 @@ class AdafactorState(NamedTuple):
     row_clocks: Any = None
     column_accumulators: Any = None
     velocities: Any = None
-    # Only arrays of rank 2 have running sums, because they may be tables.
+    # Only arrays of rank 2 have running sums, because only they may be tables.
     squares: CompensatedSum = NO_SUM
     clock: CompensatedSum | None = None
     averages: Any = None
@@ -136,7 +138,8 @@ class ScaledGradient(NamedTuple):
 
     Attributes:
       rms: root mean square of `values`, a scalar or `[tables]`.
-      scale: root mean square of the decayed parameters, in the same shape.
+      scale: root mean square of the parameters after weight decay, in the shape of
+        `rms`.
     """
 
     values: jax.Array
@@ -147,7 +150,7 @@ class ScaledGradient(NamedTuple):
 
 def sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Sums each table's squared elements."""
-    rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
+    rows = rows.astype(jnp.float32)  # Dense parameters may have a narrow dtype.
     about = tables.total(jnp.sum(jnp.square(rows), axis=1))
     nothing = compensated_sum(jnp.zeros_like(about))
     return plus_total(nothing, jnp.square(rows), tables, about)
@@ -161,13 +164,13 @@ def plus_total(
     # table ever had, even after its values shrink.
     coarse = coarse_part(values, tables.per_row(about)[:, None])
     parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
-    # Stacked, so that both parts share one all-reduce.
+    # The parts are stacked, so that they share one all-reduce.
     sums = tables.total(jnp.stack(parts, axis=1))
     return total.plus(sums[:, 0]).plus(sums[:, 1])
 
 
 def _inverse_root(values: jax.Array) -> jax.Array:
-    # A moment of 0 saw only gradients of 0, so any finite factor will do.
+    # A moment is 0 only if all its gradients were 0, so any finite factor will do.
     return jax.lax.rsqrt(jnp.where(values > 0, values, 1))
 
 
@@ -215,51 +218,52 @@ def adafactor(
         u = u / max(1, RMS(u) / clip_threshold)
         w -= max(epsilon_2, RMS(w)) * min(learning_rate, 1 / sqrt(t)) * u
 
-    `S` is the regularized square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
-    is the root mean square of `x` over the table. The slot variables are `r` and a
-    clock, `[rows]`. Each table also has a vector `c`, `[dim]`. All start at 0, except
-    that `r` starts at `epsilon_1` in mode `"exact"`.
+    `S` is the regularized square, `b` is the decay, and `u` is the scaled gradient.
+    `RMS(x)` is the root mean square of `x` over the table. The slot variables are `r`
+    and a clock, both `[rows]`. Each table also has one vector `c`, `[dim]`. They all
+    start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
-    Cost" (ICML 2018), as `keras.optimizers.Adafactor` in Keras 3 and `tf_keras`.
+    Cost" (ICML 2018), as in `keras.optimizers.Adafactor` of Keras 3 and `tf_keras`.
     `optax.adafactor` is a different algorithm: it factors only large matrices, and its
     decay, clipping and scaling differ.
 
     The modes differ in how they treat rows that the step does not look up:
 
-    * `"exact"` gives the same numbers as Keras. Such rows have gradient 0, so their `r`
-      decays. The missed decays are applied when the row is next touched, so a rare row
-      has a small `r` and takes large steps, up to `t**0.4`. Means over rows include the
-      whole table.
-    * `"lazy"` does not change such rows. `t` in the decay of `r` counts the row's own
-      updates, so the first update sets `r` to the row's mean of `S`. Means over rows
-      include only touched rows, except in `RMS(w)`. If every step touches every row,
-      both modes give the same result.
+    * `"exact"` gives the same numbers as Keras. Rows without lookups have gradient 0,
+      so their `r` decays. The missed decays are applied when the row is next touched. A
+      rare row therefore has a small `r` and takes large steps, with `u` up to `t**0.4`.
+      Means over rows include the whole table.
+    * `"lazy"` does not change rows without lookups. In the decay of `r`, `t` counts the
+      row's own updates, so the row's first update sets `r` to the mean of `S`. Means
+      over rows include only touched rows, except in `RMS(w)`. If every step touches
+      every row, both modes give the same result.
 
     A step takes three small all-reduces per table, with `dim + 2`, 1 and 2 scalars.
-    `RMS(w)` comes from a running sum of squares over the values that the table stores,
-    so it includes the rounding in a narrow table. A restore recomputes the sum. If ids
-    are not row numbers, means and `RMS(w)` include only the rows that belong to an id.
-    If a row is given to a new id, the sum includes only its new values.
+    `RMS(w)` comes from a running sum over the squares of the stored values, so it
+    includes the rounding in a narrow table. Restoring a checkpoint recomputes this sum.
+    If ids are not row numbers, means and `RMS(w)` include only the rows that belong to
+    an id. If a row is reassigned to a new id, the sum includes only the row's new
+    values.
 
     Note that Adafactor must come last in a chain. If you change table values later, use
     `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
 
-    You can train tables and dense parameters with one `adafactor(...)`: on dense arrays
-    of any rank it gives the same numbers as Keras in either mode. The second moments
+    You can train tables and dense parameters with one `adafactor(...)`. In either mode,
+    it gives the same numbers as Keras on dense arrays of any rank. The second moments
     are factored over the last two axes if the rank is 2 or more, and kept in full
     otherwise.
 
-    `global_clipnorm` bounds the norm over all loss gradients, tables and dense
-    parameters together. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this
-    norm; `tpu_embedding.functional.apply_gradients` accepts it as an argument, or
-    computes it over its tables. Otherwise, it covers the arrays that the optimizer is
-    applied to.
+    `global_clipnorm` bounds one norm over the loss gradients of all tables and dense
+    parameters. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this norm.
+    `tpu_embedding.functional.apply_gradients` accepts the norm as an argument, or
+    computes it over its tables. Otherwise, the norm covers the arrays that the
+    optimizer is applied to.
 
-    Options that move all rows need a pass over the table in each step, and keep the
-    dense gradient as `every_row` does: `gradient_accumulation_steps`,
-    `ema_overwrite_frequency`, and `weight_decay` in mode `"exact"`. In mode `"lazy"`
-    only touched rows decay.
+    Three options move all rows: `gradient_accumulation_steps`,
+    `ema_overwrite_frequency`, and `weight_decay` in mode `"exact"`. They need a pass
+    over the table in each step, and keep a dense gradient as `every_row` does. In mode
+    `"lazy"`, only touched rows decay.
 
     Args:
       learning_rate: scalar or optax schedule. With `gradient_accumulation_steps`,
@@ -269,8 +273,8 @@ def adafactor(
       epsilon_2: smallest step scale, non-negative.
       clip_threshold: largest `RMS(u)`, positive.
       relative_step: no effect, as in Keras.
-      weight_decay: the rows lose this fraction, multiplied by the learning rate, before
-        the update.
+      weight_decay: fraction of each row that, multiplied by the learning rate, is
+        subtracted before the update.
       clipnorm: largest gradient norm per table, positive.
       clipvalue: largest absolute value of a gradient element, positive. At most one of
         `clipnorm`, `clipvalue` and `global_clipnorm` is allowed.
@@ -278,17 +282,19 @@ def adafactor(
         cannot be combined with `gradient_accumulation_steps`.
       use_ema: True keeps moving averages; `with_ema` describes how to read them.
       ema_momentum: decay of the averages, in [0, 1].
-      ema_overwrite_frequency: updates after which the averages replace the rows.
-        Defaults to never. You can't combine it with `gradient_accumulation_steps`.
+      ema_overwrite_frequency: number of updates after which the averages replace the
+        rows. Defaults to never. You can't combine it with
+        `gradient_accumulation_steps`.
       loss_scale_factor: positive factor on the loss; gradients are divided by it.
-      gradient_accumulation_steps: steps per update, at least 2. An update uses their
-        mean gradient. As in Keras, averages advance in every step.
+      gradient_accumulation_steps: number of steps per update, at least 2. An update
+        uses the mean gradient of these steps. As in Keras, averages advance in every
+        step.
       name: no effect; a Keras argument.
       mode: `"lazy"` or `"exact"`, see above.
       ema_start: `"first_update"` starts the averages after the first update, like Keras
         3; `"initial_values"` starts them before it, like `tf_keras`.
-      clipnorm_of: `"sum"` takes the norm of the summed gradient, `"occurrences"` the
-        norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
+      clipnorm_of: `"sum"` takes the norm of the summed gradient. `"occurrences"` takes
+        the norm over all occurrences of ids, as `tf_keras` does for `tf.IndexedSlices`.
 
     Raises:
       ValueError: if a value is out of range, or options cannot be combined.
@@ -366,7 +372,8 @@ def _with_norm_of_arrays(
     """Gives a rule the norm over its dense arrays, unless a model provides one."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # A model's norm covers only one step, so it doesn't fit a mean over several.
+        # A model's norm covers only one step, so it doesn't fit a mean over several
+        # steps.
         is_known = gradient_steps == 1 and model_gradient_squares() is not None
         if is_known or is_in_layer():
             return rule.update(updates, state, params)
@@ -462,11 +469,12 @@ class _Adafactor:
             change = (stored - old) * (stored + old)
             total = plus_total(state.squares, change, tables, state.squares.value)
             state = state._replace(squares=total)
-        # Counted last, because moments and averages use the count before the step.
+        # The count advances last, because moments and averages use the count before the
+        # step.
         return updates, state._replace(count=state.count + 1)
 
     def _clip(self, gradient: jax.Array, tables: TableRows | None) -> jax.Array:
-        """Unscales and clips gradients as Keras does. Only rank 2 has `tables`."""
+        """Unscales and clips gradients as Keras does. `tables` is only for rank 2."""
         scale = 1.0 if self.loss_scale_factor is None else self.loss_scale_factor
         gradient = gradient / scale
         if self.clipvalue is not None:
@@ -479,7 +487,7 @@ class _Adafactor:
         if bound is None:
             return gradient
         if squares is not None:
-            # The caller summed these before this rule unscaled the gradient.
+            # The caller summed these squares before this rule unscaled the gradient.
             squares = squares / scale**2
         elif tables is None:
             squares = jnp.sum(jnp.square(gradient))
@@ -524,14 +532,14 @@ class _Adafactor:
         tables: TableRows,
     ) -> ScaledGradient:
         """Scales row gradients, given the rows before and after weight decay."""
-        # Outside the layer, all rows are given, and the caller may have set them since
-        # the last step.
+        # Outside the layer, the caller may have set rows since the last step. All rows
+        # are given there, so they are summed again.
         squares = state.squares if is_in_layer() else sum_of_squares(old, tables)
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
 
-        # One all-reduce instead of three: squared gradients by column, moving rows, and
-        # the change in the squares by weight decay.
+        # One all-reduce instead of three. It sums squared gradients by column, counts
+        # moving rows, and sums weight decay's change in the squares.
         change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
         totals = tables.total(
             jnp.concatenate(
@@ -550,13 +558,13 @@ class _Adafactor:
         b = self._decay_at(state.count + 1)
         columns = b * state.column_accumulators
         columns += (1 - b) * (sums / num_rows[:, None] + self.epsilon_1)
-        # A step without rows in a table leaves its moments alone.
+        # If a step has no rows in a table, the table's moments do not change.
         columns = jnp.where(has_rows[:, None], columns, state.column_accumulators)
 
-        # Keras uses the mean row accumulator. In mode "exact", it is the same moving
-        # average, but it is not known on every shard.
+        # Keras divides by the mean row accumulator instead. In mode "exact", both means
+        # are the same moving average, but not every shard knows the rows' mean.
         means = jnp.mean(columns, axis=1, keepdims=True)
-        # A table that no step has touched has no column moments yet.
+        # The column moments are 0 until a step touches the table.
         profile = columns / jnp.where(means > 0, means, 1)
         scaled = gradient * _inverse_root(state.row_accumulators)[:, None]
         scaled *= tables.per_row(_inverse_root(profile))
@@ -574,7 +582,7 @@ class _Adafactor:
         return tables.is_touched if self.mode == "lazy" else tables.is_used
 
     def _decay_at(self, t: jax.Array) -> jax.Array:
-        """Decay of the accumulators in update `t`, counted from 1."""
+        """Computes the accumulators' decay in update `t`, counted from 1."""
         return 1 - jnp.power(t.astype(jnp.float32), self.beta_2_decay)
 
     def _move_rows(
@@ -596,8 +604,8 @@ class _Adafactor:
         missed = jnp.exp(state.clock.value - state.row_clocks)
         old = missed * old + (1 - missed) * self.epsilon_1
         b = self._decay_at(state.count + 1)
-        # The first step has b = 0, whose logarithm is infinite. It can be skipped,
-        # because rows that this step does not touch remain at their initial value,
+        # The first step has b = 0, whose logarithm is infinite. The clock can skip this
+        # step, because rows that it does not touch remain at their initial value,
         # epsilon_1.
         clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
         return state._replace(

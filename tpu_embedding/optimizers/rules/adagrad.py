@@ -60,8 +60,8 @@ def adagrad(
     `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon. Keras uses
     `epsilon=1e-7`.
 
-    With equal hyper-parameters, it equals `optax.adagrad` on the dense gradient, which
-    is zero for untouched rows.
+    With equal hyper-parameters, the result equals applying `optax.adagrad` to the dense
+    gradient, because untouched rows have gradient zero.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -102,7 +102,7 @@ def rowwise_adagrad(
     weight_decay_mode: WeightDecayMode = "l2",
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes Adagrad with one accumulator per row, using 1 / dim of the memory.
+    """Makes Adagrad with one accumulator per row instead of one per element.
 
     For a row `w` with summed gradient `g`::
 
@@ -114,7 +114,7 @@ def rowwise_adagrad(
     `w_before` is the row before the step. The slot variable `a`, `[rows]`, starts at
     `initial_accumulator_value`.
 
-    Source: FBGEMM and TorchRec, `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
+    Source: `EXACT_ROWWISE_ADAGRAD` in FBGEMM and TorchRec, with `WeightDecayMode.L2` or
     `DECOUPLE` (`fbgemm_gpu/codegen/genscript/optimizers.py`). However, FBGEMM defaults
     to `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
@@ -137,13 +137,14 @@ def rowwise_adagrad(
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
-    # A sum of 0 is safe only with an epsilon, so the decorator's range can't decide.
+    # An initial sum of 0 is safe only with an epsilon, so the decorator, which checks
+    # each argument separately, can't decide this.
     if not may_be_positive(epsilon):
         check_hyperparameters(
             "rowwise_adagrad",
             initial_accumulator_value=positive(initial_accumulator_value),
         )
-    # A Python bool: without weight decay, XLA then drops the read of the rows.
+    # `decays` is a Python bool, so that XLA drops the read of the rows if it is False.
     decays = may_be_positive(weight_decay)
     init = initial_state(
         AdagradState, by_row=("accumulators",), accumulators=initial_accumulator_value
@@ -195,13 +196,13 @@ def adagrad_momentum(
     Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula from its
     TPU operation.
 
-    A momentum decays only in steps that look its row up. optax has no equivalent.
+    `m` decays only in steps that look up its row. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
       momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
-      exponent: root degree, 2 for the square root; positive.
+      exponent: degree of the root, positive; 2 means the square root.
       beta2: decay of `a`, in [0, 1]; 1 sums the squares.
       epsilon: positive; `epsilon**(-1 / exponent)` must be finite in float32.
       **options: see `with_options`.
@@ -236,10 +237,10 @@ def adagrad_momentum(
 
 
 class CountedAdagradState(NamedTuple):
-    """Adagrad state, `[rows, dim]`, for steps that aren't proportional to the rate.
+    """Adagrad state for rules whose steps aren't proportional to the learning rate.
 
-    Such rules can't use `descent`. They evaluate the learning rate themselves, at step
-    `count`.
+    Such rules can't use `descent`, so they evaluate the learning rate at step `count`
+    themselves. The accumulators are `[rows, dim]`.
     """
 
     count: jax.Array
@@ -267,20 +268,20 @@ def bounded_adagrad(
     A bound of 0 means no bound. The slot variable `a`, `[rows, dim]`, starts at
     `initial_accumulator_value`, and `a_new` is its next value.
 
-    Source: TensorFlow, `BoundedAdagradParameters` (`optimization_parameters.proto`).
+    Source: TensorFlow's `BoundedAdagradParameters` (`optimization_parameters.proto`).
     The update itself is not public. As comments in that file suggest, `max_var_update`
     bounds the step `s`, and the accumulator adds the unclipped gradient's square.
 
-    Without bounds and with `update_accumulator_first`, it equals `adagrad` and
-    `optax.adagrad` with an epsilon of 0.
+    Without bounds and with `update_accumulator_first`, it equals both `adagrad` and
+    `optax.adagrad`, if their epsilon is 0.
 
     Args:
       learning_rate: scalar or optax schedule.
       initial_accumulator_value: positive.
       update_accumulator_first: True divides by `sqrt(a_new)`.
       max_var_update: largest change per element and step, non-negative.
-      max_accumulator: largest accumulator, non-negative. A larger initial value is
-        reduced to it in the first update.
+      max_accumulator: largest accumulator, non-negative. The first update reduces a
+        larger initial value to this bound.
       **options: see `with_options`.
 
     Raises:
@@ -337,9 +338,8 @@ def proximal_adagrad(
     `[rows, dim]`, starts at `initial_accumulator_value`.
 
     Source: Duchi and Singer, "Efficient Learning using Forward-Backward Splitting"
-    (NIPS 2009), as in TensorFlow, `ProximalAdagradParameters`
-    (`optimization_parameters.proto`) and the kernel
-    `ResourceSparseApplyProximalAdagrad`.
+    (NIPS 2009), as in TensorFlow's `ProximalAdagradParameters`
+    (`optimization_parameters.proto`) and kernel `ResourceSparseApplyProximalAdagrad`.
 
     Rows are regularized only in steps that look them up. optax has no equivalent.
 
@@ -396,10 +396,11 @@ def clippy_adagrad(
         a += (scale * g)**2                        instead, if clip_accumulator_update
 
     `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change per
-    element. `scale` shortens the whole table's step. Its inner minimum is over all
-    elements with a nonzero step `d`, and takes an all-reduce of one scalar per table.
-    `p` uses `a` before the step or, with `use_standard_accumulator_update`, after the
-    step. The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
+    element. `scale` shortens the whole table's step. The inner minimum in `scale` is
+    over all elements of the table with nonzero `d`. It needs an all-reduce of one
+    scalar per table. By default, `p` uses the value of `a` before this step. With
+    `use_standard_accumulator_update`, it uses the value after this step. The slot
+    variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
 
     Source: Tang et al., "Improving Training Stability for Multitask Ranking Models in
     Recommender Systems" (KDD 2023), as in TensorFlow Recommenders,
@@ -415,9 +416,9 @@ def clippy_adagrad(
       accumulator_relative_threshold: non-negative.
       absolute_threshold: non-negative.
       epsilon: positive.
-      use_standard_accumulator_update: True adds the squares before the step.
-      clip_accumulator_update: True adds squares after scaling. You can't combine it
-        with `use_standard_accumulator_update`.
+      use_standard_accumulator_update: True updates `a` before `p` is computed.
+      clip_accumulator_update: True adds the squares of the scaled gradient. You can't
+        combine it with `use_standard_accumulator_update`.
       **options: see `with_options`.
 
     Raises:
@@ -452,8 +453,9 @@ def clippy_adagrad(
         )
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
-        # Untouched rows have step 0, so the minimum over touched rows is the whole
-        # table's. It is infinite if the step touched none.
+        # Untouched rows have step 0, so the minimum over touched rows is also the
+        # minimum over the whole table. If the step touched no rows, the minimum is
+        # infinite.
         min_ratio = rows.minimum(jnp.min(ratio, axis=1, initial=1))
         scale = rows.per_row(jnp.minimum(1, min_ratio))[:, None]
         if not use_standard_accumulator_update:
@@ -467,7 +469,7 @@ def clippy_adagrad(
 class FrequencyAwareAdagradState(NamedTuple):
     count: jax.Array
     accumulators: jax.Array
-    # int32 `[rows]`: steps so far that looked the row up.
+    # int32 `[rows]`: the number of steps so far that looked up the row.
     counters: jax.Array
 
 
@@ -492,19 +494,19 @@ def frequency_aware_adagrad(
         k = min((t / c)**probability_exponent, max_lr_multiplier)
         w -= learning_rate * (k * g / sqrt(a) + l1 * sign(w) + l2 * w)
 
-    `c / t` is the fraction of steps that looked the row up, and `k = 1` if all steps
-    did. The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
-    The slot variable `c`, `[rows]`, int32, starts at 0.
+    `c / t` is the fraction of steps that looked up the row. If all steps did, `k = 1`.
+    The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`. The
+    slot variable `c`, `[rows]`, int32, starts at 0.
 
     Source: jax-tpu-embedding, `sparse_dense_matmul_grad_with_f2a`. The decay and the
-    floor for `a` come from TensorFlow, `FrequencyAwareAdagradParameters`
-    (`optimization_parameters.proto`); at a decay of 1 they have no effect. Note that
-    the formula in its comment is wrong: it divides by the accumulator instead of the
-    counter, and multiplies by the gradient twice.
+    lower bound for `a` come from TensorFlow's `FrequencyAwareAdagradParameters`
+    (`optimization_parameters.proto`). At a decay of 1, they have no effect. Note that
+    the formula in that file's comment is wrong: it divides by the accumulator instead
+    of the counter, and multiplies by the gradient twice.
 
-    Both sources keep one counter per element, although all counters in a row are equal,
-    so this rule keeps one per row. Rows are regularized only in steps that look them
-    up. optax has no equivalent.
+    Both sources keep one counter per element. As all counters in a row are equal, this
+    rule keeps one per row. Rows are regularized only in steps that look them up. optax
+    has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -546,7 +548,7 @@ def frequency_aware_adagrad(
         )
         steps = multipliers[:, None] * updates * jax.lax.rsqrt(accumulators)
         steps += l1 * jnp.sign(params) + l2 * params
-        # Schedules count steps from 0, the formula from 1.
+        # Schedules count steps from 0, but the formula counts from 1.
         rate = learning_rate_at(learning_rate, state.count)
         return -rate * steps, FrequencyAwareAdagradState(count, accumulators, counters)
 
@@ -555,7 +557,7 @@ def frequency_aware_adagrad(
 
 class FrequencyEstimatorState(NamedTuple):
     count: jax.Array
-    # int32 `[rows]`, counted from 1; 0 means never.
+    # int32 `[rows]`. Steps count from 1, and 0 means never.
     last_hit_step: jax.Array
 
 
@@ -576,22 +578,23 @@ def frequency_estimator(
         w = (1 - tau) * w + tau * c                    otherwise
         last_hit_step = t
 
-    `d` is the interval since the row's last lookup, in steps, and `c` the bounded
+    `d` is the interval since the row's last lookup, in steps, and `c` is the bounded
     interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
 
-    The gradient is ignored, and a row changes in the steps that look it up. You must
-    start the table at `max_delta`, with `dim=1` and
-    `initializer=jax.nn.initializers.constant(max_delta)` in its `TableConfig`.
+    The gradient is ignored. A row changes only in steps that look it up. In the
+    `TableConfig`, you must set `dim=1` and
+    `initializer=jax.nn.initializers.constant(max_delta)`, so that rows start at
+    `max_delta`.
 
-    Source: TensorFlow, `FrequencyEstimatorParameters`
-    (`optimization_parameters.proto`). There, you pass the step as the learning rate.
-    This rule counts its own updates instead. optax has no equivalent.
+    Source: TensorFlow's `FrequencyEstimatorParameters`
+    (`optimization_parameters.proto`). In TensorFlow, you pass the step as the learning
+    rate, but this rule counts its own updates. optax has no equivalent.
 
     Args:
       tau: weight for the newest interval, in (0, 1).
-      max_delta: upper bound for an averaged interval, in steps, positive.
-      outlier_threshold: an interval at least this many times the row's value replaces
-        it; positive.
+      max_delta: upper bound for `c`, in steps, positive.
+      outlier_threshold: positive. An interval of at least this many times the row's
+        value replaces the value.
       weight_exponent: no effect on the update; pass it to `frequency_weights`.
 
     Raises:
@@ -638,9 +641,9 @@ def frequency_weights(
 ) -> jax.Array:
     """Turns looked-up rows from a `frequency_estimator` table into sample weights.
 
-    An interval `delta` has the weight `(delta / max_delta)**weight_exponent`: 1 for ids
-    never seen, less for frequent ids. Multiply your embeddings or losses by the
-    weights. TensorFlow documents only the formula.
+    An interval `delta` has the weight `(delta / max_delta)**weight_exponent`. This is 1
+    for ids that were never seen, and less for frequent ids. Multiply your embeddings or
+    losses by the weights. TensorFlow documents only the formula.
 
     Args:
       deltas: activations from a `frequency_estimator` table, one id per sample, in any

@@ -1,7 +1,7 @@
 """Adam, Yogi, RMSProp and Adadelta, by default lazy and without bias correction.
 
-TensorFlow defines them, and moments decay only in steps that look their row up.
-`lazy_adam.py` follows optax.
+They follow TensorFlow, and moments decay only in steps that look up their row. The
+forms in `lazy_adam.py` follow optax.
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -24,7 +24,7 @@ from tpu_embedding.optimizers.rules._proximal import (
 
 
 class AdamState(NamedTuple):
-    """Both moments, `[rows, dim]`. Velocities may be `[rows]` in `rowwise`."""
+    """Both moments, `[rows, dim]`. In `rowwise`, velocities may be `[rows]`."""
 
     count: jax.Array
     momenta: jax.Array
@@ -53,15 +53,15 @@ def adam(
         w -= c * learning_rate * m / (sqrt(v) + epsilon)         otherwise
         c = sqrt(1 - beta_2**t) / (1 - beta_1**t)     if bias_correction, else 1
 
-    `c` is the bias correction, and `t` the step, counted from 1, for all rows alike.
-    The slot variables `m` and `v`, `[rows, dim]`, start at 0.
+    `c` is the bias correction. `t` is the step counted from 1, and is the same for all
+    rows. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015), as
     in `tf.tpu.experimental.embedding.Adam`.
 
     It differs from `optax.adam` and Keras' Adam in three ways:
 
-    * A row's moments decay only in steps that look the row up. `lazy_adam=False`
+    * A row's moments decay only in steps that look up the row. `lazy_adam=False`
       updates every row in every step, at the cost of a pass over the table.
     * The bias is corrected only if you pass `bias_correction=True`.
     * Epsilon is inside the root unless you pass `sum_inside_sqrt=False`.
@@ -73,8 +73,8 @@ def adam(
       learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because smaller
-        squares are 0 in float32.
+      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because the
+        square of a smaller epsilon is 0 in float32.
       lazy_adam: False updates every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
@@ -146,18 +146,18 @@ def proximal_yogi(
 
     Yogi is similar to Adam, but bounds the change in `v`. `z` is the row after a Yogi
     step with size `eta`. The slot variables are `[rows, dim]`: `v` starts at
-    `initial_accumulator_value`, `m` at 0.
+    `initial_accumulator_value`, and `m` starts at 0.
 
     Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (NeurIPS 2018),
-    as in TensorFlow, `ProximalYogiParameters` (`optimization_parameters.proto`), with
+    as in TensorFlow's `ProximalYogiParameters` (`optimization_parameters.proto`), with
     the defaults in `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the
     parameters but not the formula. This rule assumes the proximal step of
     `proximal_adagrad`.
 
-    Unlike `optax.yogi`, it has no bias correction. In TensorFlow, you multiply the
-    learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with the step `t` counted
-    from 1. A row is regularized, and its slot variables decay, only in steps that look
-    the row up.
+    Unlike `optax.yogi`, it does not correct the bias. To correct the bias as in
+    TensorFlow, multiply the learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`,
+    where `t` is the step counted from 1. Regularization and the decay of slot variables
+    apply only to rows that the step looks up.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -221,13 +221,13 @@ def online_yogi(
     start at 0, and `v_new` is the next value of `v`. Because `l` starts at 0, the first
     update to a row discards its initial value.
 
-    Source: Zaheer et al. (NeurIPS 2018), as in TensorFlow, `OnlineYogiParameters`
+    Source: Zaheer et al. (NeurIPS 2018), as in TensorFlow's `OnlineYogiParameters`
     (`optimization_parameters.proto`). That file cites the paper "plus some extensions
     based on FTRL" but gives no formula. This rule is an interpretation: `ftrl` with the
     root of `v` instead of the power of the accumulator.
 
-    As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
-    equivalent.
+    As in `proximal_yogi`, you can correct the bias through the learning rate. optax has
+    no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -300,17 +300,18 @@ def rmsprop(
         mom = momentum * mom + learning_rate * g / sqrt(max(ms - mg**2, 0) + epsilon)
         w -= mom
 
-    The slot variables are `[rows, dim]`: `ms` starts at `initial_ms`, `mom` and `mg` at
-    0. `mg` exists only if centered.
+    The slot variables are `[rows, dim]`: `ms` starts at `initial_ms`, and `mom` and
+    `mg` start at 0. `mg` exists only if centered.
 
-    Source: Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012), and, if centered,
-    Graves, "Generating Sequences With Recurrent Neural Networks" (2013), as in
-    TensorFlow, `RmsPropParameters` and `CenteredRmsPropParameters`
-    (`optimization_parameters.proto`), and the kernels `ResourceSparseApplyRMSProp` and
+    Source: Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012). The centered form is
+    from Graves, "Generating Sequences With Recurrent Neural Networks" (2013). Both are
+    as in TensorFlow's `RmsPropParameters` and `CenteredRmsPropParameters`
+    (`optimization_parameters.proto`) and kernels `ResourceSparseApplyRMSProp` and
     `ResourceSparseApplyCenteredRMSProp`.
 
-    Slot variables decay only in steps that look their row up; `optax.rmsprop` and Keras
-    update every row in each step. TensorFlow 1 started `ms` at 1, Keras starts it at 0.
+    Slot variables decay only in steps that look up their row, whereas `optax.rmsprop`
+    and Keras update every row in each step. `ms` starts at 1 in TensorFlow 1 and at 0
+    in Keras.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -338,10 +339,10 @@ def rmsprop(
         mg, variance = None, ms
         if centered:
             mg = rho * state.mg + (1 - rho) * updates
-            # Rounding can make it negative if gradients repeat.
+            # Rounding can make the difference negative if gradients repeat.
             variance = jnp.maximum(ms - jnp.square(mg), 0)
-        # As in TensorFlow, momentum sums steps that include their rates, so a schedule
-        # doesn't rescale earlier steps. `descent` would.
+        # As in TensorFlow, `mom` sums steps that include their learning rates. With
+        # `descent`, a schedule would also rescale earlier steps.
         step = rate * updates * jax.lax.rsqrt(variance + epsilon)
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
@@ -375,11 +376,11 @@ def adadelta(
     `x` is the update. The slot variables `a` and `u`, `[rows, dim]`, start at 0.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012), as in
-    TensorFlow, `AdadeltaParameters` (`optimization_parameters.proto`) and the kernel
+    TensorFlow's `AdadeltaParameters` (`optimization_parameters.proto`) and kernel
     `ResourceSparseApplyAdadelta`.
 
-    Slot variables decay only in steps that look their row up; `optax.adadelta` and
-    Keras update every row in each step.
+    Slot variables decay only in steps that look up their row, whereas `optax.adadelta`
+    and Keras update every row in each step.
 
     Args:
       learning_rate: scalar or optax schedule.

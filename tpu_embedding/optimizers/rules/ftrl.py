@@ -42,8 +42,8 @@ def ftrl(
 ) -> optax.GradientTransformation:
     """Makes FTRL-Proximal, which recomputes rows from their slot variables.
 
-    For a row `w` with summed gradient `g`, `lr = learning_rate`,
-    `p = -learning_rate_power`, and `l1`, `l2`, `s` the three strengths::
+    Let `lr = learning_rate` and `p = -learning_rate_power`, and let `l1`, `l2` and `s`
+    be the three strengths below. For a row `w` with summed gradient `g`::
 
         a_new = a + g**2
         l += g + 2 * s * w - (a_new**p - a**p) * w / lr
@@ -58,8 +58,9 @@ def ftrl(
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
     value. `l` starts at 0, so the first update to a row discards its initial value.
 
-    If the learning rate is 0, the row and its slot variables do not change. However,
-    they may change with `multiply_linear_by_learning_rate`, as in TensorFlow.
+    If the learning rate is 0, the row and its slot variables do not change. The
+    exception is `multiply_linear_by_learning_rate=True`: then they may change, as in
+    TensorFlow.
 
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013),
     as in `tf.tpu.experimental.embedding.FTRL` and the kernels `ResourceSparseApplyFtrl`
@@ -74,9 +75,9 @@ def ftrl(
       initial_accumulator_value: positive.
       multiply_linear_by_learning_rate: True selects the second equations.
       allow_zero_accumulator: True allows `initial_accumulator_value=0`. TensorFlow
-        documents the same, but its class always rejects 0.
-      l2_shrinkage_regularization_strength: `s`, non-negative. Found in Keras and in
-        TensorFlow CPU kernels.
+        documents the same option, but its class always rejects 0.
+      l2_shrinkage_regularization_strength: `s`, non-negative. Keras and TensorFlow's
+        CPU kernels have this term.
       **options: see `with_options`.
 
     Raises:
@@ -89,7 +90,8 @@ def ftrl(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
-    # The decorator lets 0 pass, because only this flag tells if it is allowed.
+    # The decorator accepts an initial value of 0, because only this flag tells if 0 is
+    # allowed.
     if not allow_zero_accumulator:
         check_hyperparameters(
             "ftrl", initial_accumulator_value=positive(initial_accumulator_value)
@@ -104,7 +106,8 @@ def ftrl(
         shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
         is_nonzero, divisor = split_zero_rate(rate)
         if not multiply_linear_by_learning_rate:
-            # Linears have units of `1 / rate`, so a step with rate 0 changes nothing.
+            # These linears have units of `1 / rate`, so a step with rate 0 changes
+            # nothing.
             updates = jnp.where(is_nonzero, updates, 0)
             shrunk = jnp.where(is_nonzero, shrunk, 0)
         accumulators = state.accumulators + jnp.square(updates)
@@ -123,7 +126,7 @@ def ftrl(
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:
-    """Raises to a power, which may be traced."""
+    """Raises values to a power, which may be traced."""
     # The square root is exact, unlike `pow`.
     is_half = not isinstance(exponent, Tracer) and exponent == 0.5
     return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

@@ -1,7 +1,7 @@
 """Adam and AdamW as in optax, for touched rows only.
 
-Dense Adam moves a row even without lookups. `skipped_steps="catch_up"` takes these
-moves when the row is next touched.
+Dense Adam moves a row even in steps that don't look it up. `skipped_steps="catch_up"`
+takes these moves when the row is next touched.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _STEPS_PER_TURN: Final = 8
 """Skipped steps per loop iteration, unrolled so that XLA fuses them."""
 
 _NEGLIGIBLE: Final = 1e-8
-"""Bound on the summed omitted moves, relative to the first skipped move."""
+"""Bound on the sum of all omitted moves, relative to the first skipped move."""
 
 
 class LazyAdamState(NamedTuple):
@@ -33,7 +33,8 @@ class LazyAdamState(NamedTuple):
     mu: jax.Array
     nu: jax.Array
     # int32 `[rows]`, the `count` after each row's latest update. 0 means that the row
-    # skipped nothing: its moments are 0, or come from a rule that ignores such steps.
+    # skipped no steps: its moments are 0, or come from a rule that ignores skipped
+    # steps.
     last_counts: jax.Array
 
 
@@ -56,39 +57,40 @@ def lazy_adam(
         w -= learning_rate * (m / (1 - beta_1**t))
              / (sqrt(v / (1 - beta_2**t)) + epsilon)
 
-    The slot variables `m` and `v`, `[rows, dim]`, start at 0. `adam` is TensorFlow's
-    form, by default without bias correction.
+    The slot variables `m` and `v`, `[rows, dim]`, start at 0. The function `adam` makes
+    TensorFlow's form, by default without bias correction.
 
-    If a step does not look a row up, dense Adam still decays its moments and moves it
-    by the remaining `m`. With `skipped_steps`, you select what this optimizer does
-    instead:
+    If a step does not look up a row, dense Adam still decays the row's moments, and
+    moves the row by the remaining `m`. With `skipped_steps`, you select what this
+    optimizer does instead:
 
     * `"ignore"`: the row and its moments do not change. This is the usual lazy Adam.
-    * `"catch_up"`: the next step that looks the row up first takes the skipped steps,
-      then its own. The row and its moments then equal dense Adam with the same
-      gradients. This needs an int32 slot variable per row.
+    * `"catch_up"`: the next step that looks up the row first takes the skipped steps,
+      and then its own step. After that, the row and its moments are the same as in
+      dense Adam with the same gradients. This mode needs one int32 per row.
 
     Note that with `"catch_up"`, a lookup reads the row as it was before the skipped
-    moves, even in the step that takes these moves. That step's gradient is for the row
-    as it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the
+    moves, even in the step that takes these moves. The gradient in that step belongs to
+    the row as it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the
     previous move, by default 0.9005 times. A row takes at most 198 skipped moves by
     default; later moves are below float32 precision.
 
     A loop takes the moves of all touched rows together, until the row that waited
-    longest is done. On real data, most steps run all iterations. On a CPU, this takes
-    about 20 times as long as without catching up: 120 ms for 8,192 rows with 64
-    elements. If you need dense Adam's values in every lookup, use
+    longest is done. On real data, most steps run the maximum number of iterations. On a
+    CPU, such a step takes about 20 times as long as without catching up: 120 ms for
+    8,192 rows with 64 elements. If you need dense Adam's values in every lookup, use
     `every_row(optax.adam(...))`, which costs a pass over the table.
 
-    Source: Kingma and Ba (ICLR 2015), as `optax.adam`. Skipped moves use a schedule's
-    rates at the skipped steps. If you set the rate by hand, they use its current value.
-    A non-finite rate counts as 0, because such a step does not change tables.
+    Source: Kingma and Ba (ICLR 2015), as in `optax.adam`. With a schedule, skipped
+    moves use the rates at the skipped steps. If you set the rate by hand, they use the
+    current rate. A non-finite rate counts as 0, because steps with such rates do not
+    change tables.
 
     Args:
       learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1); optax's `b1`.
-      beta_2: decay of `v`, in [0, 1); optax's `b2`. Above `beta_1**2` with
-        `"catch_up"`.
+      beta_2: decay of `v`, in [0, 1); optax's `b2`. With `"catch_up"`, it must be above
+        `beta_1**2`.
       epsilon: positive; optax's `eps`.
       skipped_steps: `"ignore"` or `"catch_up"`, see above.
       **options: see `with_options`.
@@ -146,13 +148,13 @@ class _CatchUpAdam:
     def update(
         self, updates: Any, state: LazyAdamState, params: Any
     ) -> tuple[Any, LazyAdamState]:
-        """Takes the steps that each row skipped, then its own."""
+        """Takes the steps that each row skipped, then the current step."""
         del params
         updates = updates.astype(state.mu.dtype)
         # Under `in_sequence`, a row may be updated several times per step, without
         # skipped steps between these updates.
         num_skipped = jnp.maximum(state.count - state.last_counts, 0)
-        # See `LazyAdamState`.
+        # Rows with a last count of 0 skipped no steps, see `LazyAdamState`.
         num_skipped = jnp.where(state.last_counts == 0, 0, num_skipped)
         num_skipped = num_skipped.astype(jnp.float32)
         skipped = self.skipped_moves(state, num_skipped)
@@ -186,8 +188,8 @@ class _CatchUpAdam:
         # Rows without momentum, such as padding and new rows, do not move.
         is_moving = jnp.any(state.mu != 0, axis=1)
         num_moves = jnp.where(is_moving, jnp.minimum(num_skipped, enough), 0)
-        # `sqrt(beta_2**k * nu)` is split into factors, so that the loop takes roots
-        # only of `[rows]`, not of `[rows, dim]`.
+        # `sqrt(beta_2**k * nu)` is split into factors, so that the loop takes roots of
+        # `[rows]` arrays instead of `[rows, dim]` arrays.
         nu_roots = jnp.sqrt(state.nu)
 
         def add_moves(turn: jax.Array, total: jax.Array) -> jax.Array:
@@ -203,20 +205,22 @@ class _CatchUpAdam:
                 total += sizes[:, None] / (nu_roots * scales[:, None] + self.epsilon)
             return total
 
-        # The loop count is traced, so that a step is fast if its rows skipped little.
+        # The loop count is traced, so that a step is fast if its rows skipped few
+        # steps.
         num_turns = jnp.ceil(jnp.max(num_moves, initial=0) / _STEPS_PER_TURN)
         total = jax.lax.fori_loop(
             0, num_turns.astype(jnp.int32), add_moves, jnp.zeros_like(nu_roots)
         )
-        # If all gradients so far were 0, the total may be infinite; `0 * inf` is NaN.
+        # If all gradients so far were 0, the total may be infinite, and `0 * inf` would
+        # be NaN.
         return jnp.where(state.mu == 0, 0, total * state.mu)
 
     def step_sizes(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Divides rates by the bias correction for `mu`, and finds the one for `nu`.
+        """Finds rates with the bias correction for `mu`, and the correction for `nu`.
 
-        `t`, `[rows]`, counts steps from 1.
+        The rates are divided by `mu`'s correction. `t`, `[rows]`, counts steps from 1.
         """
-        # Each row is at its own step, and a schedule takes a scalar.
+        # Each row is at its own step, but a schedule accepts only a scalar.
         rates = jax.vmap(lambda x: learning_rate_at(self.learning_rate, x))(t - 1)
         t = t.astype(jnp.float32)
         return rates / (1 - self.beta_1**t), 1 - self.beta_2**t
@@ -234,16 +238,16 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Makes `optax.adamw` for touched rows: lazy Adam with decoupled weight decay.
 
-    For a row `w`, in addition to the step of `lazy_adam`::
+    In addition to the step of `lazy_adam`, a row `w` decays::
 
         w -= learning_rate * weight_decay * w_before
 
     `w_before` is the row before the step. The slot variables are as in `lazy_adam`.
-    Rows and moments decay only in steps that look the row up. If you want all rows to
+    Rows and moments decay only in steps that look up the row. If you want all rows to
     decay in each step, use `every_row(optax.adamw(...))`.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019),
-    as `optax.adamw`.
+    as in `optax.adamw`.
 
     Args:
       learning_rate: scalar or optax schedule.

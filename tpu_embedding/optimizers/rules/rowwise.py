@@ -1,8 +1,8 @@
 """FBGEMM's optimizers with one scalar per row, or with steps scaled by row norms.
 
-The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`, and the names
+The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
 `split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM, slot
-variables decay only in steps that look their row up, while bias correction counts all
+variables decay only in steps that look up their row, while bias correction counts all
 steps.
 """
 
@@ -42,7 +42,7 @@ def partial_rowwise_adam(
     `u` is the Adam step. The slot variables `m`, `[rows, dim]`, and `v`, `[rows]`,
     start at 0.
 
-    Source: FBGEMM, `PARTIAL_ROWWISE_ADAM`, with its defaults.
+    Source: FBGEMM's `PARTIAL_ROWWISE_ADAM`, with the same defaults.
 
     Rows that the step does not look up do not change, not even by weight decay. optax
     lacks row-wise Adam.
@@ -87,12 +87,12 @@ def lamb(
             + weight_decay * w
         w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    `u` is the Adam step with weight decay. If either norm is 0, the ratio is 1, as in
-    `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
+    `u` is the Adam step with weight decay. If either norm is 0, their ratio is replaced
+    by 1, as in `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as in
-    FBGEMM, `LAMB`, with its defaults. However, in FBGEMM, a row of zeros never changes,
-    and a step `u` of zeros gives NaN.
+    FBGEMM's `LAMB`, with the same defaults. However, in FBGEMM, a row of zeros never
+    changes, and a step `u` of zeros gives NaN.
 
     `optax.lamb` takes norms over the whole table, so tables reject it as not row-local.
 
@@ -101,7 +101,7 @@ def lamb(
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: non-negative, part of the step when its norm is taken.
+      weight_decay: non-negative. `norm(u)` includes the decay.
       **options: see `with_options`.
 
     Raises:
@@ -142,15 +142,15 @@ def partial_rowwise_lamb(
     `u` is the Adam step with weight decay. The slot variables `m`, `[rows, dim]`, and
     `v`, `[rows]`, start at 0.
 
-    Source: FBGEMM, `PARTIAL_ROWWISE_LAMB`, with its defaults. It differs from FBGEMM
-    and `optax.lamb` in the same ways as `lamb`.
+    Source: FBGEMM's `PARTIAL_ROWWISE_LAMB`, with the same defaults. This rule differs
+    from FBGEMM and `optax.lamb` in the same ways as `lamb` does.
 
     Args:
       learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: non-negative, part of the step when its norm is taken.
+      weight_decay: non-negative. `norm(u)` includes the decay.
       **options: see `with_options`.
 
     Raises:
@@ -187,8 +187,8 @@ def rowwise_rmsprop(
 
     The slot variable `ms`, `[rows]`, starts at 0.
 
-    Source: FBGEMM, `rowwise_rmsprop_ar` with `ar_alpha=0`. However, FBGEMM adds epsilon
-    outside the root. optax lacks row-wise RMSProp.
+    Source: FBGEMM's `rowwise_rmsprop_ar` with `ar_alpha=0`. However, FBGEMM adds
+    epsilon outside the root. optax lacks row-wise RMSProp.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -252,8 +252,8 @@ def _moment_steps(
         steps = momenta / (1 - beta_1**t) * scales
         return steps, AdamState(count, momenta, velocities)
 
-    # Without weight decay, rows are not read. Both transformations have an empty state,
-    # so the state remains valid if a later step passes a traced weight decay.
+    # Without weight decay, rows are not read. Both choices for `decay` have an empty
+    # state, so the state remains valid if a later step passes a traced weight decay.
     decays = may_be_positive(weight_decay)
     decay = optax.add_decayed_weights(weight_decay) if decays else optax.identity()
     return for_each_array(initial_state(AdamState, by_row=by_row), update), decay

@@ -1,6 +1,6 @@
 """Gradient descent with and without momentum, Lion, and assignment.
 
-All but `assign` are optax transformations with the argument names of TensorFlow.
+All but `assign` combine optax transformations, with TensorFlow's argument names.
 """
 
 from typing import Any, Unpack
@@ -24,8 +24,8 @@ def sgd(
 
         w -= learning_rate * g
 
-    Source: `tf.tpu.experimental.embedding.SGD`. It equals `optax.sgd` on the dense
-    gradient, which is zero for untouched rows.
+    Source: `tf.tpu.experimental.embedding.SGD`. The result equals applying `optax.sgd`
+    to the dense gradient, because untouched rows have gradient zero.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -60,13 +60,14 @@ def momentum(
     The slot variable `m`, `[rows, dim]`, starts at 0.
 
     Source: Polyak, "Some methods of speeding up the convergence of iteration methods"
-    (1964), and, for Nesterov, Sutskever et al., "On the importance of initialization
-    and momentum in deep learning" (ICML 2013), as in TensorFlow, `MomentumParameters`
-    (`optimization_parameters.proto`) and the kernel `ResourceSparseApplyMomentum`.
+    (1964). Nesterov's form follows Sutskever et al., "On the importance of
+    initialization and momentum in deep learning" (ICML 2013). Both are as in
+    TensorFlow's `MomentumParameters` (`optimization_parameters.proto`) and kernel
+    `ResourceSparseApplyMomentum`.
 
-    `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
-    SGD update every row in every step. At a constant learning rate,
-    `every_row(momentum(...))` does the same.
+    `m` decays only in steps that look up its row. `optax.sgd(momentum=...)` and Keras'
+    SGD update every row in every step. If the learning rate is constant,
+    `every_row(momentum(...))` gives the same result as both.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -107,9 +108,9 @@ def lion(
     The slot variable `m`, `[rows, dim]`, starts at 0.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023),
-    as in TensorFlow, `LionParameters` (`optimization_parameters.proto`).
+    as in TensorFlow's `LionParameters` (`optimization_parameters.proto`).
 
-    `m` decays only in steps that look its row up. `every_row(lion(...))` equals
+    `m` decays only in steps that look up its row. `every_row(lion(...))` equals
     `use_non_lazy_lion` in TensorFlow and Keras' Lion. `optax.lion` also decays weights.
 
     Args:
@@ -142,11 +143,11 @@ def assign() -> optax.GradientTransformation:
 
         w = g
 
-    The sum is over samples, features and devices. A touched row with gradient 0 becomes
-    0. The optimizer has neither slot variables nor a learning rate.
+    `g` is summed over samples, features and devices. A touched row with gradient 0
+    becomes 0. The optimizer has neither slot variables nor a learning rate.
 
-    Source: TensorFlow, `AssignParameters` (`optimization_parameters.proto`). Under
-    `in_sequence`, the row is set to the gradient of the id's last occurrence;
+    Source: TensorFlow's `AssignParameters` (`optimization_parameters.proto`). With
+    `in_sequence`, the row is set to the gradient of the id's last occurrence, whereas
     TensorFlow does not guarantee an order. optax has no equivalent.
 
     The layer clears a row before it adds `g`, so the row equals `g` even if it was NaN

@@ -43,10 +43,10 @@ def user_defined(
 
     As in TensorFlow, your function is called with these positional arguments:
 
-    * `gradient`: summed over the step's ids, `(dim,)`.
+    * `gradient`: the row's gradient, summed over the step, `(dim,)`.
     * `embedding_table`: the row, `(dim,)`.
-    * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot with one
-      dimension.
+    * `slot_variables`: a tuple with one array per slot. Each array has shape `(dim,)`,
+      or shape `()` if the slot's entry in `slot_dims` is 1.
     * `learning_rate`: a float32 scalar.
     * `hyperparameters`: a tuple of float32 scalars.
 
@@ -57,23 +57,24 @@ def user_defined(
     Source: `tf.tpu.experimental.embedding.CustomOptimizer`, whose function is
     elementwise. Here, your function may use the whole row, for example its norm.
 
-    Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
+    With `optax.inject_hyperparams`, list `custom_computation` in `static_args`.
 
     Args:
       custom_computation: function of one row, see above.
       learning_rate: scalar or optax schedule.
       slot_names: slot variable names, distinct strings.
-      slot_initializers: one scalar per slot, or a function of `(shape, dtype)` such as
-        `jnp.ones` that returns the same values for every row. `shape` is the slot
-        variable's shape on one shard.
+      slot_initializers: one entry per slot, which is a scalar, or a function of
+        `(shape, dtype)` such as `jnp.ones` that returns the same values for every row.
+        `shape` is the slot variable's shape on one shard.
       hyperparameters: scalars or optax schedules.
-      slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot. Defaults to 2 for all.
+      slot_dims: one entry per slot: 2 for `[rows, dim]` or 1 for `[rows]`. By default,
+        all are 2.
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if the sequences' lengths differ, or a scalar is not finite. When the
-        optimizer is used: if `custom_computation` returns the wrong number or shapes of
-        arrays.
+      ValueError: if the sequences' lengths differ, or a scalar is not finite. Also
+        raised when the optimizer runs, if `custom_computation` returns the wrong number
+        or shapes of arrays.
 
     Example:
       >>> def adagrad(gradient, embedding_table, slot_variables, learning_rate, _):
@@ -90,7 +91,7 @@ def user_defined(
     """
     rate = checked_schedule("user_defined", learning_rate)
     rates = [
-        # Unlike a learning rate, these may be negative.
+        # Unlike a learning rate, hyper-parameters may be negative.
         checked_schedule("user_defined", x, f"hyperparameters[{i}]", finite)
         for i, x in enumerate(hyperparameters)
     ]
