@@ -1,8 +1,8 @@
-"""Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
+"""Sharded embedding tables for JAX on TPUs, trained with any optax optimizer.
 
-Start with `TPUEmbedding`, the Flax layer, and train it with `value_and_grad` and
-`Optimizer`. `tpu_embedding.linen` has the layer for Flax Linen, and
-`tpu_embedding.functional` has lookups without Flax.
+Results are exact under any skew. Start with `TPUEmbedding`, the Flax layer, and train
+it with `value_and_grad` and `Optimizer`. `tpu_embedding.linen` has the layer for Flax
+Linen, and `tpu_embedding.functional` has lookups without Flax.
 """
 
 import sys as _sys
@@ -15,8 +15,8 @@ from tpu_embedding.lazy_names import import_when_used as _import_when_used
 from tpu_embedding.lazy_names import lazy_names as _lazy_names
 from tpu_embedding.lazy_names import show_public_names_only as _show_public_names_only
 
-# Imported on first use, so that the package imports fast, and only programs that save
-# or restore load Orbax.
+# Names are imported on first use. The package then imports fast, and Orbax is loaded
+# only in programs that save or restore.
 if TYPE_CHECKING:  # Editors, type checkers and `lazy_names` read the public names here.
     from tpu_embedding import checkpoint as checkpoint
     from tpu_embedding import distributed as distributed
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    # The default would leave out the names that aren't imported yet.
+    # The default `__dir__` would leave out the names that aren't imported yet.
     return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
 
 

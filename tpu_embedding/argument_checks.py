@@ -119,8 +119,8 @@ def right_names(
 ) -> Callable[[T], T]:
     """Makes errors about unknown arguments suggest what to write.
 
-    `aliases` maps each alias to an argument. `right` maps names from other libraries to
-    an argument, or to other code.
+    `aliases` maps each alias to an argument. `right` maps each name from other
+    libraries to an argument, or to the code to write instead.
 
     Example:
       >>> @right_names(num_rows="size")
@@ -150,7 +150,7 @@ def right_names(
                 raise TypeError(f"{owner} takes these by name: write {line}")
             for alias in aliases.keys() & kwargs.keys():
                 name = aliases[alias]
-                # `dataclasses.replace` passes all fields, so it needs the field's name.
+                # `dataclasses.replace` passes every field under its own name as well.
                 if name in kwargs or name in known[: len(args)]:
                     text = f"{owner} got {alias} and {name}, which are the same. Pass "
                     text += f"only {name}, also in dataclasses.replace."
@@ -165,7 +165,7 @@ def right_names(
 
         if not is_class:
             return checked
-        # A function instead of the class would break `isinstance`.
+        # Replacing the class with a function would break `isinstance`.
         target.__init__ = checked
         return target
 
@@ -213,7 +213,7 @@ BOOL_RULE = Rule(lambda x: isinstance(x, bool), "a bool")
 class Problem(NamedTuple):
     """A broken rule for `field`, such as `"TableConfig.dim"`.
 
-    In the error, `text` follows the field. It ends without a period.
+    In the error, `text` follows the field's name. The text ends without a period.
     """
 
     field: str
@@ -224,7 +224,7 @@ class Problem(NamedTuple):
 def broken_rules(
     config: Any, rules: Mapping[str, Rule], owner: str = ""
 ) -> Iterator[Problem]:
-    """Finds the broken rules. `owner` names the object: `" for table 'movie'"`."""
+    """Finds broken rules. `owner` names the object, such as `" for table 'movie'"`."""
     for field, (is_met, text, fix) in rules.items():
         value = getattr(config, field)
         if not is_met(value):
@@ -253,7 +253,7 @@ def is_finite(*values: Any) -> bool:
 
 
 def convert_ints(config: Any, *fields: str) -> None:
-    """Converts NumPy integers, also in tuples, to int."""
+    """Converts NumPy integers to int, also inside tuples."""
     # Arithmetic on narrow NumPy integers could wrap around.
     for field in fields:
         value = getattr(config, field)
@@ -265,7 +265,7 @@ def convert_ints(config: Any, *fields: str) -> None:
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
-    """Raises one ValueError for all problems; its `field` names the first."""
+    """Raises one ValueError for all problems, with the `field` of the first one."""
     problems = list(problems)
     if problems:
         text = "; ".join(f"{problem.field} {problem.text}" for problem in problems)

@@ -1,8 +1,8 @@
 """Configures embedding tables, and the features that look up their rows.
 
 Field names and meanings follow `tf.tpu.experimental.embedding`, so a TensorFlow
-configuration carries over line by line. Each object reports all its problems in one
-error at construction. `make_plan` then checks the features together.
+configuration carries over line by line. When you construct an object, one error reports
+all its problems. `make_plan` then checks the features together.
 """
 
 import abc
@@ -132,11 +132,11 @@ _AXES_RULE: Final = Rule(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharded(Placement):
-    """Placement that splits rows over mesh axes and copies them along all other axes.
+    """Placement that splits a table's rows over `axes`, with copies along other axes.
 
     Ids and rows travel only along `axes`. Devices along the other axes sum their
-    gradients, so their copies stay bitwise equal. However, on GPUs this needs
-    `--xla_gpu_deterministic_ops=true`.
+    gradients, so their copies of the rows stay bitwise equal. However, on GPUs, bitwise
+    equality needs `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
       axes: mesh axis names. By default all axes, so each row is on one device.
@@ -190,14 +190,14 @@ ChoosePlacement = Callable[[str, int], Placement]
 def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
     """Translates TensorFlow's `embedding_feature` to a placement for all tables.
 
-    The result None leaves the choice to `make_plan`.
+    If the result is None, `make_plan` chooses the placements.
 
     Example:
       >>> placement_of_embedding_feature("UNSUPPORTED")
       Replicated()
     """
-    # TensorFlow has an enum for a TPU's embedding hardware. "UNSUPPORTED" means that
-    # there is none, which replicates tables. V1 and V2 leave them sharded, the default.
+    # TensorFlow's enum states a TPU's embedding hardware. "UNSUPPORTED" means a TPU
+    # without it, so tables are replicated. With V1 and V2, they are sharded by default.
     name = getattr(embedding_feature, "name", embedding_feature)
     if name not in ("UNSUPPORTED", "V1", "V2", None):
         rule = "be 'UNSUPPORTED', which replicates all tables, 'V1', 'V2' or None"
@@ -263,9 +263,9 @@ _TABLE_RULES: Final = {
 
 
 class _UnsaidCombiner(str):
-    """The default combiner: equal to its name, but not chosen by the user."""
+    """The default combiner: a string that shows that the user didn't choose it."""
 
-    # With it, a layer can warn about pooled ids without warning those who chose "mean".
+    # Layers warn about pooled ids, except if the user explicitly chose "mean".
 
 
 @right_names(
@@ -369,7 +369,7 @@ class TableConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most rows in use at once: the vocabulary size or the capacity."""
+        """Maximum number of rows in use: the vocabulary size or the capacity."""
         return self.vocabulary.max_rows
 
     @property
@@ -419,21 +419,22 @@ class FeatureConfig:
       max_sequence_length: 0 combines each sample's rows into one. L > 0 returns
         sequences instead: activations are `[batch, L, dim]`, and position j holds the
         row for the j-th id, or for the id with coordinate j in `SparseIds`. Longer
-        samples are truncated, shorter ones padded with zeros. Combiner and weights then
-        have no effect.
+        samples are truncated, and shorter samples are padded with zeros. Combiner and
+        weights have no effect on sequences.
       combiner: overrides `TableConfig.combiner` for this feature.
       validate_weights_and_indices: whether to ignore ids without a positive weight
-        under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit
-        they make the activation NaN. The name comes from TensorFlow;
+        under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit,
+        NaN weights make the activation NaN. The name comes from TensorFlow;
         `drop_nonpositive_weights` is an alias.
-      output_shape: activation shape without the last axis, `dim`. If its product is the
-        batch size, samples are combined and reshaped. If it is `batch * L`, samples are
-        sequences with length L. Defaults to `(batch,)`. With `(-1,)`, the sample count
-        is independent of the batch. Use it for `te.inputs.unique_ids`.
-      default_id: row to read, with weight 1, for a sample without ids. Ids that were
-        dropped because of their range or weight don't count. The row gets the gradient
-        of the sample. Without a default, such a sample has zero activations and touches
-        no rows.
+      output_shape: activation shape without the last axis, `dim`. If its sizes multiply
+        to the batch size, samples are combined and reshaped. If they multiply to
+        `batch * L`, samples are sequences with length L. Defaults to `(batch,)`. Pass
+        `(-1,)` for `te.inputs.unique_ids`: it makes the sample count independent of the
+        batch.
+      default_id: row to read, with weight 1, for a sample without ids. A sample also
+        counts as empty if all its ids were dropped because of their range or weight.
+        The row gets the gradient of the sample. Without a default, an empty sample has
+        zero activations and touches no rows.
       name: name in errors and metrics. Defaults to the path in the nest.
       out_of_range_ids: how to handle ids outside `[0, vocabulary_size)`. `"error"`
         raises in `prepare_features`; inside jit, which cannot raise, the ids are
@@ -442,9 +443,9 @@ class FeatureConfig:
         However, a `Dynamic` vocabulary accepts every id except -1, which means "no id":
         `"error"` rejects -1 in `prepare_features`, `"drop"` skips it without counting
         it, and `"clip"` is not supported.
-      expected_valence: mean ids per sample that a ragged feature's buffers have room
-        for. If a shard has more ids, its buffer grows, which recompiles the step. If
-        you omit this value, buffers grow as your batches need. For a feature from
+      expected_valence: mean number of ids per sample that fit in a ragged feature's
+        buffers. If a shard has more ids, its buffer grows, which recompiles the step.
+        If you omit this value, buffers grow as your batches need. For a feature from
         `te.inputs.unique_ids`, pass the distinct ids per device divided by the samples
         per device.
       find_only: whether `insert_ids` only finds ids and gives no rows to new ones. Use

@@ -1,7 +1,7 @@
 """Starts JAX in multi-process jobs, and exchanges small host values between processes.
 
-The key-value store in JAX's coordination service carries the values. No device takes
-part, so any thread may exchange them while a step runs.
+The key-value store in JAX's coordination service carries the values. Devices take no
+part, so any thread may exchange values while a step runs.
 """
 
 import collections
@@ -60,7 +60,7 @@ def start(
 
 
 def _is_in_a_job() -> bool:
-    # The same call as in `jax.distributed.initialize`; item 1 is the process count.
+    # `jax.distributed.initialize` makes the same call. Item 1 is the process count.
     place = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, START_SECONDS
     )
@@ -94,8 +94,8 @@ def exchange(name: str, value: Any) -> list[Any]:
     All processes must call this function, equally often for each name.
 
     Args:
-      name: identifies the exchange. Exchanges with one name happen in order, so use
-        different names in different threads.
+      name: identifies the exchange. Exchanges with the same name happen in order, so
+        use different names in different threads.
       value: JSON-serializable value from this process.
 
     Returns:
@@ -130,7 +130,7 @@ def exchange(name: str, value: Any) -> list[Any]:
 def post(name: str, text: str) -> None:
     """Posts a text for all processes, without waiting for them.
 
-    If a process posts twice, the first text stays.
+    If a process posts to a topic twice, the first text stays.
 
     Args:
       name: topic, the argument to `posted`.

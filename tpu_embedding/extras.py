@@ -1,4 +1,4 @@
-"""Checks that the libraries of an extra are installed, before any work is done."""
+"""Checks that the libraries of a pip extra are installed, before any work is done."""
 
 import importlib.util
 

@@ -55,7 +55,7 @@ T = TypeVar("T")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TableGradients(WithoutOperators):
-    """Sparse table gradients, on the devices of the samples.
+    """Sparse table gradients, stored on the devices that hold the samples.
 
     The leaves include row ids, so arithmetic on them raises an error. Use `add`,
     `scale`, `global_norm` and `clip_by_global_norm` from this module.
@@ -63,8 +63,8 @@ class TableGradients(WithoutOperators):
     Attributes:
       stacks: stack name to sealed gradient.
       plan: plan of the lookup.
-      guard: first leaf. It is False, or an array of False for gradients that
-        `jax.lax.scan` stacked.
+      guard: first leaf of the pytree. It is False, or an array of False if
+        `jax.lax.scan` stacked the gradients.
 
     Example:
       >>> import tpu_embedding as te
@@ -99,7 +99,7 @@ class TableGradients(WithoutOperators):
         return f"TableGradients({summarize(self.plan)})"
 
     def row_updates(self, stack_name: str) -> RowUpdates:
-        """Collects a stack's gradient by row. Global.
+        """Collects a stack's gradient by row, as global arrays.
 
         However, rows from later exchange rounds are missing. With `in_sequence`
         optimizers, each occurrence of an id has its own entry.
@@ -108,7 +108,7 @@ class TableGradients(WithoutOperators):
 
 
 class _DenseKey(str):
-    """The key of dense gradients. `nnx.Optimizer` hashes it, and so gets the error."""
+    """The key of dense gradients, which raises when `nnx.Optimizer` hashes it."""
 
     def __hash__(self) -> int:
         raise TypeError(
@@ -226,9 +226,10 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
 def is_whole(gradients: Any) -> Bool[Array, ""]:
     """Checks that the lookups could read all rows of their batches.
 
-    It can be False only with a backend that has no fallback for ids beyond its limits.
-    Such a lookup returns NaN, and `te.Optimizer` and `te.functional.apply_gradients`
-    skip the step. If you write your own loop, also skip the dense update.
+    The result can be False only with a backend that has no fallback for ids beyond its
+    limits. A lookup that can't read all rows returns NaN, and `te.Optimizer` and
+    `te.functional.apply_gradients` skip the step. If you write your own loop, also skip
+    the dense update.
 
     Args:
       gradients: see `global_norm`.
@@ -331,7 +332,7 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
     line = "te.gradients.clip_by_global_norm(gradients, max_norm)"
     check_scalar("te.gradients.clip_by_global_norm: max_norm", max_norm, line)
     check_hyperparameters("clip_by_global_norm", max_norm=positive_bound(max_norm))
-    # A negative limit would flip the update, and 0 would empty it.
+    # A negative limit would flip the update, and a limit of 0 would make it zero.
     limit = jnp.where(max_norm > 0, max_norm, jnp.nan)
     norm = global_norm(gradients)
     # Comparisons with NaN are False, so a NaN norm or limit makes the factor NaN.
@@ -342,8 +343,8 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 def add(*gradients: T) -> T:
     """Adds gradients of one model, for example from several micro-batches.
 
-    A row that several gradients touch appears once in the sum, so you get the gradient
-    of one batch with all samples. Optimizers that square gradients need this.
+    A row that several gradients touch appears once in the sum, as in the gradient of
+    one batch with all samples. Optimizers that square gradients need such a sum.
 
     Args:
       *gradients: see `global_norm`. All have the same structure, but some may lack
@@ -452,7 +453,7 @@ def _total(gradients: Any, measure: Callable[[Array], Array]) -> Array:
 def _total_of_stack(
     gradients: TableGradients, stack_name: str, measure: Callable[[Array], Array]
 ) -> Array:
-    """Sums a measure over the touched rows. Global."""
+    """Sums a measure over the touched rows on all shards."""
     plan = gradients.plan
     stack = _trained_stack(plan, stack_name)
 

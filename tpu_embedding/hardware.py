@@ -1,7 +1,7 @@
 """Facts about each TPU generation: memory, row layout, compiler options.
 
-Only this module knows TPU generations; others read a `HardwareInfo` from the plan. CPUs
-and GPUs have one as well, so no module branches on the platform.
+Only this module knows TPU generations. Other modules read a `HardwareInfo` from the
+plan. CPUs and GPUs also have a `HardwareInfo`, so no module branches on the platform.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 MAX_SPARSE_CORE_BYTES: Final = 16 * GIBIBYTE
-"""Reported limit of a SparseCore on the bytes per array.
+"""Reported limit on the bytes of each array that a SparseCore works on.
 
-TorchRec's source code (`torchrec/experimental/torch_tpu`) notes it as a limit of XLA on
+TorchRec's source code (`torchrec/experimental/torch_tpu`) notes it as XLA's limit on
 each tensor. Libtpu 0.0.50.1 rejects larger arrays in XLA's embedding operations. For
-v5p and v6e, it does compile gathers and scatters of arrays of up to 24 GiB. These
-programs were not run on a chip, so the plan warns about larger arrays.
+v5p and v6e, it does compile gathers and scatters on arrays with up to 24 GiB. These
+programs were not run on a chip, so the plan warns about arrays above the limit.
 """
 
 
@@ -35,16 +35,16 @@ class HardwareInfo:
 
     Attributes:
       name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
-      line_lanes: lanes per packed line, 128 on TPU. XLA:TPU stores a `[rows, dim]`
-        array with `dim` below 128 by column, and copies all of it before each gather.
-        Packing rows into 128-lane lines avoids the copy. If None, tables keep their
-        `[rows, dim]` shape.
+      line_lanes: lanes per packed line, 128 on TPU. If `dim` is below 128, XLA:TPU
+        stores a `[rows, dim]` array column by column, and copies all of it before each
+        gather. Packing rows into 128-lane lines avoids the copy. If None, tables keep
+        their `[rows, dim]` shape.
       sublanes: rows per tile; arrays are padded to a multiple of this number.
       hbm_capacity_bytes: memory per chip.
       devices_per_chip: JAX devices per chip.
       num_sparse_cores: SparseCores per chip that XLA can use.
       subcore_memory_bytes: memory per vector subcore in a SparseCore, which bounds the
-        ids per XLA embedding operation. None means no such operations.
+        ids per XLA embedding operation. If None, the device lacks these operations.
       sends_rows_once: whether XLA's embedding operations send a row only once to a
         core that needs it for several samples. If False, these operations keep buffers
         for every id.
@@ -188,7 +188,7 @@ def hardware_by_name(name: str) -> HardwareInfo:
 
 
 def hardware_of_device(device: jax.Device) -> HardwareInfo:
-    """Finds the hardware of a device, real or from a topology description."""
+    """Finds the hardware of a device, which may be from a topology description."""
     return hardware_of_kind(device.platform, device.device_kind)
 
 

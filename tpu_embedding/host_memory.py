@@ -1,7 +1,7 @@
 """Tunes the C library's allocator, which JAX uses for arrays on CPUs.
 
 GNU's C library requests each large buffer from Linux, which clears every new page. A
-step that allocates hundreds of megabytes spends more time on that than on rows.
+step that allocates hundreds of megabytes spends more time on clearing than on rows.
 """
 
 import ctypes
@@ -23,10 +23,11 @@ _PAD_BYTES: Final = 64 * 2**20
 def keep_freed_memory() -> bool:
     """Keeps freed memory in this process for the next step's buffers.
 
-    It speeds up CPU steps that allocate buffers over 32 MB, most of all on two or more
-    emulated devices. Call it before JAX starts its threads: before your first array,
-    mesh or plan. Note that it affects all libraries in the process, whose memory stays
-    at its peak. The training command calls it on CPUs; the library itself never does.
+    This speeds up CPU steps that allocate buffers over 32 MB, most of all on two or
+    more emulated devices. Call it before JAX starts its threads: before your first
+    array, mesh or plan. Note that it affects all libraries in the process, and that the
+    process's memory stays at its peak. The training command calls it on CPUs; the
+    library itself never does.
 
     Returns:
       True if the C library accepted the settings. Only GNU's C library has them.

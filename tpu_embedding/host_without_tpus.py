@@ -1,7 +1,8 @@
-"""Silences libtpu's warnings on machines without TPUs, such as those that only compile.
+"""Silences libtpu's warnings on machines without TPUs, which can still compile.
 
-When JAX looks for devices there, libtpu prints eight lines of warnings because it can't
-find the host's name and position in a slice. `import tpu_embedding` prevents them.
+When JAX looks for devices on such a machine, libtpu prints eight lines of warnings,
+because it can't find the host's name and its position in a slice. The warnings don't
+appear if you import `tpu_embedding` first.
 """
 
 import glob

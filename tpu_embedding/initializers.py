@@ -35,7 +35,7 @@ easy as 1, 2, 3", 2011."""
 
 
 def key_words(key: jax.Array) -> UInt32[Array, " 2"]:
-    """Makes a Threefry key's two words from any typed or raw key."""
+    """Makes the two words of a Threefry key from any typed or raw key."""
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
     words = jnp.pad(data.reshape(-1), (0, data.size % 2)).reshape(-1, 2)
@@ -84,11 +84,11 @@ def threefry(
     second: UInt32[Array, "*shape"],
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
     """Encrypts word pairs with Threefry-2x32 in 20 rounds, as `jax.random` does."""
-    # Integers only, so the bits are the same on every platform.
+    # All operations are on integers, so the bits are the same on every platform.
     keys = (first_key, second_key, first_key ^ second_key ^ jnp.uint32(_PARITY))
     first, second = first + keys[0], second + keys[1]
-    # Unrolled, so that XLA fuses the rounds. On CPUs, `jax.random` uses a loop, which
-    # writes the result of each round to memory.
+    # This Python loop is unrolled, so that XLA fuses the rounds. On CPUs, `jax.random`
+    # uses an XLA loop, which writes the result of each round to memory.
     for i in range(5):
         for rotation in _ROTATIONS[i % 2]:
             first = first + second
@@ -138,10 +138,10 @@ class RowInitializer:
     program takes the parameters as data.
 
     Attributes:
-      function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`. `key`
-        is the table's own Threefry key, and `row_ids` int32 `[rows]`, any rows in any
-        order. Row `i` of the result may depend only on the key, `row_ids[i]` and the
-        parameters. Call `row_bits` for random bits.
+      function: takes `(key, row_ids, dim, *parameters)` and returns float32
+        `[rows, dim]`. `key` is the table's own Threefry key. `row_ids` is int32
+        `[rows]`, with any rows in any order. Row `i` of the result may depend only on
+        the key, `row_ids[i]` and the parameters. Call `row_bits` for random bits.
       parameters: 32-bit ints and floats, passed as int32 and float32 scalars.
 
     Example:
@@ -303,7 +303,7 @@ def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
 
 
 _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
-"""JAX initializers that can be recognized; the rest are anonymous closures."""
+"""JAX initializers that can be recognized. Other JAX initializers are closures."""
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
@@ -320,13 +320,13 @@ def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer
 
 
 def starts_any_row(initializer: Initializer) -> bool:
-    """Checks that the initial values suit a row whatever its number."""
+    """Checks that the initial values suit any row, whatever its number."""
     of_rows = row_initializer(initializer, 1)
     return of_rows is not None and of_rows.function is not _row_id_rows
 
 
 def takes_key(initializer: Callable[..., Any]) -> bool:
-    """Rejects initializers `(shape, dtype)`, as in TensorFlow and Keras."""
+    """Checks that an initializer takes a key, unlike TensorFlow's initializers."""
     try:
         signature = inspect.signature(initializer)
     except (TypeError, ValueError):
@@ -349,10 +349,10 @@ def _constant_rows(
 def _uniform_rows(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int, low: Array, high: Array
 ) -> Float[Array, "rows dim"]:
-    # Half of each bound, because `high - low` may overflow float32.
+    # Halve each bound first, because `high - low` may overflow float32.
     middle, half_width = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
     numbers = _random_numbers(key, row_ids, dim)
-    # Rounding could leave the range.
+    # Rounding could produce a value outside of the range.
     return jnp.clip(middle + half_width * numbers, low, high)
 
 
@@ -388,9 +388,9 @@ def _random_numbers(
     key: jax.Array, row_ids: Int[Array, " rows"], dim: int
 ) -> Float[Array, "rows dim"]:
     """Draws odd multiples of 2**-24 between -1 and 1."""
-    # -1 and 1 can't occur, where `erf_inv` is infinite. Every operation is exact, so
-    # the numbers are the same on every platform.
-    # Via int32, because TPUs can't convert unsigned integers to floats.
+    # The values -1 and 1, where `erf_inv` is infinite, can't occur. Every operation is
+    # exact, so the numbers are the same on every platform. The bits become int32 first,
+    # because TPUs can't convert unsigned integers to floats.
     odd = 2 * (row_bits(key, row_ids, dim) >> 8).astype(jnp.int32) - (2**24 - 1)
     return odd.astype(jnp.float32) * 2.0**-24
 

@@ -29,7 +29,7 @@ def import_when_used(package: str) -> Callable[[str], Any]:
             if name not in sources:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             parent, attribute = sources[name]
-            # A name can be an attribute of its module or a submodule.
+            # A name can be an attribute of its parent module, or a submodule of it.
             owner = importlib.import_module(parent)
             if parent != package and hasattr(owner, attribute):
                 value = getattr(owner, attribute)
@@ -43,8 +43,8 @@ def import_when_used(package: str) -> Callable[[str], Any]:
 
 @functools.cache
 def lazy_names(package: str) -> dict[str, tuple[str, str]]:
-    """Lists the imports under `TYPE_CHECKING`, each with its module and name there."""
-    # Read from the source, so that no second list repeats the names.
+    """Maps names imported under `TYPE_CHECKING` to their module and original name."""
+    # The names are read from the source, so that no second list repeats them.
     spec = importlib.util.find_spec(package)
     source = spec.loader.get_source(package)  # pyright: ignore
     return {

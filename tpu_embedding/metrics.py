@@ -1,8 +1,9 @@
 """Streaming, mergeable metrics that work under `jit`: AUC, log loss, recall and more.
 
 A metric is a frozen pytree. `from_batch` makes one from a batch, `update` adds a batch,
-and `merge` adds two metrics. `compute` returns a float32 scalar, NaN if the samples do
-not determine the value. Samples with weight 0 are ignored, even if they hold NaN.
+and `merge` adds two metrics. `compute` returns a float32 scalar, which is NaN if the
+samples don't determine the value. Samples with weight 0 are ignored, even if they hold
+NaN.
 """
 
 from tpu_embedding.recommenders.click_metrics import AUC as AUC

@@ -32,7 +32,7 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     """Writes a text in UTF-8, completely or not at all; errors name the file."""
     # Replacing a link would leave the file that it points to unchanged.
     path = pathlib.Path(os.path.realpath(path))
-    # In the same folder, because a file can't be renamed across file systems.
+    # Both files are in one folder, because renaming doesn't work across file systems.
     unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:

@@ -24,7 +24,7 @@ NO_ID_64: Final = np.uint64(2**64 - 1)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
-    """Finds what marks a missing id among checked ids: int32 rows or uint64 ids."""
+    """Finds the value that marks a missing id among int32 rows or uint64 ids."""
     return NO_ID_64 if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
 
 
@@ -118,7 +118,7 @@ class RaggedIds:
             )
         lengths = [len(ids) for ids in lists]
         values = [value for ids in lists for value in ids]
-        # NumPy makes floats of empty lists, and pads strings to the longest.
+        # NumPy turns empty lists into float arrays, and pads strings to the longest.
         is_text = bool(values) and isinstance(values[0], str | bytes)
         dtype = object if is_text else None
         ragged = cls(
@@ -162,7 +162,7 @@ class RaggedIds:
                 "RaggedIds.from_lengths: lengths must be integers, got dtype "
                 f"{sizes.dtype}."
             )
-        # An empty list makes a float array.
+        # NumPy turns an empty list into a float array.
         sizes = sizes.astype(np.int64)
         counts = {"values": len(values)}
         if weights is not None:
@@ -248,7 +248,7 @@ class RowIds:
 
     Lookups take `RowIds` for tables whose ids are not row numbers. Note that they are
     valid for one step only, because the next step may give the rows to other ids. So
-    keep your ids from one step to the next, never `RowIds`.
+    store your ids between steps, never `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds` or
@@ -285,7 +285,7 @@ def with_ids(feature: Any, ids: Any) -> Any:
 
 
 def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
-    """Finds the batch axes: all but the last, except in dense `[batch]` ids."""
+    """Finds the batch shape: all axes but the last, or the axis of `[batch]` ids."""
     match ids:
         case RaggedIds():
             return (np.shape(ids.row_splits)[0] - 1,)
@@ -299,7 +299,7 @@ def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
 
 def is_integer(dtype: Any) -> bool:
     """Accepts integers of any width, but not bools and `timedelta64`."""
-    # JAX knows int4 and the like, which `np.issubdtype` does not.
+    # JAX knows int4 and similar types, which `np.issubdtype` does not know.
     return jax.numpy.issubdtype(dtype, np.integer) and np.dtype(dtype).kind != "m"
 
 
@@ -308,7 +308,8 @@ def is_integer(dtype: Any) -> bool:
 class RowUpdates:
     """A stacked table's sparse gradient or update, with distinct rows.
 
-    Per shard inside `shard_map`. The global view concatenates all shards.
+    Inside `shard_map`, the arrays hold one shard's rows. Outside, they concatenate all
+    shards.
 
     Attributes:
       values: float32 `[num_rows, dim]`; zero in unused positions. It is the first
@@ -342,7 +343,7 @@ class RowRange(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupStats:
-    """Counts from one lookup, for metrics. Global values.
+    """Global counts from one lookup, for metrics.
 
     Attributes:
       rounds: exchange rounds, int32 scalars by stack name. More than 1 means that skew
@@ -351,14 +352,14 @@ class LookupStats:
         beyond its limits.
       out_of_range: ids outside their table, int32 scalars by feature name. These ids
         were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
-      num_ids: ids in the batch without padding and dropped ids, int32 scalars by stack
-        name. Here and in `requested_rows`, stacks whose ids stay on their device are
-        missing.
+      num_ids: ids in the batch, except padding and dropped ids, int32 scalars by stack
+        name. Stacks whose ids stay on their device are missing from this dict and from
+        `requested_rows`.
       requested_rows: rows that all devices requested from each shard, int32
         `[num_shards]` by stack name. A device requests equal ids once, unless the
         optimizer needs each occurrence.
       missing_rows: reads that returned NaN because the row was not on its device, int32
-        scalars by stack name. Only for stacks whose devices may lack rows.
+        scalars by stack name. The dict has only stacks whose devices may lack rows.
 
     Example:
       >>> import tpu_embedding as te

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class VocabularyInputs:
     """Turns feature ids into row numbers; by default, ids are row numbers.
 
-    `read`, `check` and `for_step` run on the host in `prepare_features`, in this order;
-    the rest runs in lookups, including compiled ones.
+    `read`, `check` and `for_step` run on the host in `prepare_features`, in this order.
+    The other methods run in lookups, including compiled lookups.
     """
 
     text_to_ids: str = "te.inputs.hash_ids or te.inputs.Vocabulary"
@@ -39,14 +39,14 @@ class VocabularyInputs:
         """Converts ids from the user to a form that NumPy can read.
 
         Raises:
-          TypeError: if the original form may have truncated ids.
+          TypeError: if the ids may already have been truncated.
         """
         return ids
 
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: "FeaturePlan", where: str
     ) -> np.ndarray:
-        """Checks ids, and copies them with a dtype from `types.padding_of`; here int32.
+        """Checks ids, and copies them as int32, or as uint64 in other vocabularies.
 
         If `holds_padding`, `PADDING_ROW_ID` marks positions without an id.
         """
@@ -68,9 +68,9 @@ class VocabularyInputs:
                 "te.inputs.PADDING_ROW_ID, or set FeatureConfig.out_of_range_ids to "
                 "'drop' or 'clip'."
             )
-        # Conversion to int32 would wrap ids that don't fit. They become -1 or the
-        # largest int32 that isn't padding, so that the step, or a served program with
-        # its own policy, can still drop them or clip them to the right end.
+        # Conversion to int32 would wrap ids that don't fit. Instead, they become -1 or
+        # the largest int32 that isn't padding. The step, or a served program with its
+        # own policy, can then still drop them or clip them to the right end.
         is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
         replacement = np.where(ids < 0, -1, PADDING_ROW_ID - 1)
         kept = np.where(is_foreign, 0, ids).astype(np.int32)
@@ -83,7 +83,7 @@ class VocabularyInputs:
     def find_rows(
         self, tables: dict[str, Any], features: Any, plan: "EmbeddingPlan"
     ) -> Any:
-        """Finds `RowIds` for all features whose vocabulary has this object.
+        """Finds `RowIds` for all features whose vocabulary has this object as `inputs`.
 
         Tables don't change, so new ids get no rows.
         """
@@ -94,7 +94,7 @@ class VocabularyInputs:
     ) -> Any:
         """Finds the row numbers in an exported model.
 
-        `tables` holds the arrays of the model, and `name` is the table of the feature.
+        `tables` holds the model's arrays. `name` is the name of the feature's table.
         """
         return ids
 
@@ -127,7 +127,7 @@ class VocabularyStacks:
     """
 
     zero_counts: Any = None
-    """A layer's counts of each table before the first step, or None for no counts."""
+    """Initial counts that a layer keeps for each table. None means it keeps none."""
 
     def plan_stack(self, stack: "StackPlan") -> "StackPlan":
         """Adds facts about the arrays to the plan."""
@@ -136,7 +136,7 @@ class VocabularyStacks:
     def init_arrays(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
     ) -> dict[str, Any]:
-        """Makes the arrays for a new stack, by name. Global."""
+        """Makes the global arrays for a new stack, by name."""
         return {}
 
     def end_step(self, tables: Mapping[str, Any], stack: "StackPlan") -> dict[str, Any]:
@@ -146,14 +146,15 @@ class VocabularyStacks:
     def table_sizes(
         self, arrays: Mapping[str, Any], stack: "StackPlan"
     ) -> Float[Array, " tables"] | None:
-        """Counts the rows that enter each table's totals; None means all. Per shard."""
+        """Counts a shard's rows that enter each table's totals. None means all rows."""
         return None
 
     def rows_on_one_shard(
         self, rows: Int[Array, " rows"], stack: "StackPlan"
     ) -> Int[Array, " rows"]:
-        """Numbers stack rows as on a single shard."""
-        # Random bits come from these numbers, so they are equal on any shard count.
+        """Renumbers the rows of a stack as if it had a single shard."""
+        # Random bits are made from these numbers, so the bits don't depend on the
+        # number of shards.
         return rows
 
 
@@ -168,17 +169,17 @@ class Vocabulary:
     ids_are_rows: bool = True
     """True if the ids themselves are row numbers."""
     instead_of_row_numbers: str = ""
-    """What to do where ids must be row numbers but aren't; the end of errors."""
+    """End of errors where ids must be row numbers but aren't: what to do instead."""
     every_row_problem: str = ""
     """Why optimizers can't move every row and what to do instead; empty if they can."""
     stacking_key: Any = None
     """Hashable. Tables share a stack only if their vocabularies have equal keys."""
-    # Stateless, so all vocabularies of a kind share both objects.
+    # Both objects are stateless, so all vocabularies of a kind share them.
     inputs: VocabularyInputs = VocabularyInputs()
     stacks: VocabularyStacks = VocabularyStacks()
 
     def rows_over(self, num_shards: int) -> int:
-        """Counts the rows on all shards, with spare rows."""
+        """Counts the rows on all shards, including spare rows."""
         return self.max_rows
 
     def table_problems(

@@ -15,19 +15,19 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 T = TypeVar("T")
 
 _VECTOR_STEPS: Final = ((52, 1), (40, 2), (32, 3), (24, 5))
-"""Minimum row length, and the operations per element that keep its copy vectorized."""
+"""Minimum row length, and the operations per element that make XLA vectorize a copy."""
 
 _LONGEST_UNROLLED_ROW: Final = 64
-"""Elements of the longest row whose copy XLA:CPU unrolls."""
+"""Length of the longest row whose copy XLA:CPU unrolls."""
 
 _BLOCK: Final = 128
 """Numbers per block: the lanes of a TPU vector register."""
 
 _UNROLL: Final = 8
-"""Numbers of each block per iteration of the loop."""
+"""Elements of each block that one iteration of the loop in `_scan` handles."""
 
 _MAX_COMPARED: Final = 1024
-"""Maximum numbers to compare with each other instead of working in blocks."""
+"""Maximum array size for comparing all pairs of elements, instead of using blocks."""
 
 
 def read_before_write(values: T) -> T:
@@ -47,7 +47,7 @@ def run_if(condition: Any, function: Callable[[T], T], carry: T) -> T:
     """
 
     # XLA copies the operands of a conditional, so `jax.lax.cond` would copy whole
-    # tables. A loop with at most one iteration doesn't.
+    # tables. A loop with at most one iteration doesn't copy them.
     def run_once(state: tuple[Array, T]) -> tuple[Array, T]:
         return jnp.zeros((), bool), function(state[1])
 
@@ -74,8 +74,8 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
     """Copies gathered rows in a loop that XLA:CPU vectorizes; no bit changes."""
     # XLA:CPU (jax 0.12) unrolls the copy of a row with up to 64 elements into scalar
     # loads and stores, so few row reads overlap. A loop with enough operations per
-    # element is not unrolled, and takes a fifth of the time at 64 columns and a third
-    # at 32. Below 24 it would be slower (`benchmarks/gather_speed.py`).
+    # element is not unrolled. It takes a fifth of the time for 64 columns, and a third
+    # for 32. Below 24 columns, it would be slower (`benchmarks/gather_speed.py`).
     is_word = rows.dtype in (jnp.float32, jnp.int32)
     length = rows.shape[1] if rows.ndim == 2 else 0
     if not is_word or length > _LONGEST_UNROLLED_ROW:
@@ -100,7 +100,7 @@ def copied_in_vectors(rows: Shaped[Array, "rows *row"]) -> Shaped[Array, "rows *
 def zeros_unless(
     is_row: Bool[Array, " rows"], rows: Float[Array, "rows dim"]
 ) -> Float[Array, "rows dim"]:
-    """Replaces rows with zeros where `is_row` is False; float32 only."""
+    """Replaces float32 rows with zeros where `is_row` is False."""
 
     def select(is_row: Array, rows: Array) -> Array:
         return jnp.where(is_row[:, None], rows, 0.0)
@@ -117,8 +117,9 @@ def zeros_unless(
 
 def running_sum(values: Array) -> Int[Array, " n"]:
     """Sums integers or bools to int32 like `jnp.cumsum`; compiles fast on TPUs."""
-    # XLA:TPU compiles `jnp.cumsum` of 106,496 numbers in 3 s, and of 900,000 in 45 s.
-    # A symbolic size has no fixed number of blocks.
+    # XLA:TPU takes 3 s to compile `jnp.cumsum` of 106,496 numbers, and 45 s for
+    # 900,000. Working in blocks compiles faster, but a symbolic size has an unknown
+    # number of blocks.
     if jax.export.is_symbolic_dim(values.shape[0]):
         return jnp.cumsum(values, dtype=jnp.int32)
 
@@ -129,34 +130,34 @@ def running_sum(values: Array) -> Int[Array, " n"]:
 
 
 def sum_in_blocks(values: Array) -> Int[Array, " n"]:
-    """Does the work of `running_sum` on TPUs, with products instead of a scan."""
+    """Does the work of `running_sum` on TPUs, with matrix products, not a scan."""
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         values, positions = values.astype(jnp.int32), jnp.arange(num_values)
         terms = jnp.where(positions[None, :] < positions[:, None], values[None, :], 0)
-        # The sum before each value, and then the value, which a longer sum subtracts.
+        # The value is added last, because the recursive call below subtracts it again.
         return jnp.sum(terms, axis=1, dtype=jnp.int32) + values
-    # Products with a triangle of ones sum within blocks. They compile in a second, and
-    # take as many cycles as `jnp.cumsum`.
+    # Multiplying by a triangle of ones gives running sums within blocks. The products
+    # compile in a second, and take as many cycles as `jnp.cumsum`.
     blocks = _in_blocks(values, 0)
     triangle = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
 
     def sums(terms: Array, dtype: Any) -> Array:
-        # A lower default precision would round the terms.
+        # The default precision may be lower, which would round the terms.
         return jnp.dot(
             *(terms.astype(dtype), triangle.astype(dtype)),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         ).astype(jnp.int32)
 
-    if values.dtype == bool:  # bfloat16 holds 0 and 1, and the sums are float32.
+    if values.dtype == bool:  # 0 and 1 are exact in bfloat16; the sums are float32.
         within = sums(blocks, jnp.bfloat16)
     else:
-        # Sums of 128 numbers of 16 bits are below 2**24, so float32 holds them.
+        # A sum of 128 16-bit numbers is below 2**24, so it is exact in float32.
         blocks = blocks.astype(jnp.int32)
         low, high = blocks & 0xFFFF, jax.lax.shift_right_logical(blocks, 16)
         within = sums(low, jnp.float32) + (sums(high, jnp.float32) << 16)
-    # Not read from `within`: a slice of one lane costs more than another sum.
+    # A slice of the last lane of `within` would cost more than another sum.
     totals = jnp.sum(blocks, axis=1, dtype=jnp.int32)
     before = sum_in_blocks(totals) - totals
     return (before[:, None] + within).reshape(-1)[:num_values]
@@ -165,11 +166,11 @@ def sum_in_blocks(values: Array) -> Int[Array, " n"]:
 def value_of_range(
     numbers: Int[Array, " n"], starts: Sequence[int], values: Sequence[int]
 ) -> Int[Array, " n"]:
-    """Finds the range that contains each number, and takes its value.
+    """Finds the range that contains each number, and takes the range's value.
 
     Ranges are in ascending order, and each ends where the next one starts. Numbers
-    before the first range get 0. The numbers are int32 or uint32, and values must fit
-    in their type.
+    before the first range get 0. The numbers are int32 or uint32, and the values must
+    fit in the same type.
 
     Example:
       >>> value_of_range(jnp.arange(6), [0, 2, 5], [10, 7, 8]).tolist()
@@ -181,7 +182,7 @@ def value_of_range(
     )
     lengths, steps = np.diff(first), np.diff(value)
     is_regular = len({*lengths}) == len({*steps}) == 1
-    # Repeated starts would divide by 0.
+    # With repeated starts, the division would be by 0.
     if is_regular and lengths[0] > 0 and first[0] >= 0:
         # Equal ranges with equal steps need one division, not a sum over all ranges.
         begin, length, base, step = (
@@ -189,7 +190,7 @@ def value_of_range(
         )
         number = jnp.minimum((numbers - begin) // length, first.size - 1)
         return jnp.where(numbers < begin, 0, base + number * step)
-    # Sums of steps, because TPUs gather single integers slowly.
+    # Sum the steps up to each range, because TPUs gather single integers slowly.
     steps = np.diff(value, prepend=0).astype(numbers.dtype)
     is_reached = numbers[:, None] >= first.astype(numbers.dtype)[None, :]
     of_numbers = jnp.where(is_reached, steps[None, :], 0)
@@ -197,7 +198,7 @@ def value_of_range(
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Replaces negative numbers with the last non-negative one before, or else -1."""
+    """Replaces negative numbers with the last non-negative number before them or -1."""
 
     def scan(values: Array) -> Array:
         def last(before: Array, value: Array) -> Array:
@@ -211,7 +212,7 @@ def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
 
 def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
     """Does the work of `forward_fill` on TPUs, with shifts instead of a scan."""
-    # A loop with a step for each number of a block takes 10 times as many cycles.
+    # A loop over the numbers in a block would take 10 times as many cycles.
     num_values = values.shape[0]
     if num_values <= _MAX_COMPARED:
         positions = jnp.arange(num_values)
@@ -228,7 +229,7 @@ def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
         shifted = jnp.pad(within[:, :-distance], pad, constant_values=-1)
         # Now each number is filled from up to twice the distance.
         within, distance = _where_negative(within, shifted), 2 * distance
-    # Numbers before a block's first value continue the blocks before it.
+    # Numbers before a block's first value take the last value of earlier blocks.
     before = jnp.pad(fill_by_shifts(within[:, -1])[:-1], (1, 0), constant_values=-1)
     return _where_negative(within, before[:, None]).reshape(-1)[:num_values]
 
@@ -236,7 +237,7 @@ def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
 def _scan(
     values: Int[Array, " n"], combine: Callable[[Array, Array], Array], neutral: int
 ) -> Int[Array, " n"]:
-    """Combines each number with all before it."""
+    """Combines each number with all numbers before it."""
     num_values = values.shape[0]
     if num_values <= _BLOCK:
         return jax.lax.associative_scan(combine, values)
@@ -245,7 +246,7 @@ def _scan(
         so_far = combine(so_far, terms)
         return so_far, so_far
 
-    # One loop scans all blocks at once: a block is a column, and each step is a vector.
+    # One loop scans all blocks at once: blocks are columns, and each step takes a row.
     blocks = _in_blocks(values, neutral).T
     none = jnp.full_like(blocks[0], neutral)
     totals, within = jax.lax.scan(add, none, blocks, unroll=_UNROLL)

@@ -1,12 +1,12 @@
 """Lookups and updates as functions of explicit arrays, without Flax.
 
-A training step is in `steps`. The arrays are a plan's stacked tables and slot
-variables.
+`steps` has the functions of a training step. The arrays are a plan's stacked tables and
+slot variables.
 """
 
 from typing import TYPE_CHECKING
 
-# Importing it registers tables with `flax.serialization`.
+# Importing this module registers tables with `flax.serialization`.
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
 from tpu_embedding.functional.derived_state import (
     finalize_variable_values as finalize_variable_values,

@@ -70,10 +70,10 @@ def with_table_values(
         has a narrow dtype, they are rounded to nearest.
       plan: plan of the embedding layer.
       slots: stack name to optimizer state, from `init_slots`, or an empty dict before
-        that. Only needed if the optimizer derives state from table values.
+        you call it. Only needed if the optimizer derives state from table values.
 
     Returns:
-      New stacks; with `slots`, `(stacks, slots)`.
+      New stacks, or `(stacks, slots)` if you pass `slots`.
 
     Raises:
       TypeError: if `values` is not a dict, or `plan` is not a plan.
@@ -127,7 +127,10 @@ def tables_with_derived_state(plan: EmbeddingPlan) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _derived_kinds(stack: StackPlan) -> tuple[DerivedKind | None, ...]:
-    """Classifies a rule's state, with a sum as one node. None starts as a constant."""
+    """Classifies each node of a rule's state. None means that it starts as a constant.
+
+    A sum is one node.
+    """
     rule = probe_rule(stack.optimizer, stack.dim)
     slots = iter(rule.leaves)
     kinds: list[DerivedKind | None] = []
@@ -177,7 +180,7 @@ def _restarted_state(
     plan: EmbeddingPlan,
     kinds: tuple[DerivedKind, ...],
 ) -> Any:
-    """Resets derived state from the stacked table, or from a state made from it."""
+    """Resets derived state. `source` is the table, or a new state made from it."""
     is_table = isinstance(source, PackedRows)
 
     def restart_shard(state: Any, source: Any, is_set: jax.Array) -> Any:
@@ -229,7 +232,7 @@ def _restarted_slot(
 
 
 def _rows_of_block(start: Any, size: int, stack: StackPlan) -> TableRows:
-    """Matches a block of rows with their tables. Totals are over these rows only."""
+    """Matches a block of rows with their tables. Totals cover only the block's rows."""
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     is_touched = jnp.ones(size, bool)
     return tables_of_rows(row_ids, is_touched, lambda total, _: total, stack)
@@ -258,7 +261,7 @@ def finalize_variable_values(
       variables, so training can continue.
 
     Raises:
-      ValueError: if the arrays belong to another plan, or the averages to other
+      ValueError: if the arrays belong to another plan, or the averages belong to other
         parameters.
 
     Example:
@@ -309,17 +312,17 @@ def _finalize_tables(
 def _finalize_shard(
     table: PackedRows, state: Any, stack: StackPlan
 ) -> tuple[PackedRows, Any]:
-    """Sets all rows, and the averages, to the averages in the table's dtype."""
-    # A rule keeps one state with averages, inside any wrappers.
+    """Sets all rows to their averages, and rounds the averages to the table's dtype."""
+    # A rule keeps exactly one state with averages, perhaps inside wrappers.
     nodes = jax.tree.leaves(state, is_leaf=_is_averaged)
     (averaged,) = filter(_is_averaged, nodes)
-    # Steps that only accumulated gradients left the rows unchanged, but they count in
-    # the averages.
+    # Some steps only accumulated gradients. They didn't change the rows, but they count
+    # in the averages.
     is_kept_gradient = lambda node: isinstance(node, KeptGradientState)  # noqa: E731
     nodes = jax.tree.leaves(state, is_leaf=is_kept_gradient)
     count = averaged.count + sum(x.step for x in filter(is_kept_gradient, nodes))
 
-    # One pass also measures the squares. Two passes would copy a packed table.
+    # The same pass also sums the squares. Two passes would copy a packed table.
     def finalize_block(
         carry: tuple[PackedRows, PackedRows, Any], block: tuple[Any, int]
     ) -> tuple[PackedRows, PackedRows, Any]:
@@ -332,7 +335,7 @@ def _finalize_shard(
             averaged.average_momentum,
         )
         stored = store_rows(values, table.layout)
-        # A narrow table rounds; the averages must equal the rows as stored.
+        # A narrow dtype rounds the rows, and the averages must equal the stored rows.
         values = load_rows(stored, table.layout)
         row_squares = jnp.sum(jnp.square(values), axis=1)
         return (
@@ -362,8 +365,8 @@ def _finalize_shard(
 def _finalize_dense(params: Any, state: Any, waiting_steps: Any = 0) -> tuple[Any, Any]:
     """Sets dense parameters to their moving averages.
 
-    `waiting_steps` is the number of steps since the latest update that only accumulated
-    gradients, inside a `MultiSteps`. These steps count in the averages.
+    Inside a `MultiSteps`, `waiting_steps` counts the steps since the latest update.
+    They only accumulated gradients, but count in the averages.
     """
 
     def finalize_node(node: Any) -> Any:

@@ -14,7 +14,7 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def _state_of_rows(rows: PackedRows) -> dict[str, Any]:
-    # The layout's name, so that a model with another layout can reject the state.
+    # The key names the layout, so that a model with another layout rejects the state.
     return {rows.layout.leaf_name: serialization.to_state_dict(rows.lines)}
 
 

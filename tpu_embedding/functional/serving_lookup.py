@@ -36,7 +36,7 @@ from tpu_embedding.xla import zeros_unless
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedCall:
-    """Inputs of one lookup, the signature of an exported program."""
+    """Inputs of one lookup, which define the signature of an exported program."""
 
     ids: list[Any]
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
@@ -47,8 +47,8 @@ def serve(tables: Mapping[str, Array], batch: Batch) -> tuple[Any, ServedCall]:
 
     Args:
       tables: table name to rows in logical order: `[vocabulary_size, dim]` floats, or
-        uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. For tables whose ids are
-        not row numbers, also the arrays that `served_rows` reads.
+        uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. If a table's ids are not
+        row numbers, the dict also holds the arrays that `served_rows` reads.
       batch: batch on one shard, from `parse_batch(..., serving=True)`.
     """
     plan, activations = batch.plan, []
@@ -62,7 +62,7 @@ def serve(tables: Mapping[str, Array], batch: Batch) -> tuple[Any, ServedCall]:
 
 
 def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
-    # Only the plan knows the name of a table that its user didn't name.
+    # If the user didn't name a table, only the plan knows its name.
     tables = plan.stacks[feature.stack_index].tables
     return next(t.name for t in tables if t.row_offset == feature.row_offset)
 
@@ -70,7 +70,7 @@ def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
 def rows_of_table(
     table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
 ) -> Float[Array, "ids dim"]:
-    """Gathers rows as float32: ids in bounds, or `PADDING_ROW_ID` for zeros."""
+    """Gathers rows as float32. Ids must be in bounds; `PADDING_ROW_ID` gives zeros."""
     rows = gather_lines(table, jnp.minimum(row_ids, table.shape[0] - 1))
     rows = _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
     return zeros_unless(row_ids != PADDING_ROW_ID, rows)
@@ -84,7 +84,7 @@ def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
 
 
 def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
-    """Joins four bytes, the lowest first, to a float32 number."""
+    """Joins four bytes, lowest first, into a float32 number."""
     # StableHLO's bitcast cannot join bytes if an axis has no fixed size.
     ends = ends.astype(jnp.uint32)
     words = ends[:, :1]

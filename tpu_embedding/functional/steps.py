@@ -5,7 +5,7 @@ docs/concepts/lookup.md. All take global arrays, sharded over the plan's mesh, a
 `shard_map` themselves. The Flax modules in `tpu_embedding.nn` are built from them.
 
 Users think in features, but a step works on stacks: tables that share an array. So each
-step groups features by stack, and returns results by feature.
+function groups features by stack, and returns results by feature.
 """
 
 import dataclasses
@@ -70,14 +70,14 @@ from tpu_embedding.xla import run_if
 class Routing:
     """A batch whose ids have been sent to the owners of their rows.
 
-    The forward and the backward pass use it.
+    Both the forward and the backward pass use it.
 
     Attributes:
       stacks: stack name to routed ids, without stacks that the batch doesn't use.
       shapes: sizes of each feature.
       plan: plan of the features in the batch.
-      raw_feature: the first feature whose rows `lookup` had to find, if any. New ids
-        lack rows, so you can't train on such a batch.
+      raw_feature: the first feature whose rows `lookup` had to find, if any. Its new
+        ids lack rows, so you can't train on the batch.
 
     Example:
       >>> import tpu_embedding as te
@@ -100,8 +100,8 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: nest like the features; float32 `[batch, dim]`, or the sequence or
-        output shape of the feature. Global.
+      activations: global float32 arrays, in a nest like the features. Their shapes are
+        `[batch, dim]`, or the sequence or output shape of the feature.
       routing: input to `compute_gradients`.
       stats: rounds, ids out of range, and rows requested from each shard.
 
@@ -159,10 +159,10 @@ def lookup(
     Args:
       tables: stack name to packed rows, from `init_tables`.
       features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
-        are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
-        `ShardedRaggedIds` from `prepare_features`. Global. You can pass any batch size:
-        batches are padded to a multiple of the device count, and the activations are
-        cut back.
+        are global int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
+        `ShardedRaggedIds` from `prepare_features`. You can pass any batch size: batches
+        are padded to a multiple of the device count, and the activations are cut back
+        to your size.
       plan: plan of the layer.
 
     Returns:
@@ -209,8 +209,8 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
       The routed batch, for `read_rows`.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
-        it holds ids whose rows are not known.
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or a
+        feature holds ids whose rows are not known.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -238,7 +238,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routing:
 def _route(
     leaves: list[Any], shapes: tuple[FeatureShape, ...], plan: EmbeddingPlan
 ) -> dict[str, StackRouting]:
-    """Routes the features of each stack, compiled even if the caller is not."""
+    """Routes the features of each stack. It is compiled even if the caller is not."""
 
     def route_shard(filled):
         inputs = [
@@ -321,7 +321,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
             samples_of_features, *_ = results[stack.name]
             pairs = zip(plan.features_of(stack), samples_of_features, strict=True)
             for i, samples in pairs:
-                # Samples that fill up the last shards come last.
+                # Samples that only fill up the batch come last, and are cut off.
                 shape = routed.shapes[i]
                 activations[i] = samples[: shape.num_rows].reshape(shape.output_shape)
         routings = {name: routing for name, (_, routing, _) in results.items()}
@@ -372,9 +372,9 @@ def compute_gradients(
 ) -> TableGradients:
     """Computes sparse table gradients.
 
-    The gradients stay sharded like the samples. This call sends exchange round 1 to the
-    owners of the touched rows. Skewed batches need more rounds, which `apply_gradients`
-    runs.
+    The gradients stay sharded like the samples. This call runs only the first exchange
+    round, which sends values to the owners of the touched rows. Skewed batches need
+    more rounds, which `apply_gradients` runs.
 
     Args:
       routing: routing from the lookup.
@@ -446,7 +446,7 @@ def _cotangent_of_samples(
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> Float[Array, "samples dim"]:
-    """Brings a cotangent to one row per sample, padded for all devices."""
+    """Reshapes a cotangent to one row per sample, and pads it for all devices."""
     if cotangent is None:  # TensorFlow also sends zeros, so the rows count as touched.
         cotangent = jnp.zeros(shape.output_shape)
     if getattr(cotangent, "shape", None) != shape.output_shape:
@@ -455,7 +455,7 @@ def _cotangent_of_samples(
         fix = "Use zeros for an activation that the loss does not use."
         raise invalid(owner, rule, cotangent, fix)
     dim = shape.output_shape[-1]
-    # Later stages are float32 only. The padding matches `fill_up`, in whole sequences.
+    # Later stages take only float32. Pad like `fill_up`: with samples or sequences.
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
     missing = -shape.batch_size % plan.num_shards * max(1, shape.sequence_length)
     return jnp.pad(cotangent, ((0, missing), (0, 0)))
@@ -523,7 +523,7 @@ def apply_gradients(
     Call it once per step, and sum gradients from several lookups with
     `te.gradients.add`. As in TensorFlow and optax, each call is one step for all
     trained tables: step counts and schedules advance even for a table that the step did
-    not look up, and with `every_row` the momentum changes such a table.
+    not look up. With `every_row`, momentum also changes the rows of such a table.
 
     Args:
       tables: stack name to packed rows.
@@ -533,7 +533,8 @@ def apply_gradients(
       gradient_norm: norm over all gradients in the model, a float32 scalar, for
         optimizers with `global_clipnorm`. Defaults to the norm of `gradients`.
       only_if: bool scalar. If it is False, all rows, slot variables and step counts
-        keep their values, as they do if `te.gradients.is_whole(gradients)` is False.
+        keep their values. The same happens if `te.gradients.is_whole(gradients)` is
+        False.
 
     Returns:
       New tables and slots. Rows that the step did not look up keep their bits, except
@@ -558,15 +559,15 @@ def apply_gradients(
     check_tables(tables, plan.trained_stacks)
     check_slots(slots, plan.trained_stacks)
     _check_states(slots, plan)
-    # A norm runs the later exchange rounds, which the update then runs again.
+    # Computing a norm runs the later exchange rounds. The update then repeats them.
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
     if may_be_partial(plan):
         only_if = is_whole(gradients) & (True if only_if is None else only_if)
     new_tables: dict[str, Any] = dict(tables)
     new_slots = dict(slots)
-    # Vocabularies count steps, also for tables without an optimizer, and for steps that
-    # `only_if` skips.
+    # Vocabularies count every step, even if a table has no optimizer or `only_if` skips
+    # the step.
     for stack in plan.stacks:
         new_tables |= stack.vocabulary.stacks.end_step(tables, stack)
     for stack in plan.trained_stacks:
@@ -577,8 +578,9 @@ def apply_gradients(
             def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            # The step didn't look up this stack, so only shared values advance. They
-            # may depend on totals, whose all-reduces need the axes of a shard.
+            # The step didn't look up this stack, so only values that its rows share
+            # advance, such as step counts. They may depend on totals, whose all-reduces
+            # need the mesh axes in `on_shards`.
             run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
             new_slots[stack.name] = run(state)
             continue
@@ -605,7 +607,7 @@ def _update_shard(
     only_if: Any,
     stack: StackPlan,
 ) -> tuple[PackedRows, Any]:
-    """Updates a stack; `gradient` is None if no rows were looked up. Per shard."""
+    """Updates one shard of a stack. `gradient` is None if no rows were looked up."""
     table_sizes = stack.vocabulary.stacks.table_sizes(arrays, stack)
 
     def update(table: PackedRows, state: Any) -> tuple[PackedRows, Any]:
@@ -617,7 +619,8 @@ def _update_shard(
     # Rules with `global_clipnorm` read the squared norm from this context.
     squares = None if gradient_norm is None else lambda: jnp.square(gradient_norm)
     with model_gradient_context(squares):
-        # Not in `run_if`: a backend without a fallback skips a step by passing no ids.
+        # Don't wrap this in `run_if`: a backend without a fallback skips a step by
+        # passing no ids.
         if gradient is not None and stack.backend.replaces_update:
             return stack.backend.update(table, state, gradient, update, stack, only_if)
         if only_if is None:
@@ -629,9 +632,9 @@ def _update_shard(
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     """Checks that all learning rates of the next step are finite.
 
-    If a rate is not finite, `apply_gradients` doesn't change the rows in its table, but
-    advances the step count. So check before each step, as with
-    `te.gradients.all_finite`.
+    If a table's rate is not finite, `apply_gradients` doesn't change the table's rows,
+    but advances its step count. So check the rates before each step, as you check
+    gradients with `te.gradients.all_finite`.
 
     Args:
       slots: stack name to optimizer state, from `init_slots`.

@@ -1,7 +1,7 @@
-"""Ids on their way into a step: reads user containers and makes static shapes.
+"""Prepares ids for a step: reads user containers and makes static shapes.
 
-On the host, `containers` reads ids from anything with a clear meaning, `prepare` checks
-a batch and pads ragged ids, and `buffer_sizes` chooses equal sizes on all processes.
+On the host, `containers` reads ids from any unambiguous container. `prepare` checks a
+batch and pads ragged ids, and `buffer_sizes` chooses equal sizes on all processes.
 Inside a step, `shard_inputs` parses the batch and splits it by shard.
 """
 

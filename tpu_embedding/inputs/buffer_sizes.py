@@ -1,8 +1,8 @@
 """Chooses static sizes for ragged features, equally on all processes.
 
-New sizes recompile the step, so `BufferSizes` remembers them and changes all at once.
-Processes with different sizes would wait for each other forever, but each knows only
-its own samples. So they exchange their demands before they choose.
+New sizes recompile the step, so `BufferSizes` remembers sizes and changes all of them
+at once. Processes with different sizes would wait for each other forever, but each
+process knows only its own samples. So they exchange their demands before they choose.
 """
 
 import itertools
@@ -18,22 +18,22 @@ from tpu_embedding.argument_checks import about, invalid
 _SMALLEST_BUFFER: Final = 8
 
 _DEVIATIONS: Final = 6.0
-"""Headroom above the mean number of ids of a shard, in standard deviations."""
+"""Headroom above the mean number of ids per shard, in standard deviations."""
 
 _GROWTH_FACTOR: Final = 1.25
-"""An outgrown buffer grows to at least this many times its ids: data may drift."""
+"""An outgrown buffer grows to this many times its ids or more, as data may drift."""
 
 _MAX_EXCESS: Final = 1024
-"""Limit on a size from a file, per id or sample of a shard: files may be forged."""
+"""Limit on sizes from files, per id or sample in a shard. Files may be forged."""
 
 _QUIET_GROWTHS: Final = 3
-"""Growths without a warning: a new stream of batches needs one or two."""
+"""Number of growths without a warning. A new stream of batches needs one or two."""
 
 
 class RaggedDemand(NamedTuple):
     """What one ragged feature needs in one batch."""
 
-    # A tuple, which `distributed.exchange` sends as JSON.
+    # This class is a tuple, because `distributed.exchange` sends it as JSON.
 
     feature_name: str
     expected_valence: float | int | None
@@ -43,7 +43,7 @@ class RaggedDemand(NamedTuple):
     """Ids in the fullest shard, which the buffer must hold."""
     num_samples: int
     valence_sum: float
-    """Summed ids per sample. Processes can add up sums, but not means and variances."""
+    """Sum of the samples' id counts. Processes can add up sums, but not variances."""
     valence_square_sum: float
 
     @property
@@ -118,7 +118,7 @@ class BufferSizes:
         """
         sizes = cls()
         try:
-            # Older documents have more entries per key. JSON makes lists of tuples.
+            # Older documents have more entries per key. JSON turns tuples into lists.
             for key, numbers, *_ in document["buffers"]:
                 key = tuple((str(name), int(samples)) for name, samples in key)
                 numbers = [max(1, int(n)) for n, _ in zip(numbers, key, strict=True)]
@@ -163,7 +163,8 @@ class BufferSizes:
             if self._num_growths > _QUIET_GROWTHS:
                 _warn_of_growth(dict(zip(demands, sizes, strict=True)), outgrown)
         self._sizes[key] = sizes
-        # A key whose sizes grow compiles again, so count keys together with sizes.
+        # A step also recompiles if the sizes of a key grow, so count pairs of key and
+        # sizes.
         self._combinations.add(
             tuple((*feature, n) for feature, n in zip(key, sizes, strict=True))
         )
@@ -196,7 +197,7 @@ def _expected_size(demand: RaggedDemand) -> int | None:
 
 def _round_up(size: int) -> int:
     """Rounds a size up, so that similar streams share sizes."""
-    # To a multiple of 8, and of an eighth of the largest power of two up to the size.
+    # The step is at least 8, and an eighth of the largest power of two up to the size.
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
 
@@ -225,9 +226,10 @@ _new_numbers = itertools.count(1)
 def choose_sizes(
     demands: Sequence[RaggedDemand], sizes: BufferSizes | None, num_parts: int
 ) -> list[int]:
-    """Chooses buffer sizes in ids per shard. Without `sizes`, each batch has its own.
+    """Chooses buffer sizes in ids per shard.
 
-    `num_parts` is 1 if each process passes the whole batch.
+    If `sizes` is None, each batch has its own sizes. `num_parts` is 1 if each process
+    passes the whole batch.
     """
     if num_parts > 1 and demands:
         demands = _agreed(demands, sizes)
@@ -260,7 +262,7 @@ def _agreed(
         if sizes not in _numbers:
             _numbers[sizes] = next(_new_numbers)
         number = _numbers[sizes]
-    # JSON makes lists of the tuples.
+    # JSON has turned the tuples into lists.
     by_process = [
         [RaggedDemand(*demand) for demand in process_demands]
         for process_demands in distributed.exchange(

@@ -1,7 +1,7 @@
 """Reads ids or weights from any container with a clear meaning.
 
-`prepare` reads integers with it, `tpu_embedding.strings` reads strings. If a container
-is ambiguous, the error says how to choose.
+`prepare` uses this module for integers, and `tpu_embedding.strings` uses it for
+strings. If a container is ambiguous, the error says how to choose.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from tpu_embedding.types import (
 MAX_SAMPLES: Final = 2**27
 """Largest number of samples that a `dense_shape` may declare.
 
-Row splits of that many samples take 1 GiB. A larger shape is a mistake, such as the
-vocabulary size instead of the batch size.
+Row splits of that many samples take 1 GiB. A larger shape is probably a mistake, such
+as the vocabulary size instead of the batch size.
 """
 
 _LISTS: Final = (list, tuple, np.ndarray, jax.Array)
@@ -40,7 +40,7 @@ HostIds = DenseIds | RaggedIds | SparseIds
 def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     """Reads ids, or weights in the same form, and checks shapes and row splits.
 
-    Values and coordinates may be out of range, and values have any dtype.
+    Values and coordinates may be out of range, and values may have any dtype.
     """
     if isinstance(ids, DenseIds):
         inner = read_ids(ids.ids, owner, what)
@@ -49,7 +49,8 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
             name = f"DenseIds.ids of {owner}"
             raise invalid(name, "be an array", ids.ids, fix, TypeError)
         return dataclasses.replace(inner, weights=ids.weights)
-    # By their fields, so that TensorFlow's tensors are read without importing it.
+    # Containers are recognized by their fields, so that TensorFlow's tensors can be
+    # read without importing TensorFlow.
     if hasattr(ids, "values") and hasattr(ids, "row_splits"):
         return _read_ragged(ids, owner, what)
     if all(hasattr(ids, name) for name in ("indices", "values", "dense_shape")):
@@ -81,7 +82,7 @@ def as_array(values: Any, owner: str, what: str = "Ids") -> np.ndarray:
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
         fix = "Prepare the batch before sharding it over processes."
         raise invalid(f"{what} of {owner}", "be on this process", values, fix)
-    # Not by NumPy, which pads strings to the longest one.
+    # Don't use `np.asarray` here, because NumPy pads strings to the longest one.
     if isinstance(values, list) and values and are_strings(values):
         return _flat_array(values)
     try:
@@ -128,7 +129,7 @@ def _values_of(ids: Any, owner: str, what: What) -> np.ndarray:
     values = as_array(ids.values, owner, what)
     if values.ndim != 1:
         raise invalid(f"values of {owner}", "have one axis", values)
-    # NumPy makes floats of empty lists.
+    # NumPy turns empty lists into float arrays.
     return values if values.size else values.astype(np.int32)
 
 
@@ -153,7 +154,7 @@ def _read_sparse(ids: Any, owner: str, what: What) -> HostIds:
         raise invalid(f"indices of {owner}", rule, indices)
     if not is_integer(indices.dtype):
         raise invalid(f"indices of {owner}", "be integers", indices, kind=TypeError)
-    # Before anything is allocated by the declared shape.
+    # Check the declared shape before anything of its size is allocated.
     if min(shape) < 0 or math.prod(shape[:-1]) > MAX_SAMPLES:
         rule = f"be [batch, positions], with at most {MAX_SAMPLES} samples"
         raise invalid(f"dense_shape of {owner}", rule, list(shape))
@@ -204,7 +205,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
 
 
 def are_strings(items: list[Any]) -> bool:
-    # Checking each type is much faster than checking each item.
+    # Checking each distinct type is much faster than checking each item.
     return all(issubclass(kind, str | bytes) for kind in set(map(type, items)))
 
 

@@ -56,12 +56,12 @@ def prepare_features(
       features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
         are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
-        objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. For tables with 64-bit ids, also pairs of 32-bit words.
+        objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Ids may have
+        any integer dtype. Tables with 64-bit ids also take pairs of 32-bit words.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
-      weights: the same nest with weights or None per feature, in the same form as the
-        ids or as an array, `[num_values]` for ragged and sparse features. Defaults to
-        the weights in the id containers.
+      weights: the same nest with weights or None per feature. Weights have the same
+        form as the ids, or are an array, `[num_values]` for ragged and sparse features.
+        Defaults to the weights in the id containers.
       sizes: sizes from earlier batches. By default, each batch has its own.
       samples: `"global"` if you pass the global batch, `"process"` if you pass only the
         samples for this process, `plan.process_samples(batch_size)`. If `"process"`,
@@ -254,9 +254,9 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     # In a sequence, the last coordinate is the position, so gaps stay empty. Otherwise,
     # it only orders ids within a sample.
     axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
-    largest = np.iinfo(np.int64).max  # Of an index; a uint64 size may be larger.
+    largest = np.iinfo(np.int64).max  # Largest index. A uint64 size may be larger.
     shape = tuple(min(int(size), largest) for size in ids.dense_shape)
-    # This checks all coordinates in C. Only after an error are they searched.
+    # NumPy checks all coordinates in C. Only after an error, search for the wrong one.
     try:
         samples = np.ravel_multi_index(axes[:-1], shape[:-1])
         positions = np.ravel_multi_index(axes[-1:], shape[-1:])
@@ -318,7 +318,7 @@ def _pad_ragged(
         batch_size = len(row_splits) - 1
         samples = -(-batch_size // num_shards)
         ends = np.arange(num_shards)[:, None] * samples + np.arange(samples + 1)
-        # Past the last sample, splits repeat the last end: empty samples.
+        # Past the last sample, splits repeat the last end, which adds empty samples.
         splits = splits_by_feature[i] = row_splits[np.minimum(ends, batch_size)]
         lengths = np.diff(row_splits).astype(np.float64)
         demands.append(

@@ -57,9 +57,9 @@ class FeatureShape:
 class Batch:
     """A parsed batch, with one entry per feature in plan order."""
 
-    plan: EmbeddingPlan  # Only the features that the batch holds.
+    plan: EmbeddingPlan  # Has only the features in the batch.
     leaves: list[Any]  # Ids as the user passed them, with their weights.
-    ids: list[Any]  # Row numbers. Features that need `find_rows` hold their leaf.
+    ids: list[Any]  # Row numbers, or a feature's leaf if it needs `find_rows`.
     shapes: tuple[FeatureShape, ...]
     raw_feature: FeaturePlan | None  # The first feature that needs `find_rows`.
 
@@ -158,10 +158,10 @@ def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
         output_shape = (batch_size, length) if length else (batch_size,)
     else:
         output_shape = config.output_shape
-        # One output per sample combines its ids. A multiple returns sequences.
+        # One output per sample means that ids are combined. A multiple means sequences.
         num_outputs = math.prod(output_shape)
         length = 0 if num_outputs == batch_size else num_outputs // batch_size
-        # Ids with more than two axes are combined, or looked up one by one.
+        # Ids with more than two axes must be combined, or looked up one by one.
         has_deep_ids = is_dense and values.ndim > 2
         if num_outputs % batch_size or (
             length and has_deep_ids and num_outputs != math.prod(values.shape)
@@ -203,7 +203,7 @@ def check_equal_batches(
 
 
 def _check_ids(ids: Any, feature: FeaturePlan) -> None:
-    # Series of pandas and tensors of PyTorch also have a dtype.
+    # A dtype isn't enough, because pandas Series and PyTorch tensors also have one.
     arrays = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
     is_read = all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(ids))
     field = f"Ids of feature {feature.name!r}"
@@ -244,7 +244,7 @@ def _check_weights(
 
 
 def fill_up(ids: FeatureIds, num_shards: int) -> DenseIds | ShardedRaggedIds:
-    """Makes int32 ids and float32 weights that can be split by shard. Global.
+    """Makes global int32 ids and float32 weights that can be split by shard.
 
     Ragged ids keep their form. Dense ids become `[padded batch, valence]`, with a
     valence of at least 1 and padding in the last shards. A second call changes nothing.
@@ -259,7 +259,7 @@ def fill_up(ids: FeatureIds, num_shards: int) -> DenseIds | ShardedRaggedIds:
     if weights is not None:
         weights = jnp.asarray(weights, jnp.float32).reshape(values.shape)
     if values.shape[1] == 0:
-        # The ids have no positions, but the stages need at least one.
+        # The ids have no positions, but later stages need at least one position.
         values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
         weights = None
     if is_ragged:
@@ -281,9 +281,10 @@ def to_feature_input(
     shape: FeatureShape,
     sample_axes: tuple[str, ...] = (),
 ) -> FeatureInput:
-    """Converts a result from `fill_up` to a `FeatureInput`. Per shard.
+    """Converts one shard of a result from `fill_up` to a `FeatureInput`.
 
-    `sample_axes` are the mesh axes that split the samples; empty for one shard.
+    `sample_axes` are the mesh axes that split the samples. It is empty if the batch has
+    only one shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)
@@ -337,7 +338,7 @@ def to_feature_input(
 def _to_sequences(
     filled: DenseIds | ShardedRaggedIds, shape: FeatureShape
 ) -> FeatureInput:
-    """Pads or truncates samples to the sequence length. Each position is a sample."""
+    """Pads or truncates samples to the sequence length. Positions become samples."""
     ids, length = ids_of(filled), shape.sequence_length
     if isinstance(filled, DenseIds):
         num_samples = ids.shape[0]
@@ -349,8 +350,8 @@ def _to_sequences(
         num_samples = row_splits.shape[0] - 1
         sample_ids = sample_ids_of(row_splits, ids.shape[0])
         positions = positions_of(row_splits, ids.shape[0])
-        # A position beyond the length would be in the next sample. Moved past the
-        # last sample, it is out of bounds and dropped.
+        # A position beyond the length would fall into the next sample. So move it past
+        # the last sample, where it is out of bounds and dropped.
         starts = jnp.where(positions < length, sample_ids, num_samples) * length
         sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
         ids = sequences.at[starts + positions].set(ids, mode="drop")
@@ -366,7 +367,7 @@ def _to_sequences(
 def _to_int32(ids: IdArray) -> Array:
     """Converts ids from any integer type to int32."""
     # Ids that don't fit stay out of range at the same end, so that clipping finds the
-    # right row. NumPy converts its own 64-bit ids, because JAX would truncate them.
+    # right row. NumPy arrays are converted in NumPy: JAX would truncate 64-bit ids.
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)
     xp = np if isinstance(ids, np.ndarray) else jnp
@@ -377,14 +378,15 @@ def _to_int32(ids: IdArray) -> Array:
 
 
 def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
-    """Finds the sample that owns each value; past the last value, `num_samples`."""
-    # Counting ends takes one scatter and one sum. Ends at `num_values` are dropped.
+    """Finds the sample that owns each value, or `num_samples` past the last value."""
+    # A value's sample is the number of ends up to its position, which takes one scatter
+    # and one running sum. Ends at `num_values` are dropped.
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)
 
 
 def positions_of(row_splits: Array, num_values: AxisSize) -> Array:
     """Numbers the values within their samples."""
-    # Always in bounds, so `clip` spares the masks of the default mode.
+    # All indices are in bounds. `clip` avoids the masks of the default mode.
     starts = row_splits.at[sample_ids_of(row_splits, num_values)].get(mode="clip")
     return jnp.arange(num_values, dtype=jnp.int32) - starts

@@ -1,8 +1,9 @@
 """The embedding layer for Flax: lookups, gradients and train steps inside a model.
 
-Users meet `embedding` (the NNX layer), `training` (its gradients), `optimizer` and
-`pipeline`, or `linen/`. All build on `recording`: JAX derivatives are never sparse, so
-layers record their lookups, and table gradients are computed from these records.
+For NNX, users call `embedding` (the layer), `training` (its gradients), `optimizer` and
+`pipeline`. For Linen, they call `linen/`. All build on `recording`: JAX derivatives are
+never sparse, so layers record their lookups, and table gradients are computed from
+these records.
 """
 
 from typing import TYPE_CHECKING

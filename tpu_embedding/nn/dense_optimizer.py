@@ -1,8 +1,8 @@
 """Checks what the dense optimizer means for the tables, which it never sees.
 
 An optax wrapper meant for the whole model, such as a clip by global norm, would act on
-the dense parameters alone. `te.Optimizer` and `te.linen.TrainState` extend it to the
-tables if they can. Otherwise they raise or warn when they are made.
+the dense parameters alone. `te.Optimizer` and `te.linen.TrainState` extend the wrapper
+to the tables if they can. Otherwise, they raise an error or warn at construction.
 """
 
 import warnings
@@ -55,8 +55,8 @@ def check_dense_optimizer(
             "optimizer inside, or te.gradients.update_if(te.gradients.all_finite("
             "gradients), update, state)."
         )
-    # Most wrappers show in the state. A clip leaves no state, but its functions have
-    # its name. It only misses the tables, so a warning is enough.
+    # The state shows most wrappers. A clip has an empty state, but it can be found by
+    # the names of its functions. It would only miss the tables, so a warning is enough.
     for name in sorted({*_names(tx.update)} & {*_OF_WHOLE_MODEL}):
         warnings.warn(
             f"{owner}: optax.{name} in tx sees only the dense parameters, not the "
@@ -90,7 +90,7 @@ def with_extra_args(tx: Any) -> Any:
 
 def skips_steps(opt_state: Any) -> bool:
     """Tells if a dense optimizer skips steps with gradients that are not finite."""
-    # Only optax.chain has a plain tuple as its state. Below any other wrapper, such as
+    # Only optax.chain has a plain tuple as its state. Inside any other wrapper, such as
     # optax.partition, a skip may cover only some parameters.
     is_chain = type(opt_state) is tuple
     nodes = opt_state if is_chain else (opt_state,)
@@ -100,11 +100,11 @@ def skips_steps(opt_state: Any) -> bool:
 
 
 def _skips_part(opt_state: Any) -> bool:
-    """Tells if a wrapper skips only some parameters, or skips while it collects."""
+    """Tells if a wrapper skips only some parameters, or skips while collecting."""
     is_multi_steps = lambda node: hasattr(node, "skip_state")  # noqa: E731
     nodes = jax.tree.leaves(opt_state, is_leaf=is_multi_steps)
-    # MultiSteps(should_skip_update_fn=...) keeps the findings of its function; without
-    # one, `skip_state` is empty.
+    # MultiSteps(should_skip_update_fn=...) stores what its function found in
+    # `skip_state`. Without such a function, `skip_state` is empty.
     if any(is_multi_steps(node) and node.skip_state for node in nodes):
         return True
     return bool(find_state(opt_state, (_SKIPPING,))) and not skips_steps(opt_state)
@@ -112,12 +112,14 @@ def _skips_part(opt_state: Any) -> bool:
 
 def _names(function: Any) -> Iterator[str]:
     """Yields the names of the optax functions that built a transformation."""
-    # A wrapper such as optax.chain keeps what it wraps in closures. The name before the
-    # first dot is the public function: "clip_by_global_norm.<locals>.update_fn".
+    # Wrappers such as optax.chain store the wrapped functions in closures. The part of
+    # a name before the first dot is the public function, as in
+    # "clip_by_global_norm.<locals>.update_fn".
     waiting, seen = [function], set()
     while waiting:
         value = waiting.pop()
-        # By identity: values may be unhashable, and closures can contain themselves.
+        # `seen` holds object ids, because values may be unhashable. It stops the loop,
+        # because closures can contain themselves.
         if id(value) in seen:
             continue
         seen.add(id(value))

@@ -1,7 +1,8 @@
 """The Flax NNX layer: tables as variables, and lookups.
 
 `tpu_embedding.functional` does the arithmetic. The layer answers a call in one of three
-ways: plainly, inside a loss for `recording.py`, and inside an exported program.
+ways: with a plain lookup, with a recorded lookup inside a loss (see `recording.py`), or
+with a lookup in whole tables inside an exported program.
 """
 
 import contextlib
@@ -70,7 +71,8 @@ def no_stats(plan: EmbeddingPlan) -> LookupStats:
 def warn_of_pooled_ids(batch: Batch, stacklevel: int) -> None:
     """Warns about ids `[batch, n]` if neither feature nor table sets a combiner.
 
-    For such ids, `nnx.Embed` returns `[batch, n, dim]`, but this layer `[batch, dim]`.
+    For such ids, `nnx.Embed` returns `[batch, n, dim]`, but the layer returns
+    `[batch, dim]`.
     """
     features = batch.plan.features
     if all(x.says_combiner for x in features) or is_mapped(batch.leaves):
@@ -177,7 +179,7 @@ class DynamicStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """What a layer keeps only during one loss, export or pipelined step."""
+    """Values that a layer keeps only during one loss, export or pipelined step."""
 
 
 LAYER_VARIABLES: Final = (
@@ -192,9 +194,9 @@ LAYER_VARIABLES: Final = (
 class LayerBufferSizes(BufferSizes):
     """Buffer sizes that a layer keeps on the host. Compiled steps ignore them."""
 
-    # All objects are equal, or else a second model with the same plan would compile
-    # every step again. Flax then gives a model the attributes of the model that was
-    # compiled, so the two models share one object.
+    # All objects compare equal. Otherwise, a second model with the same plan would
+    # compile every step again. As a side effect, Flax gives the second model the
+    # attributes of the model that was compiled, so the two models share one object.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerBufferSizes)
 
@@ -224,7 +226,7 @@ class TPUEmbedding(ShortRepr):
     Call it with a batch in the same nest as your `feature_config`. Train it with
     `te.value_and_grad` and `te.Optimizer`. Note that the tables are
     `te.nn.EmbeddingTables`, not `nnx.Param`, so `nnx.state(model, nnx.Param)` leaves
-    them out. With tables, four tasks need different code:
+    them out. Four tasks need different code than for dense parameters:
 
     * moving averages: `te.optimizers.with_ema(rule)`, then
       `te.Optimizer.finalize_variable_values` on a copy;
@@ -273,9 +275,9 @@ class TPUEmbedding(ShortRepr):
         Args:
           feature_config: nest of `FeatureConfig`; activations have the same nest. May
             be None if you pass a `plan`.
-          optimizer: trains all tables that do not set one: a row-local optax
-            transformation, a `tpu_embedding.optimizers` rule, a name, or a Keras
-            optimizer. Without it, these tables are not trained.
+          optimizer: trains all tables without an optimizer in their `TableConfig`. Pass
+            a row-local optax transformation, a `tpu_embedding.optimizers` rule, a name,
+            or a Keras optimizer. Without it, these tables are not trained.
           mesh: devices to shard tables and batch over. Defaults to all devices, on one
             axis.
           plan: from `make_plan` with the same `feature_config`. It replaces `optimizer`
@@ -341,8 +343,8 @@ class TPUEmbedding(ShortRepr):
         self.prefetched = RecordedCalls(())
         self.features_agree = RecordedCalls(())
         self.recording: Recording = "off"
-        # Equal for all copies of the layer: its path in the recorded model, and the
-        # recorder's number.
+        # The layer's path in the recorded model and the recorder's number are equal for
+        # all copies of the layer.
         self.path, self.recorder_number = "", 0
 
     def __call__(
@@ -375,7 +377,7 @@ class TPUEmbedding(ShortRepr):
             warn_of_pooled_ids(batch, stacklevel=2)
         if self.recording != "off":
             return self._record_call(batch)
-        # Fixed tables lose nothing in `nnx.grad`, so only trained ones raise.
+        # Fixed tables lose nothing in `nnx.grad`, so raise only for trained tables.
         if self.plan.trained_stacks and self._is_differentiated():
             raise ValueError(USE_VALUE_AND_GRAD)
         result = self._look_up(batch)
@@ -433,7 +435,7 @@ class TPUEmbedding(ShortRepr):
                 equal = map(jnp.array_equal, leaves, call_leaves)
                 agrees = jnp.all(jnp.array(list(equal)))
             recorder = recorder_of_trace(self.recorder_number)
-            if recorder is None:  # The result must leave an inner `nnx.jit`.
+            if recorder is None:  # Only a variable can leave an inner `nnx.jit`.
                 self.features_agree.set_value((agrees,))
             elif self.path in recorder.agreements:
                 fits = False  # Another copy of the layer has used the lookup.
@@ -472,8 +474,9 @@ class TPUEmbedding(ShortRepr):
         if recorder is not None:
             recorder.calls[self.path, "outer"].append(record)
             return
-        # Only variables leave an inner transformation, so copies don't share them. A
-        # transformation that maps the call or hides the variable loses the record.
+        # Only a variable can leave an inner transformation, and copies of the layer
+        # don't share variables. A transformation that maps the call or hides the
+        # variable loses the record.
         if is_mapped(record):
             raise ValueError(CALL_OUTSIDE)
         try:
@@ -536,14 +539,15 @@ class TPUEmbedding(ShortRepr):
         self.tables.set_value(tables)
 
     def _is_differentiated(self) -> bool:
-        """Tells if `nnx.grad` or the like differentiates the model with this layer."""
+        """Tells if a function such as `nnx.grad` differentiates the layer's model."""
         # `nnx.grad` leaves out the tables, so they would never train. However, a
         # function that closes over the layer may be differentiated with respect to its
         # own arguments, such as id weights.
         if not is_differentiated():
             return False
         try:
-            # It is already off, but Flax rejects assignments to layers from outside.
+            # Recording is already off, but Flax rejects the assignment if the layer is
+            # from outside the differentiated function.
             self.recording = "off"
         except TraceContextError:
             return False

@@ -75,12 +75,12 @@ class ModelState:
     ) -> tuple[Self, _Result, Any]:
         """Updates dense parameters and tables as one step.
 
-        The whole step is skipped if a lookup could not read all its rows, or if the
-        dense optimizer skips steps that are not finite and any gradient is not finite.
+        The whole step is skipped if a lookup could not read all its rows. It is also
+        skipped if any gradient is not finite and the dense optimizer skips such steps.
 
         Returns:
-          New state, the result from `update_dense`, and a bool scalar. If it is False,
-          the caller must drop the dense update. None means the dense update counts.
+          New state, the result from `update_dense`, and a bool scalar or None. If it is
+          False, the caller must drop the dense update.
         """
         plans = [tables.plan for tables in self.tables.values()]
         norm = only_if = keep_dense = None
@@ -93,9 +93,10 @@ class ModelState:
         if skips_steps(opt_state):
             finite = all_finite(gradients)
             only_if = finite if only_if is None else only_if & finite
-            # The dense optimizer decides from its own gradients and counts skipped
-            # steps, so make them NaN if a table gradient isn't finite. After a failed
-            # lookup, the caller drops the new state of the optimizer, count included.
+            # The dense optimizer sees only dense gradients. They become NaN if a table
+            # gradient isn't finite, so that the optimizer skips and counts the step.
+            # After a failed lookup, the caller drops the optimizer's new state,
+            # including the count.
             dense = jax.tree.map(lambda g: jnp.where(only_if, g, jnp.nan), dense)
         # A dense optimizer with `global_clipnorm` reads the model norm in this context.
         with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
@@ -126,7 +127,10 @@ class ModelState:
         return state, result, keep_dense
 
     def layer_of_new_ids(self, path: str | None, owner: str) -> str:
-        """Finds the layer that assigns rows to new ids. None means the only one."""
+        """Finds the layer that assigns rows to new ids.
+
+        `path` may be None if the model has only one such layer.
+        """
         fitting = [
             path
             for path, layer in self.tables.items()
@@ -213,7 +217,7 @@ def check_names(
 def features_by_layer(
     features: Any, paths: Collection[str], owner: str
 ) -> dict[str, Any]:
-    """Maps layer paths to what a user-defined `features_of` returned."""
+    """Maps layer paths to the features that a user-defined `features_of` returned."""
     # With one layer, the features may themselves be a dict, so don't look inside.
     if len(paths) == 1:
         return dict.fromkeys(paths, features)

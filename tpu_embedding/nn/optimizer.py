@@ -114,8 +114,8 @@ class Optimizer(ShortRepr):
         layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
         check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
         check_filter("te.Optimizer", wrt, model)
-        plan = next(iter(layers.values())).plan  # All layers have one mesh.
-        # Before optax makes its state, which then starts on the mesh.
+        plan = next(iter(layers.values())).plan  # All layers share one mesh.
+        # Move the model before optax makes its state, which then starts on the mesh.
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, with_extra_args(tx), wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
@@ -166,7 +166,7 @@ class Optimizer(ShortRepr):
           model: the model you made this optimizer for.
           gradients: from `tpu_embedding.value_and_grad`.
           **extra_args: what `tx` needs besides gradients, for example `value=loss` for
-            `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
+            `optax.contrib.reduce_on_plateau`. `tx` acts on the dense parameters only.
 
         Raises:
           TypeError: if the gradients come from `nnx.grad`, which leaves tables out, or
@@ -249,8 +249,8 @@ class Optimizer(ShortRepr):
         stacks, plan = state.tables[path].stacks, state.tables[path].plan
         result = functional.insert_ids(stacks, state.slots[path], features, plan, now)
         self._store(layers, state.with_layer(path, result.tables, result.slots))
-        # The stats cover only tables that the batch reads. The variable keeps all
-        # tables, so that its structure, and a compiled step with it, doesn't change.
+        # The stats cover only tables that the batch reads. The variable keeps entries
+        # for all tables, because a change of its structure would recompile steps.
         stats = layers[path].dynamic_stats
         stats.set_value(stats.get_value() | result.stats)
         return result.features

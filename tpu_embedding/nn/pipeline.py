@@ -1,7 +1,8 @@
 """Train steps that look ahead, or set hyper-parameters before each step.
 
-Between two calls to a `PipelinedTrainStep`, routed ids (`"exact"`) or rows (`"stale"`)
-are in flight. Routed ids depend on no table, so an early start does not change results.
+Between two calls to a `PipelinedTrainStep`, the next batch is in flight: its routed ids
+in mode `"exact"`, or its rows in mode `"stale"`. Routed ids don't depend on tables, so
+an early start doesn't change results in mode `"exact"`.
 """
 
 import functools
@@ -52,7 +53,7 @@ def set_each_step(
 
     Raises:
       TypeError: if one of `functions` is not a function without arguments. The returned
-        step raises it if no argument holds table optimizers, or under `jit`.
+        step raises TypeError under `jit`, or if no argument holds table optimizers.
       ValueError: when called, if no table optimizer has such a hyper-parameter.
 
     Example:
@@ -113,7 +114,7 @@ def _with_values(argument: Any, values: dict[str, Any]) -> Any:
 
 
 def _has_optimizers(argument: Any) -> bool:
-    # Found by its method, so that NNX programs don't import Linen.
+    # A method identifies a TrainState, so that NNX programs don't import Linen.
     is_train_state = hasattr(type(argument), "with_hyperparameters")
     return isinstance(argument, Optimizer) or is_train_state
 
@@ -143,13 +144,14 @@ class PipelinedTrainStep:
     Each call trains on a batch and returns its loss. You choose what starts early:
 
     * `mode="exact"` deduplicates, routes and exchanges the next ids. Rows are read
-      after the update, so model and optimizer equal a plain loop after every call.
+      after the update, so after every call, model and optimizer are as in a plain loop.
     * `mode="stale"` also reads the rows, before the update. Activations are one update
       old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
-    optimizer. If your batches have one shape, it compiles three programs: for the first
-    lookup, for the last call, and for all calls before. Each new shape compiles again.
+    optimizer. If your batches have one shape, it compiles three programs: one for the
+    first lookup, one for the last call, and one for all calls before the last. Each new
+    shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
@@ -188,8 +190,8 @@ class PipelinedTrainStep:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
           features_of: maps a batch to the features that your loss first passes to the
             layer. If your model has several layers, it returns a dict from layer path
-            to such features. Later calls, and layers that the dict leaves out, are
-            looked up in the step itself.
+            to such features. Layers that the dict leaves out, and all later calls of
+            any layer, are looked up in the step itself.
           mode: what starts early, `"exact"` or `"stale"`.
           wrt: selects the dense parameters.
           has_aux: whether `loss_fn` returns a second value.
@@ -228,17 +230,18 @@ class PipelinedTrainStep:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is not the announced one; if, in the first call, the
-            loss calls a layer with features that differ from the result of
-            `features_of`; or, in mode `"stale"`, if `optimizer` is a different object
-            or has changed since the previous call. However, a change to table values
-            goes unnoticed: the batch in flight keeps the old rows.
+          ValueError: if `batch` is not the `next_batch` of the previous call; if, in
+            the first call, the loss calls a layer with features that differ from the
+            result of `features_of`; or, in mode `"stale"`, if `optimizer` is a
+            different object or has changed since the previous call. However, a change
+            to table values goes unnoticed: the batch in flight keeps the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
         if self._pending is None:
             own_batch = jax.tree.map(_own_copy, batch)
-            # Checked once: in later steps, reading an agreement would wait for devices.
+            # Check this only when a pipeline starts: in later calls, reading an
+            # agreement would wait for devices.
             in_flight, agreements = begin(graph, state, own_batch)
             for path, agrees in agreements.items():
                 if not agrees:
@@ -277,7 +280,8 @@ class PipelinedTrainStep:
                 "      loss = step(model, optimizer, batch, next_batch)\n"
                 "To drop the announced batch, make a new PipelinedTrainStep."
             )
-        # Each update makes a new array, so identity shows it without reading a count.
+        # Each update makes a new array, so comparing identity detects updates without
+        # reading a count.
         is_same = optimizer.dense.step.get_value() is pending.num_steps
         if self._mode == "stale" and not is_same:
             raise ValueError(
@@ -406,7 +410,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _take_agreements(model: nnx.Module) -> dict[str, Any]:
-    """Collects, and clears, which layers were called with the prefetched features."""
+    """Collects each layer's `features_agree`, and clears it."""
     agreements = {}
     for path, layer in embedding_layers(model).items():
         # Empty if the loss has not called the layer.

@@ -1,9 +1,9 @@
 """Records the lookups in a loss, because JAX can't return sparse derivatives.
 
-Each layer call gets *taps*: zeros that get the derivatives of its activations. These
-derivatives and the recorded routing give the gradients of the tables (CONTRIBUTING.md,
-"The path of a gradient"). A loss runs twice: first to find the calls and the shapes of
-the taps.
+Each layer call gets *taps*: arrays of zeros that receive the derivatives of its
+activations. These derivatives and the recorded routing give the gradients of the tables
+(CONTRIBUTING.md, "The path of a gradient"). A loss runs twice, because the first run
+finds the calls and the shapes of the taps.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ UNEQUAL_RUNS: Final = (
 
 
 Where = Literal["outer", "inner"]
-"""A call is made in the loss itself, or inside an inner transformation."""
+"""Where a call is made: in the loss itself, or inside an inner transformation."""
 Calls = dict[tuple[str, Where], list[Any]]
-"""Layer path and `Where` to one value per call: tap, its derivative, or record."""
+"""Layer path and `Where` to one value per call: a tap, its derivative, or a record."""
 
 
 class Recorder:
@@ -66,11 +66,11 @@ class Recorder:
         # run, so JAX compiles an inner `nnx.jit` once. It is also equal in all copies
         # of a layer, so their calls are numbered together.
         self.number, self.taps = number, taps
-        # From an inner transformation such as `nnx.jit`, a record can only leave as a
-        # value of its trace. Layers collect these inner records until the run ends.
+        # A record can leave an inner transformation, such as `nnx.jit`, only as a value
+        # of the trace. Layers collect these inner records until the run ends.
         self.calls: Calls = {(path, x): [] for path in paths for x in get_args(Where)}
-        # Path of each layer that used its prefetched lookup, to whether the call had
-        # the same features.
+        # Maps the path of each layer that used its prefetched lookup to a bool: True if
+        # the call had the same features.
         self.agreements: dict[str, jax.Array] = {}
 
     def is_current(self) -> bool:
@@ -84,7 +84,8 @@ class Recorder:
         return self.calls[path, "outer"] + self.calls[path, "inner"]
 
 
-# Several can be open: a loss may contain `te.value_and_grad` for a different model.
+# Several recorders can be open, because a loss may contain `te.value_and_grad` for a
+# different model.
 _OPEN_RECORDERS: Final = contextvars.ContextVar[tuple[Recorder, ...]](
     "open_recorders", default=()
 )
@@ -155,9 +156,9 @@ def differentiate(
 
 def _find_calls(run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any) -> Calls:
     """Finds the activation shapes for each call, without computing them."""
-    # The trace of a forward derivative also shows two errors. Lookups don't read tables
-    # in this run, so if there is a derivative, the loss itself reads them. And a call
-    # whose record was lost, in a copy or a transformation, is still in the trace.
+    # The trace of a forward derivative also reveals two mistakes. Lookups don't read
+    # tables in this run, so a derivative means that the loss itself reads tables. And a
+    # call whose record was lost, in a copy or a transformation, is still in the trace.
 
     def find(dense: Any, tables: Any) -> Any:
         def loss_and_calls(tables: Any) -> Any:
@@ -205,7 +206,7 @@ def _count_calls(jaxpr: Any) -> int:
             for leaf in jax.tree.leaves(list(equation.params.values()))
             if hasattr(leaf, "eqns")
         ]
-        # One branch runs, and each makes equally many calls.
+        # Only one branch runs, and all branches make equally many calls.
         if equation.primitive.name == "cond" and len(set(inner)) == 1:
             count += inner[0]
         elif any(inner) and equation.primitive.name not in _RUN_ONCE:
@@ -299,8 +300,8 @@ def guard_activation(
     message: str, activation: jax.Array, guard: jax.Array
 ) -> jax.Array:
     """Passes the activation on; raises the message if the guard is differentiated."""
-    # The guard is a Linen parameter: plain `jax.grad` differentiates it, as all of
-    # `params`, and would leave out the tables.
+    # The guard is a Linen parameter. Plain `jax.grad` differentiates all of `params`,
+    # including the guard, and would leave out the tables.
     del message, guard
     return activation
 
@@ -308,7 +309,7 @@ def guard_activation(
 def _guard_jvp(message, primals, tangents):
     activation, _ = primals
     by_activation, by_guard = tangents
-    # `symbolic_zeros` tells a guard without derivative from a derivative of zeros.
+    # With `symbolic_zeros`, only guards that aren't differentiated get `SymbolicZero`.
     if not isinstance(by_guard, SymbolicZero):
         raise ValueError(message)
     if isinstance(by_activation, SymbolicZero):
@@ -335,11 +336,11 @@ def _reject_derivative(message, primals, tangents):
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
     """Replicates single-device arrays over the mesh, except tables."""
 
-    # The first step then has the same shardings as the second, so it compiles once.
+    # The first call then has the same shardings as the second, so a step compiles once.
     def place(leaf):
         if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
             return leaf
-        # Committed arrays stay: the user has placed them, perhaps sharded.
+        # Committed arrays don't move: the user has placed them, perhaps sharded.
         if isinstance(leaf, Tracer) or leaf.committed:
             return leaf
         return replicate(leaf, plan)

@@ -71,7 +71,7 @@ def value_and_grad(
         number of times; gradients from all calls are added row by row. Changes to the
         model in the loss (batch statistics, random streams, lookup statistics) are
         kept, except batch statistics if `te.gradients.is_whole` is False.
-      wrt: selects the dense parameters, as in Flax. False computes only table
+      wrt: selects the dense parameters, as in Flax. Pass False to compute only table
         gradients.
       has_aux: whether `loss_fn` returns a second value.
 
@@ -117,8 +117,8 @@ def value_and_grad(
         def call_loss(
             dense: nnx.State, tables: nnx.State, recorder: Recorder
         ) -> tuple[Any, nnx.State]:
-            # A copy, because the loss runs twice, and its traces must not leave values
-            # in the user's variables.
+            # The loss gets a copy of the model, because it runs twice, and its traces
+            # must not leave values in the user's variables.
             copy = nnx.merge(graph, dense, tables, others, copy=True)
             copied_layers = embedding_layers(copy)
             for path, layer in copied_layers.items():
@@ -141,8 +141,8 @@ def value_and_grad(
             call_loss, dense, tables, plans, has_aux
         )
         if any(may_be_partial(plan) for plan in plans.values()):
-            # A lookup that failed made the running statistics NaN. The optimizer skips
-            # such a step, but can't restore them.
+            # A failed lookup makes the running statistics NaN. The optimizer skips such
+            # a step, but can't restore the statistics.
             stats = (nnx.filter_state(x, nnx.BatchStat) for x in (new_rest, others))
             new_rest = nnx.merge_state(new_rest, keep_if(is_whole(gradients), *stats))
         nnx.update(model, new_rest)
@@ -209,9 +209,10 @@ def check_filter(owner: str, wrt: Any, model: nnx.Module) -> None:
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
-    """Finds the `TPUEmbedding` layers by path, at least one.
+    """Finds the `TPUEmbedding` layers by path. Raises ValueError without a layer.
 
-    For the errors, `owner` must have a namesake in Flax, and `line` is the right call.
+    The errors show `line`, the correct call. They also suggest Flax's function with the
+    same name as `owner`.
     """
     layers = embedding_layers(model)
     if not layers:
@@ -251,7 +252,7 @@ def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan | None = None) -> None:
 
     Args:
       module: a model, which changes in place.
-      plan: plan of a layer. Defaults to the first layer in the model.
+      plan: plan of a layer. Defaults to the plan of the first layer in the model.
 
     Raises:
       ValueError: if there is neither a plan nor a layer.

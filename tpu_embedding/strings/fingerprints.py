@@ -1,8 +1,8 @@
 """Stable 64-bit hashes, for many strings at once.
 
-TensorFlow and Keras use the same ones, so you can use their tables: `farmhash64` is in
-`to_hash_bucket_fast` and in `Hashing`, `siphash64` in `to_hash_bucket_strong` and in
-`Hashing` with a salt.
+TensorFlow and Keras use the same hashes, so you can use tables trained there.
+`farmhash64` is the hash in `to_hash_bucket_fast` and in `Hashing`. `siphash64` is the
+hash in `to_hash_bucket_strong` and in `Hashing` with a salt.
 
 Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
 "SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, as in NumPy.
@@ -28,7 +28,7 @@ _LONG_BLOCK: Final = 64
 _STRINGS_PER_PART: Final = 8192
 
 MAX_BYTES: Final = 2**16
-"""Maximum string length. FarmHash takes 60 ms for such a string.
+"""Maximum string length. FarmHash takes 60 ms for a string with this length.
 
 The hashes process all strings at once, block by block. The limit protects a served
 model, whose clients choose the strings: a string of 10 MB would take 9 s.
@@ -64,7 +64,7 @@ class ByteStrings:
 
 
 def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
-    """Encodes str as UTF-8, and keeps bytes. Any other element raises TypeError."""
+    """Encodes str as UTF-8. Bytes don't change, and other elements raise TypeError."""
     if isinstance(strings, np.ndarray):
         width = strings.dtype.itemsize
         codes = None
@@ -299,7 +299,7 @@ def _farm_block(
 
 
 def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
-    """Reads the bytes after the whole words; the length is the highest byte."""
+    """Reads the bytes after the last whole word. The length is the highest byte."""
     num_bytes = (strings.lengths % _WORD).astype(np.uint64)
     mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
     rest = strings.words(num_words * _WORD) & mask

@@ -1,7 +1,7 @@
 """Turns strings into ids, by hashing, fingerprints or a vocabulary.
 
 All three accept any container of strings, and keep its weights and structure. Ids are
-the same as in TensorFlow and Keras, so you can use tables trained with these. Runs and
+the same as in TensorFlow and Keras, so you can use tables trained there. Runs and
 exports save vocabularies in files, which `load` reads as untrusted data.
 """
 
@@ -76,7 +76,7 @@ def hash_ids(
 
     Note that `keras.layers.Hashing(num_bins, mask_value=mask)` reserves bin 0 for the
     mask, and adds 1 to other bins. `hash_ids(strings, num_bins - 1, padding=mask)`
-    returns the Keras bins minus 1, so give your table the rows of the Keras table from
+    returns the Keras bins minus 1, so fill your table with the Keras table's rows from
     row 1 on. Masked strings then look up nothing, whereas Keras reads row 0.
 
     Args:
@@ -189,7 +189,7 @@ class Vocabulary:
 
         Args:
           tokens: distinct strings. Lists from Keras may begin with the mask token (if
-            you set `mask_token`), then `oov_token`, once per bucket.
+            you set `mask_token`), followed by `oov_token` once per bucket.
           num_oov_buckets: how many ids to reserve for unknown strings. With 0, unknown
             strings raise an error.
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
@@ -314,10 +314,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
-        """Reads a file that `save` wrote. It may be untrusted.
+        """Reads a file that `save` wrote. The file may be untrusted.
 
         Raises:
-          ValueError: if the file is not from `save`. The message names it.
+          ValueError: if the file is not from `save`. The message names the file.
         """
         try:
             document = read_flat_json(local_path(path))
@@ -383,7 +383,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_of_bytes(self) -> dict[str | bytes, int]:
-        # Made when bytes are first looked up, since it more than doubles the memory.
+        # This dict more than doubles the memory, so the first lookup of bytes makes it.
         return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
@@ -450,8 +450,9 @@ def _in_container_of(strings: Any, read: HostIds, ids: np.ndarray) -> Any:
 
 
 VOCABULARIES_DIR: Final = "vocabularies"
-# Vocabulary files have numbers, and this file lists their features: file systems limit
-# the length of file names, and may ignore their case.
+# Vocabulary files are numbered, and this file lists the feature of each number. Files
+# aren't named after features, because file systems limit the length of names and may
+# ignore case.
 _NAMES_FILE: Final = "names.json"
 
 

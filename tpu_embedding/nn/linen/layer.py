@@ -1,7 +1,7 @@
 """The Flax Linen layer: tables in their own collection, and lookups.
 
-A Linen layer has no state in which to record. Instead, `value_and_grad` calls the loss
-with *recording* tables in the variables, which answer the layer.
+A Linen layer has no state to record calls in. Instead, `value_and_grad` calls the loss
+with variables that hold *recording* tables. They answer and record the layer's calls.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class RecordingTables:
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, batch: Batch) -> Any:
-        """Answers a call with activations and stats. No lookup means no stats."""
+        """Answers a call with activations and stats (None if nothing was looked up)."""
         if not self.recorder.is_current():
             raise ValueError(
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
@@ -128,7 +128,7 @@ class TPUEmbedding(nn.Module):
         if serving_config is not None:
             plan = plan.with_features(serving_config)
         # Plain `jax.grad` differentiates `params`, which lack the tables. The guard is
-        # a parameter, so its derivative shows such a mistake.
+        # a parameter, so `guard_activation` can then raise an error.
         guard = None
         if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))

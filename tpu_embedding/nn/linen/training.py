@@ -153,7 +153,7 @@ class TrainState(struct.PyTreeNode):
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
-        plan = next(iter(layers.values())).plan  # all layers have one mesh
+        plan = next(iter(layers.values())).plan  # all layers share one mesh
         # With arrays on the mesh, `tx.init` puts its state on the mesh as well.
         on_mesh = replicate_on_mesh({**variables}, plan)
         opt_state = moves_arrays(tx.init)(on_mesh.get("params", {}))
@@ -179,7 +179,7 @@ class TrainState(struct.PyTreeNode):
         updates: Mapping[str, Any] | None = None,
         extra_args: Mapping[str, Any] | None = None,
     ) -> "TrainState":
-        """Takes one step with all layers.
+        """Updates the dense parameters and all tables, as one step.
 
         Args:
           grads: from `tpu_embedding.linen.value_and_grad`. Step counts advance even for
@@ -187,13 +187,13 @@ class TrainState(struct.PyTreeNode):
           updates: new values for collections such as `batch_stats`, from
             `model.apply(..., mutable=["batch_stats"])`.
           extra_args: what `tx` needs besides gradients, such as `{"value": loss}` for
-            `optax.contrib.reduce_on_plateau`. It acts on the dense parameters only.
+            `optax.contrib.reduce_on_plateau`. `tx` acts on the dense parameters only.
 
         Raises:
           TypeError: if the gradients lack the tables, or if `tx` needs an argument that
             is missing.
-          ValueError: if they belong to different layers or to a different plan, or the
-            updates name a collection that the state does not have.
+          ValueError: if the gradients belong to different layers or to a different
+            plan, or the updates name a collection that the state does not have.
         """
         check_gradients(
             grads,
@@ -247,8 +247,8 @@ class TrainState(struct.PyTreeNode):
           with_stats: whether to also return counts.
 
         Returns:
-          New state, and the batch with row numbers. Pass it to the layer in your loss.
-          If `with_stats`, also `te.functional.DynamicStats` by table name.
+          New state, and the batch with row numbers. Pass this batch to the layer in
+          your loss. If `with_stats`, also `te.functional.DynamicStats` by table name.
 
         Raises:
           ValueError: if the variables have no such layer, or if `layer` is missing and

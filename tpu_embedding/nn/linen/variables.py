@@ -70,7 +70,7 @@ def with_embedding_tables(
         from the values, as `adafactor` does.
 
     Returns:
-      New variables; with `slots`, `(variables, slots)`.
+      New variables, or `(variables, slots)` if you pass `slots`.
 
     Raises:
       TypeError: if `values`, or its values, are not dicts.
@@ -127,7 +127,7 @@ def map_tables(
     def replace(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, LayerTables):
             return leaf
-        # The last key is the variable, "tables"; those before are the layer path.
+        # The last key is the variable, "tables". The keys before it are the layer path.
         return function("/".join(str(key.key) for key in keys[:-1]), leaf)
 
     tables = jax.tree_util.tree_map_with_path(
