@@ -1,11 +1,11 @@
-"""The backward pass of one stack: cotangents to gradients at the owners. Per shard.
+"""The backward pass of one stack on one shard: turns cotangents into gradients.
 
-A gradient stays on the devices that have its samples, as routing and cotangents. So
+A gradient is kept as routing and cotangents, on the devices that have its samples. So
 gradients can be added exactly, by joining their samples. `gradient_rounds` brings a
-gradient to the owners of its rows, in three stages: the source sums by row (spread),
-sends the sums (exchange), and the owner sums what several devices sent (merge). What
-the owners receive in round 1 is part of the gradient, so that a norm and the update
-after it share one exchange.
+gradient to the owners of its rows, in three stages: the source sums cotangents by row
+(spread) and sends the sums (exchange), and the owner adds the sums from all sources
+(merge). The gradient also holds what the owners received in round 1, so that a norm and
+the update after it share one exchange.
 """
 
 import dataclasses
@@ -48,19 +48,19 @@ from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.xla import forward_fill
 
 _MAX_CHUNKS: Final = 8
-"""Maximum iterations of the loop, reached if almost all occurrences are repeats."""
+"""Maximum loop iterations in `_add_repeats`, reached if almost all ids are repeats."""
 
 _MIN_CHUNK_SIZE: Final = 8 * LANES
-"""Minimum repeats per iteration, so that few ids need only one iteration."""
+"""Minimum repeats per iteration, so that small batches need only one iteration."""
 
 _BLOCK_BYTES: Final = MEBIBYTE
-"""Bytes of the rows in a block. The rows and their gradients fit in a cache."""
+"""Bytes of the rows in a block. Rows and gradients of this size fit in a cache."""
 
 _BLOCK_ALIGNMENT: Final = 128
 """Blocks hold a multiple of this many ids."""
 
 ReadCotangents = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
-"""Gathers cotangents for ids, times gain and scale."""
+"""Gathers a cotangent per id, multiplied by the id's gain and its sample's scale."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ class IdBlocks:
 
     Attributes:
       order: positions before sorting.
-      ranks: number of smaller distinct rows, over all blocks.
+      ranks: number of smaller distinct rows in all blocks.
     """
 
     row_ids: Int[Array, "blocks block_size"]
@@ -85,9 +85,9 @@ class StackGradient:
 
     Attributes:
       blocks: set if one CPU device owns all rows; else None.
-      first: the first round at the owners. None if there are blocks, or if the backend
-        replaces the update.
-      is_partial: `[1]`, True if the backend could not look up all ids; None if programs
+      first: what the owners received in round 1. None if `blocks` is set, or if the
+        backend replaces the update.
+      is_partial: `[1]`, True if the backend could not look up all ids. None if programs
         have a fallback. A gradient of zeros is not partial.
     """
 
@@ -98,7 +98,7 @@ class StackGradient:
     is_partial: Bool[Array, "_"] | None
 
     def seal(self) -> Sealed:
-        """Protects all but the values that scale with the gradient."""
+        """Protects leaves from arithmetic, unless they scale with the gradient."""
         return seal(self, linear_fields=("cotangents", "values"))
 
 
@@ -107,7 +107,7 @@ def stack_gradient(
     cotangents: Sequence[Float[Array, "_ dim"]],
     stack: StackPlan,
 ) -> Sealed:
-    """Builds a sealed `StackGradient`. `cotangents` are loss derivatives by sample."""
+    """Builds a sealed `StackGradient` from the loss derivatives of each feature."""
     blocks, first = None, None
     if stack.updates == "blocks":
         blocks = sorted_blocks(routing.keys, stack.dim)
@@ -130,7 +130,7 @@ def stack_gradient(
 
 
 def scale_gradient(gradient: Sealed, factor: Any) -> Sealed:
-    """Scales cotangents, and what the owners already received."""
+    """Scales the cotangents, and the sums that the owners already received."""
     old, factor = gradient.open(), jnp.asarray(factor, jnp.float32)
     new = dataclasses.replace(
         old,
@@ -166,7 +166,7 @@ def join_gradients(gradients: Sequence[Sealed], stack: StackPlan) -> Sealed:
     total = stack_gradient(joined, cotangents, stack)
     if not stack.backend.must_run_all:
         return total
-    # The sum has a fallback, but its lookups had none.
+    # The update has a fallback for joined ids, but the lookups before it had none.
     is_partial = functools.reduce(jnp.logical_or, (x.is_partial for x in opened))
     return dataclasses.replace(total.open(), is_partial=is_partial).seal()
 
@@ -186,8 +186,8 @@ def gradient_rounds(gradient: Sealed, stack: StackPlan) -> Parts:
     end_of_first = sent.first.end_row[0]
     first = dataclasses.replace(first, covered=RowRange(jnp.int32(0), end_of_first))
 
-    # Later rounds send their ids again, since keeping them would use memory in every
-    # step.
+    # Later rounds send their ids again, since keeping the received ids would use memory
+    # in every step.
     def fold_later(body: Callable[[Any, RowGradients], Any], carry: Any) -> Any:
         def run_round(state: tuple[Any, Array], current: Round) -> tuple[Any, Array]:
             so_far, first_row = state
@@ -240,15 +240,15 @@ def spread(
     positions: Int[Array, " ids"],
     buffer_size: int,
 ) -> Float[Array, "buffer dim"]:
-    """Sums cotangents by row, in the exchange buffer. Undefined where unused.
+    """Sums cotangents by row in the exchange buffer. Unused entries are undefined.
 
     Args:
       order: positions before sorting by row.
       positions: where the row of each sorted id is in the buffer, or `buffer_size` if
         the id is not in this round.
     """
-    # A sum starts as the cotangent of the first occurrence. This avoids a buffer of
-    # zeros, and only repeats are scattered.
+    # Each sum starts as the cotangent of the row's first occurrence. This avoids a
+    # buffer of zeros, and leaves only repeats to scatter.
     is_first = jnp.diff(positions, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
     first_ids = first_ids.at[jnp.where(is_first, positions, buffer_size)].set(
@@ -292,7 +292,7 @@ def cotangent_reader(
 def gain_of_each_id(
     poolings: Sequence[PoolingSpec],
 ) -> Float[Array, " all_ids"] | None:
-    """Joins the gains of all features. None means 1 for all."""
+    """Joins the gains of all features. None means that all gains are 1."""
     if all(pooling.gains is None for pooling in poolings):
         return None
     return jnp.concatenate(
@@ -311,12 +311,12 @@ def merge(
 ) -> RowGradients:
     """Sums the gradients of equal rows, without communication.
 
-    There may be at most `num_rows` distinct rows. In the result, each appears once, in
-    any order; all other positions are padding.
+    There may be at most `num_rows` distinct rows. In the result, each row appears once,
+    in any order, and unused positions are padding.
     """
     if 2 * num_rows <= row_ids.shape[0]:
         return _merge_few_rows(row_ids, gradients, num_rows)
-    # As in `spread`, but the first occurrences are already in place.
+    # This works as in `spread`, except that first occurrences are already in place.
     (sorted_ids,), order, ranks = rank_unique(row_ids)
     is_first = jnp.diff(ranks, prepend=-1) > 0
     is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
@@ -325,7 +325,7 @@ def merge(
         is_repeat,
         positions=forward_fill(jnp.where(is_first, order, -1)),
         value_ids=order,
-        # Only first occurrences change, so repeats still hold what was received.
+        # Only first occurrences change, so repeats still hold the received values.
         read_values=gather_lines,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
@@ -337,7 +337,7 @@ def _merge_few_rows(
     gradients: Float[Array, "buffer dim"],
     num_rows: int,
 ) -> RowGradients:
-    """Sums into a new buffer, at most half as long as what was received."""
+    """Sums gradients into a new buffer, at most half as long as the received one."""
     (sorted_ids,), order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
     unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
@@ -363,8 +363,8 @@ def _add_repeats(
     """Adds repeats to the sums of their rows, in place.
 
     Args:
-      sums: values of first occurrences.
-      is_repeat: occurrences may be in any order.
+      sums: initial sums, equal to the values of first occurrences.
+      is_repeat: True for repeats. Occurrences may be in any order.
       positions: where the row of each occurrence is in `sums`.
       read_values: maps the current sums and a chunk of `value_ids` to values.
     """
@@ -418,8 +418,8 @@ def sorted_blocks(
 
     return IdBlocks(
         row_ids=cut(row_ids, PADDING_ROW_ID),
-        # The positions that fill up the last block read any cotangent, but their rank
-        # is past the end of all sums, so it is dropped.
+        # Positions that fill up the last block read an arbitrary cotangent. Their rank
+        # is past the end of all sums, so this cotangent is dropped.
         order=cut(order, 0),
         ranks=cut(ranks, PADDING_ROW_ID),
     )
@@ -428,10 +428,10 @@ def sorted_blocks(
 def gradient_blocks(
     blocks: IdBlocks, read_cotangents: ReadCotangents, dim: int
 ) -> Parts:
-    """Sums gradients block by block, where one CPU device owns all rows."""
-    # XLA:CPU gathers on all cores but adds on one, which is fast only within the cache.
-    # With blocks, a step of 26 tables with 20,000 rows of 32 values, 4,096 samples and
-    # Adagrad takes 28 ms instead of 51 ms on two cores.
+    """Sums gradients block by block, when one CPU device owns all rows."""
+    # XLA:CPU gathers on all cores but adds on one core, which is fast only within the
+    # cache. For 26 tables with 20,000 rows of 32 values, an Adagrad step with 4,096
+    # samples takes 28 ms with blocks and 51 ms without, on two cores.
     num_blocks, ids_per_block = blocks.row_ids.shape
     nothing = jnp.zeros((dim,), jnp.float32)
     first, open_sum = _sum_block(jnp.int32(0), nothing, blocks, read_cotangents)
@@ -461,9 +461,9 @@ def _sum_block(
     blocks: IdBlocks,
     read_cotangents: ReadCotangents,
 ) -> tuple[RowGradients, Float[Array, " dim"]]:
-    """Sums gradients for finished rows, and for a row that continues after the block.
+    """Sums a block's gradients, and separates the row that the next block continues.
 
-    `open_sum` is what earlier blocks summed for the first row.
+    `open_sum` is the first row's sum from earlier blocks.
     """
     num_blocks, ids_per_block = blocks.row_ids.shape
     ids, ranks = blocks.row_ids[index], blocks.ranks[index]
@@ -488,6 +488,7 @@ def _sum_block(
     gradients = RowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids), values=sums
     )
-    # In a block that was filled up, `last` is past all sums. It can't continue.
+    # In a block that ends with padding, `last` is past all sums, but then `continues`
+    # is False.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
     return gradients, open_sum

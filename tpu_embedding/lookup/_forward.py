@@ -1,11 +1,12 @@
-"""The forward pass of one stack: ids to activations. Per shard.
+"""The forward pass of one stack on one shard: turns ids into activations.
 
-`route_stack` turns ids into keys and sends these to the owners of their rows.
-`read_stack` then gathers, sends back and combines rows, round by round.
+`route_stack` turns ids into keys, and sends the keys to the owners of their rows. Round
+by round, `read_stack` then gathers rows, sends them back and combines them.
 
 A *key* is an int32, `owner * rows_per_shard + local row`. One sort of the keys brings
-equal ids together and also groups them by destination. Padding, ids outside their
-table, and ids excluded by their weight have the largest key, `PADDING_ROW_ID`.
+equal ids together and also groups ids by destination. The largest key,
+`PADDING_ROW_ID`, marks padding, ids outside their table, and ids that are excluded
+because of their weight.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 from tpu_embedding.xla import read_before_write, zeros_unless
 
 _MAX_UNROLLED_VALENCE: Final = 128
-"""Maximum valence up to which the program unrolls the sums of samples."""
+"""Largest valence whose sums `pool_feature` unrolls."""
 
 ReadRows = Callable[[Shaped[Array, "n ..."]], Float[Array, "n dim"]]
 """Reads the rows at some positions. Ids without a row give zeros."""
@@ -50,12 +51,12 @@ class FeatureInput:
 
     Attributes:
       weights: None means weight 1 for every id.
-      sample_ids: output samples, ascending; `num_samples` in unused positions. None
-        means the ids are in blocks: the first ids of all samples, then the second ids,
-        up to `valence`. A TPU adds such blocks without moving them.
+      sample_ids: output sample of each id, ascending, with `num_samples` in unused
+        positions. None means that ids are in `valence` blocks: first ids of all
+        samples, then second ids, and so on. A TPU adds such blocks without moving them.
       valence: ids per sample, if `sample_ids` is None.
       is_sample: `[num_samples]`, False for samples that only fill up the batch. None
-        means that all samples are real, or that it makes no difference.
+        means that all samples are real, or that the difference doesn't matter.
     """
 
     ids: Int[Array, " ids"]
@@ -71,9 +72,9 @@ class FeatureInput:
 class PoolingSpec:
     """A sparse matrix that pools rows into the samples of one feature.
 
-    The forward pass multiplies by it, the backward pass by its transpose. An entry is
-    the gain of an id times the scale of its sample, which depends on the combiner. If
-    gains or scales are None, they are all 1. The other fields are from `FeatureInput`.
+    The forward pass multiplies by this matrix, and the backward pass by its transpose.
+    Each entry is an id's gain times its sample's scale, which depends on the combiner.
+    If gains or scales are None, they are all 1. Other fields are from `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -92,7 +93,7 @@ class PoolingSpec:
     def samples_of_ids(
         self, number: Callable[[Int[Array, " n"]], Int[Array, " n"]]
     ) -> Int[Array, " ids"]:
-        """Maps each id to `number(sample)`. Unused ids use the last sample."""
+        """Computes `number(sample)` for each id. Unused ids use the last sample."""
         if self.sample_ids is not None:
             # Unused ids have `num_samples`, the first sample of the next feature.
             return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
@@ -101,7 +102,7 @@ class PoolingSpec:
 
     @property
     def is_copy(self) -> bool:
-        """True if each sample is a single row, up to its scale."""
+        """True if each sample is a single row, apart from its scale."""
         return self.gains is None and self.sample_ids is None and self.valence == 1
 
 
@@ -139,9 +140,9 @@ def rows_and_poolings(
     """Applies id policies and combiners.
 
     Returns:
-      The table row that each position reads, or `PADDING_ROW_ID`, concatenated over
-      features; and for each feature, its `PoolingSpec` and its count of ids outside the
-      table.
+      The table row of each id, or `PADDING_ROW_ID` if it reads no row, for all features
+      in one array; the `PoolingSpec` of each feature; and, for each feature, the number
+      of ids outside its table.
     """
     row_ids, out_of_range = _apply_id_policies(inputs, features)
     sizes = [feature_input.ids.shape[0] for feature_input in inputs]
@@ -173,7 +174,7 @@ def rows_and_poolings(
 def max_unique_ids(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
 ) -> int:
-    """Bounds the unique ids that a shard looks up. Buffer sizes depend on it."""
+    """Bounds the number of unique ids that a shard looks up, to size its buffers."""
     if stack.keeps_duplicates:
         return sum(feature_input.ids.shape[0] for feature_input in inputs)
     # A table adds no more unique ids than it has rows, even if features share it.
@@ -188,7 +189,7 @@ def max_unique_ids(
 
 
 def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
-    """Reorders blocks by sample, for rules that see each occurrence in that order."""
+    """Reorders ids from blocks to sample order, for rules that need this order."""
     valence = feature_input.valence
     if feature_input.sample_ids is not None or valence == 1:
         return feature_input
@@ -234,7 +235,7 @@ def _apply_id_policies(
         for feature_input, feature in zip(inputs, features, strict=True)
     ]
     if any(weights is not None for weights in checked_weights):
-        # `NaN <= 0` is False: a NaN weight must reach the loss.
+        # NaN weights must reach the loss. They do, because `NaN <= 0` is False.
         is_left_out = [
             jnp.zeros(size, bool) if weights is None else weights <= 0
             for weights, size in zip(checked_weights, sizes, strict=True)
@@ -244,7 +245,7 @@ def _apply_id_policies(
 
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
-    """Repeats each value for the ids of its feature. Equal values become a scalar."""
+    """Repeats each value for its feature's ids. If all are equal, makes one scalar."""
     # jax_enable_x64 would change the default integer type.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
@@ -270,7 +271,7 @@ def leaves_out_weights(feature: FeaturePlan) -> bool:
 def _fill_empty_samples(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
 ) -> tuple[FeatureInput, Int[Array, " ids"]]:
-    """Puts the default id, with weight 1, first in samples that look up nothing."""
+    """Sets the first id to the default id, with weight 1, in samples without a row."""
     is_row = row_ids != PADDING_ROW_ID
     sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
     if sample_ids is None:
@@ -285,7 +286,7 @@ def _fill_empty_samples(
         is_empty = num_rows == 0
         if feature_input.is_sample is not None:
             is_empty &= feature_input.is_sample
-        # `to_feature_input` gave each sample an extra position, so a first one exists.
+        # `to_feature_input` added a position to each sample, so a first one exists.
         is_first = jnp.diff(sample_ids, prepend=-1) != 0
         is_default = is_first & is_empty.at[sample_ids].get(
             mode="fill", fill_value=False, indices_are_sorted=True
@@ -313,7 +314,7 @@ def _gains_and_scales(
     is_used = row_ids != PADDING_ROW_ID
     gains = feature_input.weights
     if gains is not None:
-        # Ids without a row must not count in denominators, not even as NaN.
+        # Ids without a row must not change denominators, even if their weight is NaN.
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
@@ -346,11 +347,11 @@ def pool_buffer(
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows from an exchange buffer into their samples.
 
-    `positions` has a position in the buffer for each id, past the end for ids without a
-    row. `samples_of` scales the results, once they are added over all rounds.
+    `positions` has each id's position in the buffer, which is past the end for ids
+    without a row. After all rounds are added, `samples_of` scales the sums.
     """
-    # The last entry of the buffer is always unused. Zeros there, for ids without a row,
-    # avoid a mask on the gathered rows.
+    # The last entry of the buffer is always unused. Ids without a row read zeros from
+    # it, which avoids a mask on the gathered rows.
     last = rows.shape[0] - 1
     zeros = jnp.zeros((1, rows.shape[1]), rows.dtype)
     rows = jax.lax.dynamic_update_slice(rows, zeros, (last, 0))
@@ -375,7 +376,7 @@ def pool(
     if gathers == "whole":
         at, rows_at = rows_at(positions), lambda rows: rows
     else:
-        # `jit` traces once for all features with equally many ids.
+        # With `jit`, features that have the same number of ids share one trace.
         at, rows_at = positions, jax.jit(rows_at)
     at = split_by_feature(at, [pooling.num_ids for pooling in poolings])
     return [pool_feature(*x, rows_at) for x in zip(poolings, at, strict=True)]
@@ -384,7 +385,7 @@ def pool(
 def samples_of(
     sums: Sequence[Float[Array, "_ dim"]], poolings: Sequence[PoolingSpec]
 ) -> list[Float[Array, "_ dim"]]:
-    """Scales the summed rounds into activations, one array per feature."""
+    """Scales the sums over all rounds to activations, one array per feature."""
     if len(sums) < len(poolings):
         sums = split_by_feature(sums[0], [pooling.num_samples for pooling in poolings])
     return scale_samples(sums, poolings)
@@ -430,9 +431,9 @@ class StackRouting:
 
     Attributes:
       sent: the ids at the owners. None if this device reads its own rows, or if the
-        backend replaces the lookup; `stack_gradient` may add them later.
+        backend replaces the lookup. `stack_gradient` may then send the ids later.
       backend_ids: see `Backend.prepare_ids`.
-      out_of_range: ids outside the table, `[1]` per feature.
+      out_of_range: number of ids outside the table, one array `[1]` per feature.
     """
 
     keys: Int[Array, " ids"]
@@ -450,7 +451,7 @@ def route_stack(
 ) -> StackRouting:
     """Sends ids to the owners of their rows.
 
-    This reads no table, so it may run before a table is updated.
+    Routing doesn't read tables, so it may run before a table is updated.
     """
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     max_unique = max_unique_ids(inputs, features, stack)
@@ -471,9 +472,9 @@ def read_stack(
     """Reads and combines rows.
 
     Returns:
-      Float32 activations by feature; the routing for the backward pass; counts by
-      `LookupStats` field, each with an axis of length 1 in front. `num_ids` and
-      `requested_rows` are missing if the lookup sent no ids, and `missing_rows` if the
+      Float32 activations by feature; the routing for the backward pass; and counts by
+      `LookupStats` field, each with a first axis of length 1. The counts lack `num_ids`
+      and `requested_rows` if the lookup sent no ids. They lack `missing_rows` if the
       device has all rows that it owns.
     """
     poolings = routing.poolings
@@ -482,7 +483,7 @@ def read_stack(
         def rows_at(row_ids: Int[Array, " ids"]) -> Float[Array, "ids dim"]:
             rows = read_rows(table, row_ids).astype(jnp.float32)
             rows = quantize(rows, stack.quantization)
-            # Not before `quantize`, which may not map 0 to 0.
+            # Set zeros after `quantize`, because it may map 0 to another number.
             is_row = row_ids < stack.rows_per_shard
             return zeros_unless(is_row, rows)
 
@@ -537,9 +538,10 @@ def _read_before_update(
 ) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
     """Orders table reads before the writes of an update."""
     sent = routing.sent
-    # An update writes to the rows that the routing names, so one barrier orders the
-    # routing after the activations. Otherwise, if the derivative of the loss doesn't
-    # use the activations, XLA may write first, and copy the table to keep old rows.
+    # An update writes to the rows that the routing names. With one barrier, the routing
+    # is available only after the activations, so all writes come after the reads.
+    # Otherwise, if the derivative of the loss doesn't use the activations, XLA may
+    # write first, and copy the table to keep old rows.
     reads = (activations, routing.keys, routing.backend_ids)
     if sent is None:
         activations, keys, backend_ids = read_before_write(reads)

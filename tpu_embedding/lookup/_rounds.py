@@ -1,12 +1,12 @@
-"""Dedup, rounds, and the exchange with the owners of rows. Per shard.
+"""Dedup, rounds, and the exchange with the owners of rows, on one shard.
 
 Buffers are static, so a round carries at most `capacity` ids from each shard to each
 owner. All shards cut their ids for an owner at the same id, which they find with an
 all-reduce. So all requests for a row travel in one round, and an optimizer can finish a
 round before the next begins; see docs/concepts/skew.md.
 
-Callers run round 1 as straight-line code, then `fold_later_rounds`, the only loop over
-rounds.
+Callers run round 1 as straight-line code, and then call `fold_later_rounds`, the only
+loop over rounds.
 """
 
 import dataclasses
@@ -30,24 +30,25 @@ from tpu_embedding.xla import computed_apart, running_sum
 _MAX_COMPARISONS: Final = 2**23
 """Maximum comparisons of a search that compares each query with each value.
 
-Above it, a binary search in a loop is faster."""
+Above this limit, a binary search in a loop is faster."""
 
 
 Words = tuple[Integer[Array, " _"], ...]
 """Ids of one or more words, ordered lexicographically.
 
-The first word is an int32 key, `owner * keys_per_shard + local key`. Alone, it names a
-row. Otherwise it names a bucket, and the words of a 64-bit id follow."""
+The first word is an int32 key, `owner * keys_per_shard + local key`. If it is the only
+word, it names a row. Otherwise, it names a bucket, and the words of a 64-bit id follow.
+"""
 
 
 def rank_unique(
     *words: Integer[Array, " n"],
 ) -> tuple[Words, Int[Array, " n"], Int[Array, " n"]]:
-    """Sorts ids, and ranks each among the distinct ids.
+    """Sorts ids, and finds the rank of each id among the distinct ids.
 
     Returns:
-      The words, ascending; the position of each id before sorting; and its rank, which
-      counts smaller distinct ids.
+      The sorted words; the position of each sorted id before sorting; and its rank,
+      which is the number of smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
     *ids, order = jax.lax.sort(
@@ -82,13 +83,13 @@ class SortedIds:
     """Ids in key order.
 
     Attributes:
-      words: ascending; padding last.
+      words: sorted, with padding last.
       order: positions before sorting.
       ranks: counts of smaller distinct ids. If duplicates are kept, each occurrence
         counts as distinct.
-      first_positions: where the ids for each destination begin, then where padding
-        begins.
-      first_ranks: ranks at these positions. The last one counts the unique ids.
+      first_positions: where the ids for each destination begin, and finally where
+        padding begins.
+      first_ranks: ranks at `first_positions`. The last one counts all unique ids.
     """
 
     words: Words
@@ -149,10 +150,11 @@ def id_at_rank(ranks: Int[Array, " queries"], unique: SortedIds) -> Words:
 def broadcast_to_ids(
     values: Int[Array, " shards"], unique: SortedIds
 ) -> Int[Array, " ids"]:
-    """Repeats values for all sorted ids of a destination. Undefined for padding."""
-    # A running sum over the steps between destinations replaces a gather, because a TPU
-    # gathers single integers slowly. Steps are added, not set: a destination without
-    # ids begins where the next one does.
+    """Repeats each destination's value for its sorted ids. Undefined for padding."""
+    # A TPU gathers single integers slowly. Instead, the difference from the previous
+    # value is added where each destination begins, and a running sum turns differences
+    # into values. They are added, not set, because a destination without ids begins
+    # where the next destination does.
     steps = jnp.diff(values, prepend=0)
     starts = jnp.zeros_like(unique.ranks)
     starts = starts.at[unique.first_positions[:-1]].add(
@@ -174,7 +176,7 @@ def _search(rising: Words, queries: Words) -> Int[Array, " queries"]:
         low, high = bounds
         middle = (low + high) // 2
         is_below = jnp.zeros(num_queries, bool)
-        # A finished search may look past the end, so its word must not count.
+        # A finished search may look past the end, so its comparison must not count.
         is_equal = low < high
         for word, query in zip(rising, queries, strict=True):
             middle_word = word.at[middle].get(mode="clip")
@@ -199,18 +201,20 @@ def fetch_rows(
     row_ids: Int[Array, " buffer"],
     stack: StackPlan,
 ) -> Float[Array, "buffer dim"]:
-    """Gathers rows for a `Round` of requests, and sends them back.
+    """Gathers the rows that a `Round` requests, and sends them back.
 
     Returns:
-      Float32 rows at the positions where this shard sent requests; undefined elsewhere.
+      Float32 rows, at the positions of this shard's requests. Other positions are
+      undefined.
     """
     with jax.named_scope("gather"):
         rows = read_rows(table, row_ids)
         if stack.hardware.name == "cpu":
-            # Otherwise XLA fuses the gather into the exchange's slices, on one core.
+            # Otherwise, XLA fuses the gather with slices in the exchange, and runs it
+            # on one core.
             rows = computed_apart(rows)
     # Rows stored in bfloat16 also travel in bfloat16. This is exact, because `quantize`
-    # comes after.
+    # runs after the exchange.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = rows.astype(jnp.bfloat16 if is_short else jnp.float32)
     return quantize(exchange(rows, stack).astype(jnp.float32), stack.quantization)
@@ -256,16 +260,16 @@ class Round:
     """Requests in one round, at their source and at the owner.
 
     Attributes:
-      buffer_positions: where each sorted id is in the buffer of requests, and its row
-        in the buffer of answers. Past the end if the id is not in this round.
-      requests: buckets by source. int32 `[buffer_size]`, local rows; or uint32
-        `[buffer_size, words]`, the local key first. Unused positions, including the
-        last, have the key `PADDING_ROW_ID`.
-      next_ranks: first pending rank per destination after this round.
-      end_row: `[1]`, where this round ends among the rows that this shard owns. It
-        begins where the previous round ended.
-      is_pending: `[1]`, True if some shard has ids for a later round. False in a
-        gradient of zeros, so no later round runs.
+      buffer_positions: position of each sorted id in the buffer of requests, and of its
+        row in the buffer of answers. Past the end if the id is not in this round.
+      requests: received requests, in buckets by source. They are int32 local rows
+        `[buffer_size]`, or uint32 words `[buffer_size, words]` that begin with the
+        local key. Unused positions, including the last, have the key `PADDING_ROW_ID`.
+      next_ranks: first rank that is pending after this round, per destination.
+      end_row: `[1]`, where this round ends among the rows that this shard owns. The
+        round begins where the previous round ended.
+      is_pending: `[1]`, True if some shard has ids for a later round. In a gradient of
+        zeros, it is False, so later rounds don't run.
     """
 
     buffer_positions: Int[Array, " ids"]
@@ -278,7 +282,7 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """Sorted ids, with the first round sent to the owners.
+    """Sorted ids, after the first round was sent to the owners.
 
     Attributes:
       companions: words that travel with the sorted ids. Equal ids have equal words.
@@ -313,7 +317,7 @@ def send_unique(
     size: RoundSize,
     stack: StackPlan,
 ) -> SentIds:
-    """Sends the first round to the owners."""
+    """Sends the first round of unique ids to the owners."""
     first_ranks = unique.first_ranks[:-1]
     first = _next_round(unique, companions, first_ranks, size, stack)
     return SentIds(unique=unique, first=first, companions=companions, size=size)
@@ -329,7 +333,7 @@ def fold_later_rounds(
     """Folds `carry = body(carry, round)` over the rounds after the first.
 
     `carry` holds the results of the first round, `ids.first`. If there are several
-    rounds, each pass after the first one starts again at the first round.
+    rounds, each pass after the first pass starts again at the first round.
 
     Returns:
       The final carry, and the number of rounds, including the first.
@@ -366,9 +370,9 @@ def _next_round(
     size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    """Sends requests, from the first pending ranks on."""
+    """Sends the requests of a round that begins at `first_ranks`."""
     if size.holds_all:
-        # No batch of this shape needs a second round, so there is nothing to agree on.
+        # No batch of this shape needs a second round, so shards needn't agree on a cut.
         next_ranks = unique.first_ranks[1:]
         end_row, is_pending = jnp.int32(unique.keys_per_shard), jnp.zeros((), bool)
     else:
@@ -392,8 +396,9 @@ def _next_round(
     )
     shape = (size.buffer_size, *request.shape[1:])
     requests = jnp.full(shape, PADDING_ROW_ID, request.dtype)
-    # Slices by destination would compile to a loop on TPUs, with 16 % more cycles in a
-    # whole step by the compiler's count. Equal ids write equal requests.
+    # Writing one slice per destination would compile to a loop on TPUs. By the
+    # compiler's count, a whole step would take 16 % more cycles. Equal ids write equal
+    # requests.
     requests = requests.at[buffer_positions].set(
         request, mode="drop", wrap_negative_indices=False
     )
@@ -412,10 +417,10 @@ def _agree_on_range(
     size: RoundSize,
     stack: StackPlan,
 ) -> tuple[Int[Array, " shards"], Int[Array, " shards"]]:
-    """Finds the range that fits in a round for all sources.
+    """Finds the range of ids that fits in one round from every source.
 
     Returns:
-      The first rank and local key after the range, by destination.
+      For each destination, the first rank and the first local key after the range.
     """
     first_keys = jnp.arange(stack.num_shards, dtype=jnp.int32) * unique.keys_per_shard
     cut = first_ranks + size.capacity
@@ -426,9 +431,9 @@ def _agree_on_range(
         jnp.where(fits, unique.keys_per_shard, key - first_keys),
         *(jnp.where(fits, jnp.uint32(0), word) for word in others),
     )
-    # Find the smallest end over all devices, word by word. A word counts only where all
-    # earlier words are the smallest. Devices with copies of a shard take part, because
-    # copies need equal rounds.
+    # Find the smallest end over all devices, word by word. A device's word counts only
+    # where all its earlier words are the smallest. Devices with copies of a shard take
+    # part, because copies need equal rounds.
     smallest, is_candidate = [], None
     for word in end:
         if is_candidate is not None:
@@ -454,7 +459,7 @@ def gather_from_replicas(received: RowGradients, stack: StackPlan) -> RowGradien
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            # For sample order, sort buckets by the device that has their samples.
+            # To restore sample order, sort buckets by the device with their samples.
             axes = (*stack.replica_axes, *stack.shard_axes)
             sizes = [jax.lax.axis_size(axis) for axis in axes]
             buckets = buffers.reshape(*sizes, -1, *rest)

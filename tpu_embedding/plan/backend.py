@@ -1,9 +1,9 @@
 """The interface of backends, which look up and update rows on a device.
 
 A backend changes speed, never results. `Backend` itself runs the exchange in `lookup/`
-and the drivers in `update/`. Subclasses override its methods, which receive the
-exchange or driver as `otherwise`, and call it in steps that the subclass cannot run.
-The core finds subclasses only through `_OPTIONS`. To add a backend, extend it.
+and the drivers in `update/`. Subclasses override its methods. An override receives the
+exchange or driver as `otherwise`, and calls it in steps that the subclass cannot run.
+The core finds subclasses only through `_OPTIONS`. To add a backend, extend `_OPTIONS`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Activations = tuple[list[Float[Array, "_ dim"]], Int[Array, ""], Int[Array, ""] | None]
 """One array per feature in a stack, the number of exchange rounds, and how many reads
-asked for rows that the device owns but lacks (`PackedRows.num_missing`)."""
+asked for rows that the device owns but lacks, from `num_missing`."""
 
 ReadRows = Callable[[PackedRows], Activations]
 """Looks up a batch's rows in a table."""
@@ -41,8 +41,8 @@ class Backend:
 
     Attributes:
       must_run_all: True if programs have no fallback for steps that the backend cannot
-        run. The result of `prepare_ids` then has `fits`, bool `[1]`, equal on all
-        devices: False if the ids on at least one device do not fit.
+        run. The result of `prepare_ids` then has the field `fits`, bool `[1]`, which is
+        False on all devices if the ids of any device don't fit.
       reason: why the plan chose this backend.
     """
 
@@ -71,9 +71,9 @@ class Backend:
         *,
         are_joined: bool = False,
     ) -> Any:
-        """Derives what lookup and update need from the keys (`lookup/_forward.py`).
+        """Prepares keys, as defined in `lookup/_forward.py`, for lookup and update.
 
-        If `are_joined`, they come from several lookups, whose gradients are summed.
+        If `are_joined`, the keys come from several lookups, whose gradients are summed.
         """
         return None
 
@@ -85,7 +85,7 @@ class Backend:
         otherwise: ReadRows,
         stack: "StackPlan",
     ) -> Activations:
-        """Pools rows into samples. Without an exchange, it counts 0 rounds."""
+        """Pools rows into samples. Without an exchange, the number of rounds is 0."""
         return otherwise(table)
 
     def update(
@@ -100,19 +100,19 @@ class Backend:
         """Applies a `StackGradient`, in place if table and state are donated.
 
         If `only_if` is False, nothing changes. If this backend replaces the update,
-        `backend_ids` in the gradient routing come from `prepare_ids`.
+        `backend_ids` in the gradient's routing are from `prepare_ids`.
         """
         return otherwise(table, state)
 
 
 class BackendOptions:
-    """The value of `backend=`, which chooses a backend per stack. This one uses XLA."""
+    """The value of `backend=`. It chooses a backend per stack; this class uses XLA."""
 
     def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
         """Chooses a stack's backend, and the row layout that this backend needs.
 
         Args:
-          stack: a plan without its backend, storage and vocabulary arrays.
+          stack: the stack's plan, still without backend, storage and vocabulary arrays.
           mesh: devices that hold the tables.
         """
         return dataclasses.replace(stack, backend=Backend(reason="backend='xla'"))

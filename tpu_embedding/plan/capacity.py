@@ -2,7 +2,7 @@
 
 Ids and rows travel in static buffers, with a bucket of equal size per destination. Ids
 that don't fit travel in a later round, so sizes affect only speed; see
-docs/concepts/skew.md. All forms give the same numbers up to rounding.
+docs/concepts/skew.md. All forms compute the same numbers, up to rounding.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SUBLANES: Final = 8
 LANES: Final = 128
 """32-bit values in one row of a TPU vector register."""
 
-# From here on, rounding up to a multiple of `LANES` adds at most 0.8 %.
+# From this capacity on, rounding up to a multiple of `LANES` adds at most 0.8 %.
 _LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
 """Minimum capacity at which bucket sizes are rounded up to a multiple of `LANES`."""
 
@@ -37,7 +37,7 @@ class RoundSize:
 
     Attributes:
       capacity: maximum ids that a shard sends to one destination.
-      bucket_size: entries per destination. At least one is unused: it means "no id".
+      bucket_size: entries per destination. At least one is unused, to mean "no id".
       unique_rows: upper bound on the distinct rows requested from a shard.
       holds_all: True if no batch can need a second round.
     """
@@ -56,7 +56,7 @@ def round_size(
     *,
     capacity: int | None = None,
 ) -> RoundSize:
-    """Sizes the buffers for a step with at most `max_unique_ids` per shard.
+    """Sizes the buffers for a step with at most `max_unique_ids` unique ids per shard.
 
     The user's `capacity` defaults to the mean plus four standard deviations.
 
@@ -69,7 +69,7 @@ def round_size(
     if capacity is None:
         mean = max(1, max_unique_ids) / num_shards
         capacity = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
-        # The padding of the bucket can carry ids at no cost.
+        # The padding that a bucket needs anyway can carry ids at no cost.
         capacity = _bucket_size(capacity) - 1
     capacity = min(capacity, bound)
     bucket_size = _bucket_size(capacity)

@@ -1,6 +1,6 @@
 """Rejects arrays that were made for another plan.
 
-Arrays for different plans can have equal shapes, and a lookup would silently read the
+Arrays for different plans can have equal shapes, and then a lookup would silently read
 wrong rows. So public functions check layouts first, which costs nothing under `jit`.
 """
 
@@ -32,7 +32,7 @@ def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
     """Checks that `slots` holds the state of every stack. It may hold more."""
     for stack in stacks:
         owner, state = _entry("slots", slots, stack, "init_slots")
-        # A full flatten would reach the lines, and lose the layouts.
+        # Flattening `PackedRows`, as is the default, would lose their layouts.
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
         layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
         if len(layouts) != len(stack.slots):
@@ -58,8 +58,8 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
 
 def _check_words(owner: str, rows: PackedRows, stack: StackPlan) -> None:
     layout = rows.layout
-    # Arithmetic on packed words, such as a moving average, leaves float lines. The
-    # lookup would fail on them with an unrelated error.
+    # Arithmetic on packed words, such as a moving average, makes them floats. A lookup
+    # would fail on these lines with an unrelated error.
     if layout.narrow_dtype is None or rows.lines.dtype == layout.stored_dtype:
         return
     names = [table.name for table in stack.tables]
@@ -97,12 +97,12 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> tuple[str, A
 
 
 def _check_layout(owner: str, layout: RowLayout, planned: RowLayout) -> None:
-    # Layouts that differ in other fields may still have equal rows in equal lanes.
+    # Layouts with equal facts have equal rows in equal lanes, even if fields differ.
     if layout == planned or layout.facts == planned.facts:
         return
     only_array = [fact for fact in layout.facts if fact not in planned.facts]
     only_plan = [fact for fact in planned.facts if fact not in layout.facts]
-    # If the shards differ, the first fact is about them. The last is about tables.
+    # If shards differ, the first fact is about shards. The last fact is about tables.
     listed = "; ".join(
         f"the {name} has {' and '.join(dict.fromkeys(facts[:1] + facts[-1:]))}"
         for name, facts in (("array", only_array), ("plan", only_plan))

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlan:
-    """A feature, and where its stack holds the table.
+    """A feature, and the place of its table in a stack.
 
     Attributes:
-      row_offset: first table row in the stack.
-      num_rows: table rows in the stack, including spare rows.
+      row_offset: stack row where the table begins.
+      num_rows: rows of the table in the stack, including spare rows.
     """
 
     name: str
@@ -73,8 +73,8 @@ class FeatureNest:
           what: name for the batch in errors.
 
         Returns:
-          A plan with only these features, or this plan itself if the batch holds all
-          features; and one leaf per feature in that plan.
+          A plan with only these features, and the batch as a list of one leaf per
+          feature. If the batch holds all features, the plan is this plan itself.
 
         Raises:
           ValueError: if the nest has a different structure or no features.
@@ -106,7 +106,7 @@ class FeatureNest:
             raise self._structure_error(nest, what, "") from None
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Builds the nest from one leaf per feature, the inverse of `flatten`."""
+        """Builds the nest from one leaf per feature. Inverts `flatten`."""
         return jax.tree.unflatten(self.feature_tree, leaves)
 
     def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
@@ -118,10 +118,10 @@ class FeatureNest:
 def flatten_config(feature_config: Any) -> tuple[dict[str, FeatureConfig], Any]:
     """Names each `FeatureConfig` in a nest, by its path if it has no name.
 
-    Names must be unique, and the nest not empty.
+    Names must be unique, and the nest must not be empty.
     """
-    # A plan passed by mistake is a pytree without leaves. As a leaf, it gets an error
-    # that shows the fix.
+    # A plan passed by mistake is a pytree without leaves. Treat it as a leaf, so that
+    # it gets an error that shows the fix.
     with_paths, tree = jax.tree_util.tree_flatten_with_path(
         feature_config, is_leaf=lambda x: isinstance(x, FeatureNest)
     )
@@ -176,13 +176,13 @@ def plan_features(
 def find_tables(
     features: Mapping[str, FeatureConfig], stacks: Sequence["StackPlan"]
 ) -> list[str]:
-    """Finds the table name for each feature. Each must match exactly one table."""
+    """Finds each feature's table name. Each feature must match exactly one table."""
     tables = [(table.name, table.config) for s in stacks for table in s.tables]
     names, problems = [], []
     for owner, feature in features.items():
         table = feature.table
-        # Unnamed tables may be equal, so the same object wins. Equality serves configs
-        # that were built again.
+        # Unnamed tables may be equal, so the same object takes precedence. Comparing
+        # with `==` is for configs that were built again.
         same = [name for name, config in tables if config is table] or [
             name for name, config in tables if config == table
         ]
@@ -230,7 +230,8 @@ def process_shards(processes: Sequence[int]) -> dict[int, range] | None:
       {0: range(0, 2), 1: range(2, 4)}
     """
     size = len(processes) // len(set(processes))
-    # Assume runs of equal length. The comparison below finds out if the devices differ.
+    # Assume that each process has one run of devices, and that all runs are equally
+    # long. The comparison below checks this assumption.
     shards = {
         processes[start]: range(start, start + size)
         for start in range(0, len(processes), size)
@@ -244,7 +245,7 @@ class InputPlan(FeatureNest):
     """The part of an `EmbeddingPlan` that `prepare_features` reads.
 
     `EmbeddingPlan.for_loaders` makes it. You can pickle it if your nest of features can
-    be pickled. The process that receives it starts no devices.
+    be pickled. The process that receives it doesn't start devices.
 
     Attributes:
       features: one plan per feature, in leaf order. Tables lack initializers and

@@ -1,7 +1,7 @@
 """Makes the plan from configuration, mesh and hardware, and rejects contradictions.
 
-Tables are named, placed on the mesh, and grouped into stacks, one array each. The
-tables in a stack share one dedup, one exchange and one gather; see
+Tables are named, placed on the mesh, and grouped into stacks. Each stack is one array,
+and its tables share one dedup, one exchange and one gather; see
 docs/concepts/stacking.md.
 """
 
@@ -38,7 +38,7 @@ from tpu_embedding.rows.packed_rows import RowLayout, StackContents, TableRange
 from tpu_embedding.rows.row_storage import RowStorage
 from tpu_embedding.types import PADDING_ROW_ID
 
-# An int32 identifies each row of all shards. Dividing rows among shards rounds up, so
+# The rows of all shards are numbered in int32. Dividing rows among shards rounds up, so
 # the margin leaves room for one more row on each of 2**20 shards.
 _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
 
@@ -67,14 +67,14 @@ def make_plan(
       placement: where to store rows if you don't set `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()`, the default, splits
         rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes
-        and copies them along the rest. `te.Replicated()` copies them to every device.
-        Pass a function `(table name, number of rows)` to choose per table.
+        and copies them along the other axes. `te.Replicated()` copies them to every
+        device. Pass a function `(table name, number of rows)` to choose per table.
       hardware: hardware to plan for. Defaults to the kind of devices in the mesh.
       backend: how rows are looked up and updated. It changes speed, never results.
         `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
         XLA's embedding operations for SparseCores, for each stack that they support;
-        `print(plan)` shows which, and why. `tpu-embedding doctor` compares the two
-        backends on your devices.
+        `print(plan)` shows each stack's backend and the reason. `tpu-embedding doctor`
+        compares the two backends on your devices.
 
     Raises:
       TypeError: if an option has the wrong type.
@@ -146,10 +146,10 @@ def _name_tables(configs: Sequence[TableConfig]) -> list[str]:
 
 
 class _PlacedTable(NamedTuple):
-    """A table, and what decides which stack it joins.
+    """A table, and the settings that decide which stack it joins.
 
     Attributes:
-      plan: a table plan without its offset.
+      plan: the table's plan, without its row offset.
       optimizer: None means that the table is not trained.
       shard_axes: in mesh order. Empty if every device has all rows.
     """
@@ -185,7 +185,7 @@ def _place_table(
             raise ValueError(f"TableConfig.optimizer of table {name!r} {problem}")
     elif config.optimizer is None and shared_optimizer is not None:
         # The shared optimizer is `optax.set_to_zero()`, which resolves to None. Unlike
-        # no optimizer, it says that the table is meant to stay fixed.
+        # a missing optimizer, it says that the table is meant to stay fixed.
         config = dataclasses.replace(config, optimizer=shared_optimizer)
     if config.placement is not None:
         placement, reason = config.placement, "TableConfig.placement"
@@ -225,7 +225,8 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
     # If tables with equal keys have too many rows for one stack, each goes into the
     # first stack that has room.
     groups: dict[Any, list[list[_PlacedTable]]] = {}
-    # If all tables are named, the layout then doesn't depend on the feature order.
+    # Sort by name. If all tables are named, the layout doesn't depend on the feature
+    # order.
     for table in sorted(tables, key=lambda table: table.plan.name):
         config = table.plan.config
         key = (
@@ -234,14 +235,14 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
             config.quantization_config,
             table.optimizer,
             table.shard_axes,
-            # The first table's vocabulary acts for the stack, so classes must be equal.
+            # A stack uses its first table's vocabulary, so classes must be equal.
             type(config.vocabulary),
             config.vocabulary.stacking_key,
             table.placement.stacking_key,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
-            unused = len(stack) * _MAX_OWNERS  # At most, between the tables.
+            unused = len(stack) * _MAX_OWNERS  # Upper bound on rows between tables.
             num_rows = sum(t.plan.num_rows for t in (*stack, table)) + unused
             if num_rows <= _MAX_ROWS_OF_STACK:
                 stack.append(table)
@@ -252,7 +253,7 @@ def _group_tables(tables: Sequence[_PlacedTable]) -> list[list[_PlacedTable]]:
 
 
 _MAX_OWNERS: Final = 8192
-"""Maximum owners to spread the tables of a stack over. It bounds the unused rows."""
+"""Maximum number of owners where a stack's tables begin. It bounds unused rows."""
 
 _GOLDEN_RATIO: Final = (math.sqrt(5) - 1) / 2
 
@@ -271,14 +272,14 @@ def _row_offsets(tables: Sequence[TablePlan], num_owners: int) -> list[int]:
       [0, 101, 202, 303]
     """
     # Multiples of the golden ratio, modulo 1, are far apart for any number of tables.
-    # The stride is the next integer that reaches all owners.
+    # The stride is the next integer whose multiples reach all owners.
     stride = round(_GOLDEN_RATIO * num_owners)
     while math.gcd(stride, num_owners) > 1:
         stride += 1
     offsets, end = [], 0
     for i, table in enumerate(tables):
         unused = 0
-        if table.config.vocabulary.ids_are_rows:  # Others spread ids themselves.
+        if table.config.vocabulary.ids_are_rows:  # Other vocabularies spread ids.
             unused = (i * stride - end) % num_owners
         offsets.append(end + unused)
         end += unused + table.num_rows

@@ -1,7 +1,7 @@
 """Chooses mesh and hardware for a plan, and orders devices in a mesh.
 
 Devices are ordered by slice, then by process. Neighbors on the last axis are then near
-each other, and each process has consecutive samples, so it can load only these.
+each other, and each process has consecutive samples, so that it can load only its own.
 """
 
 import collections
@@ -78,7 +78,7 @@ def _order_of(device: Any) -> tuple[int, int, int]:
 
 
 def choose_mesh(mesh: Any) -> Mesh:
-    """Checks the mesh. Defaults to the `jax.set_mesh` context, then to all devices."""
+    """Checks the mesh. Defaults to the one from `jax.set_mesh`, or else all devices."""
     if mesh is None:
         if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
             return device_mesh()

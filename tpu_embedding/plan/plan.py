@@ -77,7 +77,7 @@ class StackPlan:
       rows_per_shard: rows that each shard owns. The last ones may be unused.
       layout: packing of the rows that a device holds, which may be fewer than
         `rows_per_shard`.
-      slots: row shape and dtype per slot variable.
+      slots: row shape and dtype of each slot variable.
       array_names: keys of vocabulary arrays in the dict of tables.
       vocabulary_bytes: memory for vocabulary arrays on each device.
     """
@@ -110,7 +110,7 @@ class StackPlan:
 
     @functools.cached_property
     def optimizer(self) -> RowOptimizer:
-        """Rule that updates its tables. Only for trained stacks."""
+        """Rule that updates the stack's tables. The stack must be trained."""
         if self.trained_by is None:
             names = [table.name for table in self.tables]
             raise ValueError(
@@ -139,24 +139,25 @@ class StackPlan:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows in all its tables, with the unused rows between them."""
+        """Rows in all tables, including the unused rows between them."""
         last = self.tables[-1]
         return last.row_offset + last.num_rows
 
     @functools.cached_property
     def rows_spec(self) -> PartitionSpec:
-        # XLA names the sharding of its results in this way. With another name, programs
-        # would be compiled again.
+        # XLA writes the sharding of its results in this form. If inputs had a different
+        # form of the same sharding, programs would be compiled again.
         return (
             PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
         )
 
     def first_local_row(self, row: Any, shard: Any, bank: Any) -> Any:
-        """Finds the first local row in a shard's bank at or after a stack row.
+        """Finds the first row in a shard's bank that is at or after a stack row.
 
-        Works on ints and arrays.
+        The result is a local row. Works on ints and arrays.
         """
-        # The rows of a bank are contiguous, and have the same remainder in the stack.
+        # A bank's rows are contiguous. In the stack, they have the same remainder
+        # modulo `num_ranges`.
         num_ranges = self.num_shards * self.layout.banks
         remainder = bank * self.num_shards + shard
         first_in_bank = (row + (num_ranges - 1 - remainder)) // num_ranges
@@ -173,18 +174,19 @@ class StackPlan:
     @functools.cached_property
     def sends_ids(self) -> bool:
         """True if a lookup sends unique ids to the devices that own their rows."""
-        # A single shard reads its own table, unless the user asked for rounds.
+        # A single shard reads its own table, unless the user set a capacity for rounds.
         reads_own_rows = self.num_shards == 1 and self.capacity is None
         return not (reads_own_rows or self.backend.replaces_lookup)
 
     @functools.cached_property
     def gathers(self) -> Gathers:
-        # XLA:TPU compiles and starts one large gather faster than many small ones, and
-        # doesn't fuse any of them with the sum.
+        # XLA:TPU compiles and starts one large gather faster than many small gathers,
+        # and fuses neither with the sum.
         if self.hardware.is_tpu:
             return "whole"
-        # XLA:CPU would write the rows of a shared gather to memory, and copy them to
-        # the features. Rows in an exchange buffer are in the cache, so sharing is fine.
+        # XLA:CPU would write the rows of a shared gather to memory, and copy them from
+        # there to the features. Rows of an exchange buffer are in the cache, so they
+        # can be gathered together.
         reads_table = self.num_shards == 1
         return "by_feature" if self.hardware.name == "cpu" and reads_table else "fused"
 
@@ -261,7 +263,7 @@ class EmbeddingPlan(FeatureNest):
 
     @functools.cached_property
     def sample_spec(self) -> PartitionSpec:
-        """Partition of a first axis over all devices, in sample order."""
+        """Partition of an array's first axis over all devices, in sample order."""
         return PartitionSpec(self.sample_axes)
 
     def rows_sharding(self, stack: StackPlan) -> NamedSharding:

@@ -57,7 +57,7 @@ def describe(plan: "EmbeddingPlan") -> str:
 def _notes(stack: "StackPlan") -> Iterator[str]:
     for table in stack.tables:
         if table.row_initializer is None:
-            # A device holds its share of the rows twice, in whole lines: before they
+            # A device holds its share of the rows twice, in whole lines: before rows
             # are sent to their owners, and after.
             lanes = round_up(stack.dim, stack.layout.tile_lanes or 1)
             num_rows = -(-table.num_rows // stack.num_shards)

@@ -3,7 +3,7 @@
 All programs are written for `Auto` axes. On `Explicit` axes, the default in
 `jax.make_mesh`, the type of an array includes its sharding. Public functions then enter
 a context with `Auto` axes, and return arrays with types of the user's mesh. Only this
-module distinguishes the two.
+module distinguishes the two kinds of axes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 EMBEDDING_SCOPE: Final = "embedding_layer"
 """Scope of the layer's operations in a compiled program.
 
-On a mesh with a single device, their names lack `shard_map`'s own scope."""
+On a mesh with a single device, operation names lack `shard_map`'s own scope."""
 
 
 def auto_mesh(plan: EmbeddingPlan) -> Mesh:
@@ -38,8 +38,8 @@ def on_shards(
 ) -> Callable[..., Any]:
     """Turns a function of shards into a function of global arrays.
 
-    Specs are pytree prefixes. Devices along an axis that an output spec omits must
-    return equal values, which nothing checks.
+    Specs are pytree prefixes. If an output spec omits a mesh axis, devices along this
+    axis must return equal values. This is not checked.
     """
     mapped = jax.shard_map(
         jax.named_scope(EMBEDDING_SCOPE)(function),
@@ -117,7 +117,7 @@ def in_auto_axes(
     )
 
     def run(*arguments: Any) -> Any:
-        # JAX builds pytrees like the arguments with partitions as leaves. Some
+        # JAX rebuilds the pytrees of arguments with partitions as leaves. Some
         # dataclasses reject such leaves, so only the leaves of the arguments are
         # passed.
         leaves, tree = jax.tree.flatten(arguments)
@@ -132,7 +132,7 @@ def in_auto_axes(
 
 @contextlib.contextmanager
 def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
-    """Enters an `Explicit` mesh, unless the caller is in one."""
+    """Enters the plans' `Explicit` mesh, unless the caller has entered a mesh."""
     # JAX differentiates on `Explicit` axes only in the mesh context, even outside of
     # `jit`.
     meshes = {plan.mesh for plan in plans if _is_explicit(plan)}
@@ -148,7 +148,7 @@ def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
 
 
 def zeros_like(shapes: Any) -> Any:
-    """Makes zeros, sharded as `shapes` if the context is `Explicit`."""
+    """Makes zeros, with the shardings of `shapes` if the context is `Explicit`."""
     context = jax.sharding.get_abstract_mesh()
 
     def make(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -160,24 +160,24 @@ def zeros_like(shapes: Any) -> Any:
 
 
 def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
-    """Copies an array to all devices, sharded as a step returns it."""
+    """Copies an array to all devices, with the sharding that a step returns."""
     sharding = plan.replicated
     if _is_explicit(plan):
-        # On such a mesh, XLA names the partition of each axis. With another name,
-        # programs would be compiled again.
+        # On an `Explicit` mesh, XLA writes shardings with an entry per array axis. With
+        # a different form of the same sharding, programs would be compiled again.
         sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
     return jax.device_put(array, sharding)
 
 
 def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax.Array:
-    """Constrains a partition. Only for contexts with `Auto` axes."""
+    """Constrains an array's partition. The context must have `Auto` axes."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(auto_mesh(plan), spec))
 
 
 def constrain_samples(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
     """Constrains how samples are sharded, so that several programs agree on it.
 
-    The array is global, in the user's context.
+    The array is global, and in the user's mesh context.
     """
     # On `Explicit` axes, the type includes the sharding already.
     if _is_explicit(plan):

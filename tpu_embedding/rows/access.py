@@ -1,7 +1,8 @@
-"""Reads and changes packed rows: by id, or in blocks of consecutive rows. Per shard.
+"""Reads and changes rows on one shard: by id, or in blocks of consecutive rows.
 
 All other code accesses rows by id only through this file, so a different gather or
-scatter belongs here. Nothing communicates. Blocks serve passes over a whole table.
+scatter belongs here. These functions don't communicate. Blocks are for passes over a
+whole table.
 """
 
 import dataclasses
@@ -34,9 +35,9 @@ from tpu_embedding.xla import copied_in_vectors
 
 
 def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
-    """Reads rows that this device owns. Rows that it lacks are NaN, to reach the loss.
+    """Reads rows that this device owns. Missing rows are NaN, which shows in the loss.
 
-    Don't use what ids past the last row read, as in `gather_rows`.
+    As in `gather_rows`, ids past the last row read arbitrary values.
     """
     _, places = packed.locate(row_ids)
     rows = gather_rows(packed, places)
@@ -49,7 +50,7 @@ def read_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
 def num_missing(
     packed: PackedRows, row_ids: Int[Array, " ids"]
 ) -> Int[Array, ""] | None:
-    """Counts rows that this device owns but lacks. None means it has all rows."""
+    """Counts rows that this device owns but lacks. None means that it has all rows."""
     if packed.holds_all_rows:
         return None
     _, places = packed.locate(row_ids)
@@ -61,12 +62,12 @@ def _are_missing(row_ids: Array, places: Array) -> Bool[Array, " ids"]:
 
 
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
-    """Reads rows, narrow ones as float32.
+    """Reads rows. Narrow rows become float32.
 
-    Don't use what ids past the last row, such as padding, read.
+    Ids past the last row, such as padding, read arbitrary values. Don't use the values.
     """
     layout = packed.layout
-    # Clamped ids spare the gather a bounds check, and its result a mask.
+    # With clamped ids, the gather needs no bounds check, and its result needs no mask.
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
     rows = load_rows(_gather_stored(packed, row_ids), layout)
     return rows.reshape(row_ids.shape[0], *layout.row_shape)
@@ -82,10 +83,11 @@ def gather_lines(
 def add_to_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
-    """Adds to rows, in place if the caller donated them. Others keep their bits.
+    """Adds to rows, in place if the caller donated them. Other rows keep their bits.
 
-    Each row may appear at most once. Ids past the last row are dropped. A device that
-    flushes denormals to zero also does so in rows that share a line with a changed row.
+    Each row may appear at most once. Ids past the last row are dropped. However, a
+    device that flushes denormals to zero also flushes them in rows that share a line
+    with a changed row.
     """
     assert packed.layout.narrow_dtype is None, "words are not numbers to add to"
     values = values.astype(packed.lines.dtype)
@@ -95,13 +97,14 @@ def add_to_rows(
 def replace_stored_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
-    """Replaces narrow rows in place by rows from `encode_rows`.
+    """Replaces narrow rows, in place, with rows from `encode_rows`.
 
     Each row may appear at most once. Ids past the last row are dropped. Other rows keep
     their bits.
     """
-    # Additions of int32 wrap around, so this is exact. The `other` row in these lanes
-    # stays: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
+    # Additions of int32 wrap around, so they are exact. They don't change the other row
+    # in the same lanes: `(old << 16) + other` plus `(new - old) << 16` is
+    # `(new << 16) + other`.
     layout = packed.layout
     old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
     difference = (stored - old) << shifts_of(row_ids, layout)[:, None]
@@ -116,7 +119,8 @@ def _add_to_stored(
     lines = packed.lines.at[line_ids].add(
         lines_to_add(row_ids, values, layout),
         mode="drop",
-        # XLA may sort indices that can repeat. Rows that share a line repeat it.
+        # Without this promise, XLA may sort the indices. But rows that share a line
+        # repeat its index.
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
@@ -124,7 +128,7 @@ def _add_to_stored(
 
 
 def row_differences(old: Array, new: Array) -> Array:
-    """Finds what to add to old values. Between equal infinities, that is 0, not NaN."""
+    """Computes `new - old`, but 0 instead of NaN where both are the same infinity."""
     return jnp.where(new == old, jnp.zeros((), new.dtype), new - old)
 
 
@@ -151,10 +155,10 @@ def _gather_stored(
 def _line_ids(
     row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Finds the lines of named rows, and lines past the end for other rows."""
+    """Finds the lines of rows where `is_named`, and lines past the end elsewhere."""
     line_ids = _lines_of_rows(row_ids, layout)
     # Lines past the end are distinct, so that `unique_indices` stays true. Writes drop
-    # them, even if they wrap to negative numbers in a table of 2**31 lines.
+    # them, even if a table has so many lines that their numbers overflow to negative.
     dropped = layout.num_lines + jnp.arange(line_ids.shape[0], dtype=jnp.int32)
     return jnp.where(jnp.repeat(is_named, layout.lines_per_row), line_ids, dropped)
 
@@ -185,8 +189,8 @@ def set_rows(
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
     if layout.tile_lanes is None and old is None:
-        # Not if old values were read: XLA could write new values that don't depend on
-        # them before the read, and copy the array for that.
+        # If old values were read, don't set lines directly. New values might not depend
+        # on them, so XLA could write before the read, and copy the array to do so.
         lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
         line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
         return _set_lines(packed, line_ids, lines)
@@ -194,8 +198,9 @@ def set_rows(
         old = gather_rows(packed, row_ids)
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return add_to_rows(packed, row_ids, values - old)
-    # Rows that share a line can only be added to, and XLA:TPU offloads additions from
-    # the TensorCore. `new - old` could round or overflow, but `-old` leaves exactly 0.
+    # Rows that share a line can only be changed by adding, and XLA:TPU offloads
+    # additions from the TensorCore. Adding `new - old` could round or overflow. Adding
+    # `-old` gives exactly 0, and then adding `new` is exact.
     packed, old = _clear_non_finite(packed, row_ids, old)
     return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
 
@@ -203,17 +208,17 @@ def set_rows(
 def _clear_non_finite(
     packed: PackedRows, row_ids: Int[Array, " ids"], old: Array
 ) -> tuple[PackedRows, Array]:
-    """Zeroes NaN and infinities in some rows, since no addition can replace them.
+    """Sets NaN and infinities in some rows to 0, since adding can't replace them.
 
-    `old` has the current values. The result includes the values after the change. If
-    all values are finite, no line is read.
+    `old` has the current values, and the second result has the values after the change.
+    If all values are finite, no line is read.
     """
     layout = packed.layout
     is_stuck, is_row = ~jnp.isfinite(old), row_ids < layout.num_rows
     old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
     is_stuck &= is_row.reshape(-1, *[1] * (old.ndim - 1))
 
-    # No line may be set twice in one scatter, so this clears the first rows of all
+    # No line may be set twice in one scatter, so the loop clears the first rows of all
     # lines, then the second rows, and so on.
     def clear(i: Array, packed: PackedRows) -> PackedRows:
         is_due = is_row & (row_ids % layout.rows_per_line == i)
@@ -238,10 +243,11 @@ def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Rounds of a gradient, or blocks of rows. Exists only during tracing.
+    """Rounds of a gradient, or blocks of rows. Parts exist only during tracing.
 
     The first part is straight-line code. `fold_later(body, carry)` folds
-    `carry = body(carry, part)` over all later parts. None means there can't be any.
+    `carry = body(carry, part)` over all later parts. It is None if there can't be more
+    than one part.
     """
 
     first: Any
@@ -265,7 +271,7 @@ class Parts:
 
 
 _ROWS_PER_BLOCK: Final = 8192
-"""Approximate number of rows per block: 4 MiB, if they have 128 float32 lanes."""
+"""Approximate number of rows per block. With 128 float32 lanes, they take 4 MiB."""
 
 
 class Blocks(NamedTuple):
@@ -306,16 +312,16 @@ def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
 
 
 def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
-    """Reads consecutive rows, narrow ones as float32. A line must begin at `start`."""
+    """Reads rows from `start`, the first row of a line. Narrow rows become float32."""
     return unpack_rows(lines_of_block(packed, start, num_rows))
 
 
 def write_block(
     packed: PackedRows, start: Any, rows: Shaped[Array, "rows *row"]
 ) -> PackedRows:
-    """Writes consecutive stored rows. A line must begin at `start`.
+    """Writes consecutive stored rows. `start` must be the first row of a line.
 
-    Unused lanes may be missing.
+    The rows may lack unused lanes.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)
@@ -332,14 +338,14 @@ def merge_block(
     stored: Shaped[Array, "rows lanes"],
     is_new: Bool[Array, " rows"],
 ) -> PackedRows:
-    """Replaces stored rows where `is_new`, in whole lines from `start` on."""
+    """Replaces stored rows where `is_new`. Rows from `start` must fill whole lines."""
     old = unpack_stored(lines_of_block(packed, start, stored.shape[0]))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
 
 
 def lines_of_block(packed: PackedRows, start: Any, num_rows: int) -> PackedRows:
-    """Slices consecutive rows, still packed. A line must begin at `start`."""
+    """Slices packed rows from `start`, which must be the first row of a line."""
     layout = dataclasses.replace(packed.layout, num_rows=num_rows)
     first_line, size = layout.line_of(start), layout.num_lines
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, size)

@@ -1,8 +1,9 @@
-"""An entry in the dict of narrow tables, on whose leaf arithmetic raises.
+"""A guard in the dict of tables, which rejects arithmetic if tables are narrow.
 
 In bfloat16 and int8 tables, several values share a word, so a moving average or a norm
-with `jax.tree.map` would be silently wrong. The guard has an opaque dtype, like random
-keys, so JAX copies and saves it but rejects arithmetic. Lookups and updates ignore it.
+with `jax.tree.map` would be silently wrong. The guard's leaf has an opaque dtype, like
+random keys. JAX copies and saves such a leaf, but rejects arithmetic on it. Lookups and
+updates ignore the guard.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, UInt32
 
 GUARD_NAME: Final = "table_guard"
-"""Key in the dict of tables. It sorts after the stacks, `stack_<i>`."""
+"""Key in the dict of tables. It sorts after the keys of stacks, `stack_<i>`."""
 
 _ADVICE: Final = (
     "leaves of these tables are packed bfloat16 or int8 values, so arithmetic on them "
@@ -35,7 +36,7 @@ _IMPL: Final = define_prng_impl(
     split=_reject,
     random_bits=_reject,
     fold_in=_reject,
-    # Orbax restores such an array by this name, so it must be one that JAX knows.
+    # Orbax restores such an array by this name, so it must be a name that JAX knows.
     name="threefry2x32",
     tag=_ADVICE,  # JAX's errors print it as the name of the dtype.
 )
@@ -44,7 +45,7 @@ _IMPL: Final = define_prng_impl(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArithmeticGuard:
-    """A pytree with one opaque leaf, `[devices, 1]`, which is sharded like lines."""
+    """A pytree with one opaque leaf `[devices, 1]`, sharded like table lines."""
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     words: Any
@@ -59,7 +60,7 @@ class ArithmeticGuard:
             words = jax.random.wrap_key_data(jax.random.key_data(words), impl=_IMPL)
             object.__setattr__(self, "words", words)
         if not isinstance(words, Tracer):
-            # JAX's own error would not show the dtype, and so not the advice.
+            # JAX's own error would not show the dtype, which contains the advice.
             words.astype = _reject  # pyright: ignore
 
 

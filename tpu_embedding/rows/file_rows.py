@@ -1,8 +1,8 @@
 """Converts lines to file rows and back, on the host. Rows keep their bits.
 
 Files don't depend on the packing. They hold the elements of a table or slot variable in
-its own dtype, except that an int8 row has the `dim + 8` bytes of FBGEMM: `dim` codes,
-then scale and bias, both float32, lowest byte first.
+its own dtype. However, an int8 row has `dim + 8` bytes, as in FBGEMM: `dim` codes, then
+scale and bias, which are float32 with the lowest byte first.
 """
 
 from typing import Final
@@ -26,7 +26,9 @@ SCALE_AND_BIAS_BYTES: Final = 8
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
-    """Finds the shape and dtype of a row in a file. `packed` may hold only shapes.
+    """Finds the shape and dtype of a row in a file.
+
+    `packed` may hold shapes instead of arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,7 +58,7 @@ def file_rows_of_lines(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
             return load_rows(stored, layout).reshape(-1, *layout.row_shape)
         case "int8":
             return _int8_bytes(stored, layout.dim)
-    # A view keeps all bits, also in NaN.
+    # A view keeps all bits, even in NaN.
     return stored.astype(np.uint16).view(jnp.bfloat16)
 
 
@@ -74,9 +76,10 @@ def lines_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
 
 def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
-    """Rounds numbers `[rows, *row_shape]` to file rows. `packed` may hold only shapes.
+    """Rounds numbers `[rows, *row_shape]` to file rows.
 
-    Values that already have the right dtype are not copied.
+    `packed` may hold shapes instead of arrays. Values that already have the right dtype
+    are not copied.
 
     Example:
       >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
@@ -93,7 +96,7 @@ def file_rows_of_values(values: np.ndarray, packed: PackedRows) -> np.ndarray:
 
 
 def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Converts file rows to numbers `[rows, *row_shape]`, narrow ones to float32."""
+    """Converts file rows to numbers `[rows, *row_shape]`, float32 for narrow rows."""
     match layout.narrow_dtype:
         case None:
             return rows
@@ -115,7 +118,7 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
 
 
 def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
-    # Bytes in memory order aren't in element order; see `_join` in `narrow_rows.py`.
+    # Bytes in memory aren't in the order of elements; see `_join` in `narrow_rows.py`.
     ends = np.ascontiguousarray(words[:, -2:]).view(np.uint8)
     codes = np.ascontiguousarray(words[:, :-2]).view(np.uint8)
     codes = codes.reshape(len(words), -1, 4).transpose(0, 2, 1)

@@ -1,12 +1,12 @@
-"""Rows with fewer than 32 bits per element, stored in int32 words. JAX or NumPy.
+"""Rows with fewer than 32 bits per element, in int32 words of JAX or NumPy arrays.
 
 A TPU gathers and adds 32-bit words. XLA stores 16-bit arrays in tiles, which a gather
 of rows would copy.
 
-    bfloat16    two rows share each lane, one in its lower bits, one in its upper bits,
-                so a shift separates them and a TPU moves no values between lanes
-    int8        four elements of a row share a lane; two more lanes hold scale and bias,
-                both float32
+    bfloat16    two rows share each lane, one in the lower and one in the upper bits. A
+                shift separates them, so a TPU moves no values between lanes.
+    int8        four elements of a row share a lane. Two more lanes hold the scale and
+                the bias, both float32.
 """
 
 from types import ModuleType
@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 NarrowDtype = Literal["bfloat16", "int8"]
-"""Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255,
-as in FBGEMM."""
+"""Storage type of narrow rows. As in FBGEMM, an int8 row `q`, with elements from 0 to
+255, means `scale * q + bias`."""
 
 NARROW_DTYPES: Final[tuple[NarrowDtype, ...]] = get_args(NarrowDtype)
 
@@ -33,7 +33,7 @@ _MAX_CODE: Final = 255
 
 
 def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
-    """Counts the lanes that a row takes, alone or shared.
+    """Counts the lanes that a row takes, including lanes that it shares.
 
     Example:
       >>> lanes_per_row("bfloat16", 64), lanes_per_row("int8", 64)
@@ -49,10 +49,10 @@ def rows_per_lane(dtype: NarrowDtype) -> int:
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
     """Encodes float32 rows as int32 `[rows, lanes]`, each in its own lanes.
 
-    Rounds to nearest. With random uint32 `bits`, shaped like `rows`, bfloat16 rows are
-    rounded up or down at random, so that the mean is exact. Numbers that bfloat16 can
-    represent don't change, other finite numbers stay finite, and NaN stays NaN. In
-    int8, a number that isn't finite spoils its row, but no other row.
+    Rounds to nearest. If you pass random uint32 `bits`, shaped like `rows`, bfloat16
+    rows are rounded up or down at random, so that the mean is exact. Numbers that
+    bfloat16 can represent don't change, other finite numbers stay finite, and NaN stays
+    NaN. In int8, a number that isn't finite spoils its row, but no other row.
     """
     if dtype == "int8":
         return _encode_int8(rows)
@@ -61,7 +61,7 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
 
 
 def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
-    """Decodes the rows of `encode_rows` to float32."""
+    """Decodes rows from `encode_rows` to float32."""
     xp = _module_of(stored)
     if dtype == "int8":
         codes = _split(stored[:, :-2].view("uint32"), dim, xp)
@@ -107,8 +107,8 @@ def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows d
 
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32."""
-    # Only the upper half is kept, after a carry from the lower half.
+    """Rounds float32 bit patterns to bfloat16 bit patterns. Both are uint32."""
+    # The result is the upper half, after a carry from the lower half.
     magnitude = patterns & _MAGNITUDE
     if bits is None:
         carry = ((magnitude >> 16) & 1) + 0x7FFF  # A tie goes to the even number.
@@ -135,7 +135,7 @@ def _encode_int8(rows: Any) -> Any:
 
 
 def _join(codes: Any, xp: ModuleType) -> Any:
-    """Packs four elements of an int8 row, as uint32, into each word."""
+    """Packs the uint32 codes of int8 rows into words, four codes in each."""
     # Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
     # bits first, so that joining and splitting work on contiguous slices.
     num_words = -(-codes.shape[1] // 4)

@@ -1,9 +1,9 @@
 """Rows packed into lines, so that a TPU doesn't copy the table in every step.
 
-A TPU stores a float32 `[rows, dim]` array with `dim` below 128 column by column, and
+If `dim` is below 128, a TPU stores a float32 `[rows, dim]` array column by column, and
 copies it before each gather or scatter. So `128 // dim` rows share a *line*, each in a
-*lane group*, and longer rows take a multiple of 128 lanes; docs/concepts/stacking.md
-has a picture. On CPU and GPU, a line is one row.
+*lane group*. Rows longer than 128 take a multiple of 128 lanes. On CPU and GPU, a line
+is one row. docs/concepts/stacking.md has a picture.
 
 Rows have three forms: values, `[rows, dim]`; *stored* rows, `[rows, lanes_per_row]`,
 where narrow rows are words; and lines.
@@ -30,7 +30,7 @@ from tpu_embedding.rows.narrow_rows import (
 )
 
 LANE_BYTES: Final = 4
-"""Lane size in a table: a float32, or a word of a narrow row."""
+"""Bytes per lane. A lane of a table holds a float32, or a word of a narrow row."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -40,7 +40,7 @@ def round_up(value: int, multiple: int) -> int:
 def bank_lanes(dim: int) -> int:
     """Rounds `dim` up to 8, 16, 32, 64 or a multiple of 128, for rows in banks.
 
-    At these widths, lines of 128 lanes hold rows as `[rows, lanes]` arrays do on TPU.
+    At these widths, lines of 128 lanes store rows as a TPU stores `[rows, lanes]`.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -69,9 +69,9 @@ class TableRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StackContents:
-    """Tables in an array, in row order, with rows dealt to shards round-robin."""
+    """The tables in an array, in row order. Rows are dealt to shards round-robin."""
 
-    # Arrays of equal shape can hold different tables, or the same ones in a different
+    # Arrays of equal shape can hold different tables, or the same tables in a different
     # order. The contents keep a plan from reading rows that belong to a different plan.
 
     tables: tuple[TableRange, ...]
@@ -80,7 +80,7 @@ class StackContents:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """How the rows on one shard are packed into lines.
+    """The packing of one shard's rows into lines.
 
     Attributes:
       num_rows: logical rows per shard.
@@ -90,7 +90,7 @@ class RowLayout:
       contents: the tables, if all of their rows are included; else None.
       narrow_dtype: storage type, if elements share 32-bit lanes; else None.
       banks: number of ranges that rows are dealt to; see `dealt` and `bank_lanes`.
-      bank_name: used in messages.
+      bank_name: name for banks in messages.
     """
 
     num_rows: int
@@ -107,7 +107,7 @@ class RowLayout:
 
     @functools.cached_property
     def lanes_per_row(self) -> int:
-        """Lanes that a row takes, alone or shared with other rows."""
+        """Lanes that a row takes, including lanes that it shares with other rows."""
         if self.narrow_dtype is not None:
             return lanes_per_row(self.narrow_dtype, self.dim)
         if self.banks > 1 and self.row_shape:
@@ -131,8 +131,8 @@ class RowLayout:
     @functools.cached_property
     def is_flat(self) -> bool:
         """True if each row takes a single lane. Lines are then one lane wide."""
-        # A TPU can read and add to single elements of a flat array. In lines, it would
-        # move 128 lanes for each element.
+        # A TPU can read single elements of a flat array, and add to them. In lines, it
+        # would move 128 lanes for each element.
         return self.lanes_per_row == 1
 
     @functools.cached_property
@@ -149,9 +149,9 @@ class RowLayout:
 
     @functools.cached_property
     def lines_per_row(self) -> int:
-        """Consecutive lines per row, 1 unless rows are dealt to banks."""
-        # Rows in banks must be contiguous, but a TPU stores a line of several times 128
-        # lanes in pieces, with pieces of other lines in between.
+        """Consecutive lines per row. This is 1 unless rows are dealt to banks."""
+        # Rows in banks must be contiguous, but a TPU would store a line of more than
+        # 128 lanes in pieces, with pieces of other lines in between.
         if self.banks == 1 or self.tile_lanes is None:
             return 1
         return max(1, self.lanes_per_row // self.tile_lanes)
@@ -176,7 +176,7 @@ class RowLayout:
 
     @functools.cached_property
     def lines_shape(self) -> tuple[int, ...]:
-        """Array shape per shard: `(num_lines,)` if lines are flat."""
+        """Array shape per shard. It has a single axis if lines are flat."""
         if self.is_flat:
             return (self.num_lines,)
         return self.num_lines, self.lanes_per_line
@@ -187,7 +187,7 @@ class RowLayout:
         return self.num_rows // self.banks
 
     def dealt(self, rows: Any) -> Any:
-        """Deals rows to banks: row `r` to `r % banks`, so hot neighbors spread out."""
+        """Deals row `r` to bank `r % banks`, so that hot neighbors spread out."""
         if self.banks == 1:
             return rows
         return rows % self.banks * self.rows_per_bank + rows // self.banks
@@ -199,12 +199,12 @@ class RowLayout:
         return rows % self.rows_per_bank * self.banks + rows // self.rows_per_bank
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
-        """Lays out a slot variable, given its row shape."""
+        """Makes the layout for a slot variable, given the shape of its rows."""
         return dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
 
     @functools.cached_property
     def facts(self) -> tuple[str, ...]:
-        """Everything that decides in which lanes a row is, one string per fact."""
+        """Everything that decides which lanes hold a row, one string per fact."""
         contents = self.contents or StackContents((), 1)
         dealt = f"rows dealt to {self.banks} {self.bank_name}"
         return (
@@ -243,16 +243,16 @@ class PackedRows:
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
 
-    # A subclass may hold only some of the rows, and know where the rest is.
+    # A subclass may hold only some of the rows, and know where the other rows are.
     holds_all_rows: ClassVar[bool] = True
 
     def locate(self, row_ids):
-        """Finds rows that are about to change, once per round of an update.
+        """Finds rows that are about to change. An update calls this once per round.
 
         Returns:
-          This object, after counting changes that will be dropped; and the place of
-          each row in the lines, `PADDING_ROW_ID` if they lack the row. A table and its
-          slot variables have their rows in equal places.
+          This object, after it counted changes that will be dropped; and the place of
+          each row in the lines, or `PADDING_ROW_ID` if the lines lack the row. A row
+          has the same place in a table and in its slot variables.
         """
         return self, row_ids
 
@@ -263,7 +263,7 @@ class PackedRows:
     def write_windows(self, windows, exchange, read):
         """Replaces the rows of windows, like `row_stream.write_blocks`.
 
-        If the arrays here are only shapes, all other rows become zeros.
+        If this object holds shapes instead of arrays, all other rows become zeros.
         """
         raise NotImplementedError
 
@@ -283,14 +283,14 @@ class PackedRows:
 
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
-    """Packs values, per shard. Unused lanes are zero. Narrow rows round to nearest."""
+    """Packs one shard's values. Unused lanes are zero. Narrow rows round to nearest."""
     rows = rows.reshape(layout.num_rows, layout.dim)
     return pack_stored(store_rows(rows, layout), layout)
 
 
 def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
-    """Fills all elements with one value, per shard. Rows must not be narrow."""
-    # XLA writes these lines directly. `pack_rows` would compute rows first.
+    """Packs one shard's rows with one value in all elements. Not for narrow rows."""
+    # XLA writes these lines directly. With `pack_rows`, it would compute rows first.
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)
     line = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -309,21 +309,21 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
 
 
 def unpack_rows(packed: PackedRows) -> Array:
-    """Unpacks rows to values, per shard."""
+    """Unpacks one shard's rows to values."""
     layout = packed.layout
     rows = load_rows(unpack_stored(packed), layout)
     return rows.reshape(layout.num_rows, *layout.row_shape)
 
 
 def store_rows(rows: Any, layout: RowLayout) -> Any:
-    """Converts values, NumPy or JAX, to stored rows. Narrow rows round to nearest."""
+    """Converts NumPy or JAX values to stored rows. Narrow rows round to nearest."""
     if layout.narrow_dtype is None:
         return padded(rows, layout.lanes_per_row)
     return encode_rows(rows, layout.narrow_dtype)
 
 
 def load_rows(stored: Any, layout: RowLayout) -> Any:
-    """Converts stored rows to values, narrow ones to float32."""
+    """Converts stored rows to values. Narrow rows become float32."""
     if layout.narrow_dtype is None:
         return stored[:, : layout.dim]
     return decode_rows(stored, layout.narrow_dtype, layout.dim)
@@ -342,7 +342,7 @@ def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
 
 
 def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
-    """Puts stored rows, NumPy or JAX, into whole lines. Unused lanes are zero.
+    """Puts stored rows (NumPy or JAX) into whole lines. Unused lanes are zero.
 
     The row count in `layout` is ignored.
     """
@@ -379,14 +379,15 @@ def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
 def lane_groups_of(
     row_ids: Int[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " ids"]:
-    """Finds lane groups within lines."""
-    # With a `dim` of 32, the groups of a line hold the float32 rows 0, 1, 2, 3, or the
-    # bfloat16 rows 0 and 4, 1 and 5, 2 and 6, 3 and 7, the second ones in upper bits.
+    """Finds the lane group of each row within its line."""
+    # With a `dim` of 32, the four groups of a line hold the float32 rows 0, 1, 2 and 3.
+    # For bfloat16, they hold rows 0 to 3 in their lower bits, and rows 4 to 7 in their
+    # upper bits.
     return row_ids % layout.rows_per_line % layout.groups_per_line
 
 
 def shifts_of(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
-    """Finds the position of the lowest bit that each row has in its lanes."""
+    """Finds the position of the lowest bit that each row uses in its lanes."""
     if layout.rows_per_lane == 1:
         return jnp.zeros_like(row_ids)
     return row_ids % layout.rows_per_line // layout.groups_per_line * 16
@@ -399,7 +400,7 @@ def select_lanes(
     dim: int,
 ) -> Array:
     """Selects a lane group from each line, by halving the line repeatedly."""
-    # Unlike a masked sum, this keeps the bits, whatever the neighbors hold.
+    # Unlike a masked sum, this keeps all bits, whatever other lane groups hold.
     if groups_per_line == 1:
         return lines[:, :dim]
     half = 1
@@ -418,14 +419,14 @@ def lines_to_add(
 ) -> Array:
     """Makes lines that add each value to its row, and change no other row.
 
-    In a flat layout, these are single values. If a row takes several lines, they are
-    consecutive.
+    In a flat layout, the lines are single values. If a row takes several lines, these
+    lines are consecutive.
     """
     if layout.is_flat:
         return values.reshape(row_ids.shape)
     values = values.reshape(row_ids.shape[0], -1)
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
-    # Only -0.0 changes nothing. Adding 0.0 would turn -0.0 into 0.0.
+    # Adding -0.0 changes nothing, but adding 0.0 would turn -0.0 into 0.0.
     neutral = np.asarray(-0.0 if is_float else 0, values.dtype)
     missing = layout.lanes_per_row - values.shape[1]
     if missing:

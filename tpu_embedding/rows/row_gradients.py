@@ -5,7 +5,7 @@ two rounds, so an update may apply rounds one by one.
 
 A `jax.tree.map` over a sparse gradient would silently add or scale row ids, and change
 the wrong rows. So `seal` hides integers in an opaque dtype, on which JAX rejects
-arithmetic. Compiled programs don't change.
+arithmetic. Compiled programs are the same without it.
 """
 
 import dataclasses
@@ -54,10 +54,10 @@ class WithoutOperators:
 
 
 class _Guard(np.ndarray):
-    """A leaf before the sealed leaves. Arithmetic on it raises outside `jax.jit`."""
+    """A leaf before the sealed leaves. Outside `jax.jit`, arithmetic on it raises."""
 
-    # Optax starts a norm with `real` or `conj`, which random keys lack. Without the
-    # guard, the error would not mention gradients.
+    # To compute a norm, optax first takes `real` or `conj`, which random keys lack.
+    # Without the guard, the error would not mention gradients.
 
     real = imag = property(_reject_arithmetic)  # pyright: ignore
     conj = __array_ufunc__ = _reject_arithmetic  # pyright: ignore
@@ -71,8 +71,8 @@ GUARD: Final = np.zeros((), bool).view(_Guard)
 class Sealed:
     """A pytree whose row ids and weights are protected from arithmetic.
 
-    After `jnp.zeros_like` on every leaf, it has no rows. `dtypes` has a None for each
-    leaf that is not sealed.
+    After `jnp.zeros_like` on every leaf, it is a gradient without rows. `dtypes` has a
+    None for each leaf that is not sealed.
     """
 
     leaves: list[Any]
@@ -92,20 +92,20 @@ class Sealed:
 
 
 def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
-    """Puts int32 and float32 arrays in an opaque dtype.
+    """Converts int32 and float32 arrays to an opaque dtype.
 
-    Float32 arrays in `linear_fields` scale with the gradient, and stay as they are.
+    Float32 arrays in `linear_fields` scale with the gradient, and are not converted.
     """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves, dtypes = [], []
     for path, leaf in with_paths:
         is_linear = any(getattr(key, "name", None) in linear_fields for key in path)
-        # A map over these floats, such as division by a loss scale, is correct.
+        # Mapping over such floats, for example to divide by a loss scale, is correct.
         is_open = leaf.dtype == bool or (is_linear and leaf.dtype == jnp.float32)
         dtypes.append(None if is_open else leaf.dtype.name)
         if not is_open:
             if leaf.dtype == jnp.int32:
-                # A zero then means padding, so zeros are a gradient without rows.
+                # A sealed zero means padding, so zeros are a gradient without rows.
                 leaf = leaf ^ PADDING_ROW_ID
             words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
             leaf = jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
@@ -116,16 +116,16 @@ def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """The gradients of rows in one round. Per shard.
+    """The gradients of one shard's rows in one round.
 
     Attributes:
       row_ids: local rows, each at most once (or once per occurrence, for optimizers
         that see occurrences); `PADDING_ROW_ID` where unused.
       values: gradients, undefined in unused positions.
-      occurrences: one gradient per occurrence of an id, if the optimizer needs their
-        norm.
-      covered: range of local rows in this round, touched or not. None if it has all
-        rows, or if the rule runs only on touched rows.
+      occurrences: one gradient per occurrence of an id, if the optimizer needs the norm
+        of these gradients; else None.
+      covered: range of local rows in this round, touched or not. None if the round has
+        all rows, or if the rule runs only on touched rows.
     """
 
     row_ids: Int[Array, " rows"]
@@ -134,7 +134,7 @@ class RowGradients:
     covered: RowRange | None = None
 
     def as_row_updates(self, places: Array | None = None) -> RowUpdates:
-        """Zeroes unused positions. `places` may replace the row ids."""
+        """Sets gradients in unused positions to 0. `places` may replace the row ids."""
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
         row_ids = self.row_ids if places is None else places
@@ -169,7 +169,7 @@ class RowGradients:
 
 
 def empty_gradient(dim: int) -> Parts:
-    """Makes the gradient for a step that touched no rows. Per shard."""
+    """Makes one shard's gradient for a step that touched no rows."""
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     values = jnp.zeros((1, dim), jnp.float32)
     return Parts(RowGradients(row_ids=row_ids, values=values))

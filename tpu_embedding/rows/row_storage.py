@@ -1,7 +1,7 @@
 """The interface of row storages.
 
-The core keeps all rows on devices. A placement may give a stack a different storage,
-and with it a different class of rows; see `Placement.store`.
+The core keeps all rows on devices. A placement may choose a different storage for a
+stack, with a different class of rows; see `Placement.store`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class RowStorage:
     """A storage that keeps all rows of a stack on devices.
 
     It must be hashable, since plans are static under `jit`. Its methods are called only
-    if devices don't hold all rows. `bytes_per_device` comes in addition to the rows.
+    if devices don't hold all rows. `bytes_per_device` doesn't include the rows.
     """
 
     holds_all_rows: ClassVar[bool] = True
@@ -30,13 +30,13 @@ class RowStorage:
     def init_rows(
         self, stack: "StackPlan", plan: "EmbeddingPlan", key: jax.Array
     ) -> PackedRows:
-        """Makes the rows of a new stack. Global."""
+        """Makes the rows of a new stack, as a global array."""
         raise NotImplementedError
 
     def init_state(
         self, table: PackedRows, stack: "StackPlan", kept: Any = None
     ) -> Any:
-        """Makes the optimizer state for the current rows. Global.
+        """Makes the optimizer state for the current rows, with global arrays.
 
         If you pass a state as `kept`, the new state has the same slot variables.
         """

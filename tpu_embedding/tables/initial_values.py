@@ -3,7 +3,7 @@
 They depend on the seed, table name and row, never on stacks, shards or packing. With a
 `RowInitializer`, each owner computes its rows slab by slab, in place. Any other
 initializer is called once for the whole table, and one all-to-all deals the rows.
-Initializers return float32, and narrow tables round to nearest.
+Initializers return float32, which narrow tables round to nearest.
 """
 
 import functools
@@ -52,7 +52,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
     """Creates the stacked tables with their initial values.
 
     Args:
-      plan: the embedding layer.
+      plan: plan of the embedding layer.
       key: typed JAX random key, the only source of randomness.
 
     Returns:
@@ -105,9 +105,9 @@ def _init_on_devices(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
 
 class _Tables(NamedTuple):
-    """Facts about tables, as arrays so that one loop can fill all of them."""
+    """Facts about tables. They are arrays, so that one loop can fill all tables."""
 
-    # First rows in the stack, and row counts.
+    # First row of each table in the stack, and row counts.
     offsets: Int[Any, " tables"]
     sizes: Int[Any, " tables"]
     keys: UInt32[Any, "tables 2"]
@@ -148,12 +148,13 @@ def init_block(
     plan: EmbeddingPlan,
     key: jax.Array,
 ) -> PackedRows:
-    """Writes initial values to a block of each shard's rows. Global.
+    """Writes initial values to a block of each shard's rows.
 
-    The block begins at local row `first` on every shard. Rows outside of `tables` keep
-    their values. `tables` must have row initializers, or be a single table.
+    Shapes are global. The block begins at local row `first` on every shard. Rows
+    outside of `tables` keep their values. `tables` must have row initializers, or be a
+    single table.
     """
-    # Subtracted from row offsets, so that the stack begins with the block.
+    # The shift is subtracted from row offsets, so that the stack begins with the block.
     shift = jnp.asarray(first, jnp.int32) * stack.num_shards
     spec, everywhere = stack.rows_spec, PartitionSpec()
     if tables[0].row_initializer is None:
@@ -164,7 +165,8 @@ def init_block(
             in_specs=(spec, spec, everywhere),
             out_specs=spec,
         )(rows, logical_values(table, stack, plan, key), shift)
-    # One loop per function, so the program doesn't grow with the number of tables.
+    # Each initializer function gets one loop, so that the program doesn't grow with the
+    # number of tables.
     by_function: dict[RowFunction, list[TablePlan]] = {}
     for table in tables:
         assert table.row_initializer is not None
@@ -204,7 +206,8 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # As variables, so that parameters round alike for one table and for several.
+    # Hide these constants from XLA, so that a table's values round the same, alone or
+    # with other tables.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 
@@ -228,7 +231,7 @@ def _fill_slabs(
     sizes: Int[Array, " tables"],
     stack: StackPlan,
 ) -> PackedRows:
-    """Writes table rows in place, slab by slab. Per shard.
+    """Writes one shard's table rows in place, slab by slab.
 
     Tables may begin before the block, and end after it.
     """
@@ -243,8 +246,8 @@ def _fill_slabs(
         jnp.clip(stack.first_local_row(jnp.repeat(x, banks), shard, bank), 0, num_local)
         for x in (offsets, offsets + sizes)
     )
-    # Extend the ranges to whole lines, which `merge_block` needs. `is_own` below keeps
-    # the neighbors in these lines.
+    # Extend the ranges to whole lines, which `merge_block` needs. Because of `is_own`
+    # below, neighboring rows in these lines stay unchanged.
     begins = begins // rows_per_line * rows_per_line
     ends = -(-ends // rows_per_line) * rows_per_line
     num_slabs = -(-(ends - begins) // slab)
@@ -256,24 +259,24 @@ def _fill_slabs(
         i = part // layout.banks
         offset, size = offsets[i], sizes[i]
         slab_of_part = slab_id - (end_slabs[part] - num_slabs[part])
-        # The last slab may overlap the previous slab, and then writes equal values.
+        # The last slab may overlap the previous slab. It then writes the same values.
         start = jnp.minimum(begins[part] + slab_of_part * slab, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = layout.undealt(local_ids) * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
         values = values_of(i, jnp.clip(row_ids, 0, size - 1))
         # If the values were fused with the write, XLA:CPU would compute them on one
-        # core, without vectors.
+        # core, without vector instructions.
         stored = computed_apart(store_rows(values, layout))
         return merge_block(rows, start, stored, is_own)
 
-    # A single loop over the slabs of all tables: XLA:TPU copies the rows between nested
-    # loops, 6.5 GB per device for the tables of DLRM-DCNv2.
+    # One loop goes over the slabs of all tables. Between nested loops, XLA:TPU would
+    # copy the rows, which are 6.5 GB per device for the tables of DLRM-DCNv2.
     return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
 
 
 def _rows_per_slab(layout: RowLayout) -> int:
-    """Sizes a slab, in rows that fill whole lines and don't exceed the shard."""
+    """Chooses how many rows a slab has. They fill whole lines, and fit in the shard."""
     # A row counts as whole lines, since XLA:TPU may pad short rows to whole tiles.
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.tile_lanes or 1)
     shard_bytes = LANE_BYTES * layout.num_lines * layout.lanes_per_line
@@ -286,7 +289,7 @@ def _rows_per_slab(layout: RowLayout) -> int:
 def logical_values(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
-    """Initializes a whole table, as one contiguous block per shard. Global."""
+    """Initializes a whole table as a global array, one contiguous block per shard."""
     initializer = table.config.initializer
     assert initializer is not None
     shape = (table.num_rows, stack.dim)
@@ -322,7 +325,7 @@ def _words_of_name(name: str) -> UInt32[np.ndarray, " 3"]:
 
 
 def _key_of_words(key: jax.Array, words: UInt32[Any, " 3"]) -> jax.Array:
-    # `fold_in` takes 32 bits at a time, which can't keep all names apart.
+    # `fold_in` takes 32 bits at a time. A single call couldn't keep all names apart.
     for i in range(3):
         key = jax.random.fold_in(key, words[i])
     return key
@@ -335,7 +338,7 @@ def _deal_rows(
     table: TablePlan,
     stack: StackPlan,
 ) -> PackedRows:
-    """Sends rows from a contiguous block to their owners. Per shard."""
+    """Sends the rows in one shard's contiguous block to their owners."""
     # Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`. The
     # block size is a multiple of `num_shards`, so row `i * num_shards + j` has the same
     # owner in every block.

@@ -2,8 +2,8 @@
 
 A block is a range of rows in one table, which a file stores as one chunk. A window is
 what one device serves in a turn of `row_stream.py`: one block, or neighboring blocks
-from small tables. Ranges are arguments of the two programs, so all stacks that are
-packed alike share the compiled programs.
+from small tables. The ranges are arguments of `read_lines` and `write_lines`, so all
+stacks that are packed alike share these compiled programs.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
-"""Smaller blocks don't speed up reads: a request takes as long as reading 10 MB."""
+"""Smaller blocks don't speed up reads, as a request takes as long as reading 10 MB."""
 
 
 class Block(NamedTuple):
-    """A block, from table row `start` and window row `position` on."""
+    """A block that begins at row `start` in its table, and `position` in its window."""
 
     table: str
     start: int
@@ -51,7 +51,7 @@ NO_WINDOW: Final = Window()
 
 
 def rows_per_block(row_bytes: int) -> int:
-    """Finds the power of two whose rows take 10 to 20 MB in a file.
+    """Finds the row count, a power of two, that takes 10 to 20 MB in a file.
 
     Example:
       >>> rows_per_block(row_bytes=128)
@@ -69,7 +69,7 @@ def rows_per_window(packed: PackedRows) -> int:
 def windows_of(
     packed: PackedRows, stack: StackPlan, num_rows: Mapping[str, int] | None
 ) -> list[Window]:
-    """Cuts the first `num_rows` per table (by default all) into windows."""
+    """Cuts the first `num_rows` rows of each table, or all rows, into windows."""
     size = rows_per_window(packed)
     windows: list[Window] = []
     end_of_last_table = 0
@@ -99,15 +99,16 @@ _TILE_ELEMENTS: Final = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineExchange:
-    """What the exchange programs need to know about a stack."""
+    """The facts about a stack that the exchange programs need."""
 
     sharding: NamedSharding
-    # Without contents, since other tables can use the same program.
+    # The layout lacks contents, so that other tables can use the same program.
     layout: RowLayout
     # One row in a file.
     row: jax.ShapeDtypeStruct
     window_rows: int
-    # Not compared, so equally packed stacks share programs; `sharding` has the mesh.
+    # These aren't compared, so that stacks packed alike share programs. The mesh is
+    # compared as a part of `sharding`.
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 
@@ -141,12 +142,12 @@ class LineExchange:
         return min(round_up(num_lines, tile_lines), layout.num_lines)
 
     def first_row(self, part: Any, start: Any) -> Any:
-        """Finds the first local row in a part at or after a stack row."""
+        """Finds a part's first local row that is at or after a stack row."""
         banks = self.layout.banks
         return self.stack.first_local_row(start, part // banks, part % banks)
 
     def first_line(self, part: Any, start: Any) -> Any:
-        """Finds where a part begins, for a window that begins at `start`."""
+        """Finds the first line of a part, for a window that begins at `start`."""
         line = self.layout.line_of(self.first_row(part, start))
         # At the end of the shard, a part of static size has to begin earlier.
         last = self.layout.num_lines - self.part_lines
@@ -158,14 +159,14 @@ class LineExchange:
         return (self.num_parts, part_rows, *self.row.shape)
 
     def rows_of_part(self, part: int, window: Window) -> tuple[slice, slice]:
-        """Finds the rows that a part shares with a window, as a slice of each.
+        """Finds the rows that a part shares with a window, as slices of both.
 
-        The part begins at its `first_line`.
+        The first slice counts rows from the part's `first_line`.
         """
         begin = self.first_row(part, window.start)
         end = self.first_row(part, window.start + window.num_rows)
         base = self.layout.row_of(self.first_line(part, window.start))
-        # All rows of a part have the same remainder in the stack.
+        # In the stack, all rows of a part have the same remainder modulo `num_parts`.
         banks = self.layout.banks
         remainder = part % banks * self.num_shards + part // banks
         first = (remainder - window.start) % self.num_parts
@@ -192,9 +193,9 @@ def read_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "parts *lane"]:
-    """Sends every device the lines for its window, `part_lines` per part. Global.
+    """Sends every device the lines for its window, `part_lines` per part.
 
-    `starts` has the first stack row of each window.
+    Shapes are global. `starts` has the first stack row of each window.
     """
     size, banks = exchange.part_lines, exchange.layout.banks
 
@@ -233,9 +234,9 @@ def write_lines(
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "lines *lane"]:
-    """Writes one window per shard, or a single window, in place. Global.
+    """Writes one window per shard, or a single window, in place.
 
-    A single window must already be dealt to its owners.
+    Shapes are global. The rows of a single window must already be at their owners.
     """
     size = exchange.part_lines
 
@@ -253,8 +254,8 @@ def write_lines(
                 exchange.first_row(part, row) - first_row
                 for row in (starts[window], starts[window] + sizes[window])
             )
-            # Lines at the ends also hold rows outside of the window, and `parts` has
-            # arbitrary values there.
+            # Lines at the ends also hold rows outside of the window. In `parts`, these
+            # rows have arbitrary values.
             old = jax.lax.dynamic_slice_in_dim(lines, line, size)
             new = jax.lax.dynamic_slice_in_dim(parts, i * size, size)
             new = _merged(old, new, begin, end, exchange.layout)
@@ -276,7 +277,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _exchanged(parts: Array, exchange: LineExchange) -> Array:
-    """Sends part `i` to shard `i`. Per shard."""
+    """Cuts one shard's parts into equal pieces, and sends piece `i` to shard `i`."""
     if exchange.num_shards == 1:
         return parts
     return jax.lax.all_to_all(
@@ -298,7 +299,7 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
 
     if layout.rows_per_lane == 1:
         return jnp.where(is_new(0), new, old)
-    # Each lane holds two rows of 16 bits, and only one of them may be new.
+    # Each lane holds 16-bit elements of two rows, and maybe only one row is new.
     lower = jnp.where(is_new(0), new, old) & 0xFFFF
     upper = jnp.where(is_new(1), new, old) & ~0xFFFF
     return lower | upper

@@ -1,9 +1,9 @@
 """Streams stacked rows to and from hosts, in natural order, block by block.
 
 Rows are dealt round-robin, so no device holds the consecutive rows that checkpoints and
-exports need. In each turn, every device serves one window: all owners send it their
-lines in one all-to-all, and the host reorders the rows. Writes reverse this. The host
-needs six blocks of 10 to 20 MB per local device.
+exports need. In each turn, every device serves one window: all owners send this device
+their lines in one all-to-all, and the host reorders the rows. Writes take these steps
+in reverse. The host needs memory for six blocks of 10 to 20 MB per local device.
 """
 
 import collections
@@ -34,16 +34,16 @@ from tpu_embedding.tables.line_exchange import (
 )
 
 MAX_DEVICE_BYTES: Final = 256 * 2**20
-"""Bound on the temporaries that a turn takes on each device."""
+"""Maximum bytes of temporaries that a turn takes on each device."""
 
 _ALIGNMENT: Final = 64
-"""Alignment in bytes. JAX copies less aligned arrays to CPU devices."""
+"""Alignment in bytes. With a smaller alignment, JAX copies arrays to CPU devices."""
 
 ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Reads table rows: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 Receivers = Literal["one", "all"]
-"""Processes that receive a block: the process whose device reads it, or all of them.
+"""Processes that receive a block: only the one whose device reads it, or all processes.
 
 With several processes, `"all"` takes more turns."""
 
@@ -70,10 +70,10 @@ def read_blocks(
 
     Yields one list per turn, possibly empty, with the blocks for this process. Blocks
     start at multiples of `rows_per_block`. All processes must run the same turns, and
-    the rows must not change until the last one.
+    the rows must not change until the last turn.
 
     Args:
-      num_rows: how many first rows to read per table. Defaults to all.
+      num_rows: number of rows to read from the start of each table. Defaults to all.
 
     Example:
       >>> import jax
@@ -113,14 +113,14 @@ def write_blocks(
 ) -> PackedRows:
     """Replaces rows in a stacked table or slot variable, block by block, in place.
 
-    All processes must call it together. If `read` returns a wrong shape or dtype, it
-    raises ValueError, and the rows are lost.
+    All processes must call this function together. If `read` returns a wrong shape or
+    dtype, the function raises ValueError, and the donated rows are lost.
 
     Args:
       packed: donated, so use only the result.
-      read: runs in a thread, only for blocks that this process writes, and returns
-        `file_row` rows. A block never crosses a multiple of `rows_per_block` rows.
-      num_rows: how many first rows to write per table. Defaults to all.
+      read: runs in a thread, only for blocks that this process writes, and returns rows
+        in the form of `file_row`. A block never crosses a multiple of `rows_per_block`.
+      num_rows: number of rows to write from the start of each table. Defaults to all.
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan)
@@ -194,7 +194,7 @@ def _write_by_exchange(
         lines = {}
         for shard in own_shards:
             rows = _new_rows(turn[shard], exchange, read)
-            # New memory, because the device may still read the memory of the last turn.
+            # Use new memory, because the device may still read the last turn's memory.
             parts = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             lines[shard] = _dealt(rows, turn[shard], exchange, parts)
         return lines
@@ -212,8 +212,9 @@ def _write_by_exchange(
 
 
 def _is_on_host(packed: PackedRows) -> bool:
-    # If so, this process can read and deal rows in its memory, without an exchange. On
-    # eight CPU devices, this is ten times as fast, and takes 30 MB instead of 900 MB.
+    # On local CPU devices, this process can read and deal rows in its memory, without
+    # an exchange. With eight CPU devices, this is ten times as fast, and takes 30 MB
+    # instead of 900 MB.
     lines = packed.lines
     platforms = {device.platform for device in lines.sharding.device_set}
     return lines.is_fully_addressable and platforms == {"cpu"}
@@ -254,7 +255,7 @@ def _write_on_host(
     for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
         dealt = jax.device_put(_dealt(rows, window, exchange, memory), sharding)
         lines = write_lines(lines, dealt, *_bounds([window]), exchange=exchange)
-        # The next window overwrites the memory that the program reads.
+        # Wait, since the next window overwrites the memory that the program reads.
         jax.block_until_ready(lines)
     return dataclasses.replace(packed, lines=lines)
 
@@ -292,7 +293,8 @@ def _read_ahead(
 
 
 def _turns(windows: Sequence[Window], size: int) -> list[list[Window]]:
-    # The last turn is filled up, because every device takes part in an exchange.
+    # Empty windows fill up the last turn, because every device takes part in an
+    # exchange.
     turns = [[*windows[i : i + size]] for i in range(0, len(windows), size)]
     return [[*turn, *[NO_WINDOW] * (size - len(turn))] for turn in turns]
 

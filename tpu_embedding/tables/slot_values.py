@@ -30,7 +30,7 @@ _HYPERPARAMETERS = {"hyperparams", "hyperparams_states"}
 """Fields of `optax.inject_hyperparams`, which `with_hyperparameters` sets."""
 
 _PARTS_OF_A_SUM = {"value", "rest"}
-"""Fields of a compensated sum, which mean little without its name."""
+"""Fields of a compensated sum, which mean little without the name of the sum."""
 
 
 @moves_arrays
@@ -46,7 +46,7 @@ def slot_values(
 
     Args:
       slots: optimizer state by stack name, from `init_slots`. You can leave out stacks.
-      plan: the embedding layer.
+      plan: plan of the embedding layer.
       parts: `"rows"` reads slot variables, which have one entry per row. `"all"` also
         reads table totals, such as the `column_accumulators` in `adafactor`, and step
         counts, which all tables in a stack share. Hyperparameters are never included.
@@ -98,7 +98,7 @@ def with_slot_values(
       values: arrays by table and slot name, as in `slot_values`. Tables and slots that
         you leave out keep their values. Note that the tables in a stack share their
         step counts, so don't pass different counts for them.
-      plan: the embedding layer.
+      plan: plan of the embedding layer.
 
     Returns:
       The new state, with unchanged shapes, dtypes and shardings.
@@ -158,7 +158,7 @@ def with_slot_values(
 
 
 def slot_rows(state: Any, stack: StackPlan) -> dict[str, PackedRows]:
-    """Names the slot variables in a state, which may hold arrays or shapes."""
+    """Maps names to slot variables. The state may hold shapes instead of arrays."""
     slots = named_slots(state, stack)
     return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
 
@@ -193,7 +193,7 @@ class NamedSlot:
     def replaced(
         self, values: Mapping[str, Any], stack: StackPlan, plan: EmbeddingPlan
     ) -> Any:
-        """Replaces the values for some tables, if they fit."""
+        """Replaces the values for some tables, after checking that they fit."""
         if not values:
             return self.leaf
         array = self.leaf.lines if self.kind == "rows" else self.leaf
@@ -241,8 +241,8 @@ def named_slots(state: Any, stack: StackPlan) -> Iterator[NamedSlot]:
             kind = "hyperparameter"
         elif _is_rows(leaf):
             kind = "rows"
-        # Only rules with totals have a leaf per table. A shared vector could have as
-        # many elements by chance.
+        # Only rules with totals have leaves with one entry per table. In other rules, a
+        # shared vector could have as many elements by chance.
         elif stack.optimizer.takes_totals and leaf.shape[:1] == (num_tables,):
             kind = "tables"
         yield NamedSlot(name=name, kind=kind, leaf=leaf)

@@ -31,7 +31,7 @@ class NotFinite:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
-        """Examines rows `[rows, ...]`, from table row `start` on."""
+        """Examines rows `[rows, ...]` that begin at table row `start`."""
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             return
         is_bad = ~np.isfinite(rows)
@@ -63,7 +63,7 @@ def unstack_tables(
     Args:
       stacked: global packed rows by stack name, either tables or one slot variable per
         stack. You can leave out stacks.
-      plan: the embedding layer.
+      plan: plan of the embedding layer.
 
     Returns:
       Arrays `[vocabulary_size, *row_shape]` by table name, in logical row order. Tables
@@ -103,7 +103,7 @@ def unstack_tables(
 def replace_values(
     stacked: dict[str, PackedRows], values: dict[str, np.ndarray], plan: EmbeddingPlan
 ) -> dict[str, PackedRows]:
-    """Replaces tables in the stacks. The inverse of `unstack_tables`.
+    """Replaces tables in the stacks. This is the inverse of `unstack_tables`.
 
     NaN and infinite numbers are written, with a warning that counts them. Narrow tables
     round to nearest. Values that a table can't hold raise ValueError.
@@ -158,7 +158,7 @@ def _with_values(
         may_overflow = layout.narrow_dtype is not None or (
             jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
         )
-        # In blocks, because the checks make temporaries as large as the rows.
+        # Check in blocks, because the checks make temporaries as large as the rows.
         for start in range(0, table.num_rows, rows_at_once):
             rows = array[start : start + rows_at_once].reshape(-1, layout.dim)
             if may_overflow:
@@ -199,7 +199,8 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Rejects rows that a narrower type cannot hold. `start` is the first row number.
 
-    NaN and infinities pass, except in int8 rows. `NotFinite` warns about them.
+    NaN and infinities are rejected only in int8 rows. `NotFinite` warns about the other
+    rows.
     """
     if dtype == "int8":
         # The scale of a row is computed from the float32 difference between its

@@ -5,8 +5,9 @@
     EveryRow        for each round: all rows that it covers, block by block
     KeptGradient    once all rounds are known: all rows, block by block
 
-Rounds (docs/concepts/skew.md) never share a row, so applying them one by one equals one
-update. Shared values, such as the step count, advance once per step.
+Rounds (docs/concepts/skew.md) never share a row, so applying them one by one has the
+same result as a single update. Shared values, such as the step count, advance once per
+step.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,10 +40,10 @@ from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 from tpu_embedding.xla import read_before_write, run_if
 
 _CHUNK: Final = 1024
-"""Gradients that a block reads at a time."""
+"""Number of gradients that `_dense_gradient` reads at a time."""
 
 Driver = Callable[[StackStep, Arrays, Parts], tuple[Arrays, list[Any]]]
-"""Runs a step on the arrays. Returns the new arrays and the new shared values."""
+"""Runs a step on the arrays, and returns new arrays and new shared values."""
 
 GradientOfBlock = Callable[[Any, int, Arrays], tuple[Array, Array]]
 """Maps a block's start and size, and the arrays, to its gradient `[size, dim]` and its
@@ -59,12 +60,12 @@ def update_stack(
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table and its optimizer state, in place where donated.
 
-    Per shard. See `StackStep` for `table_sizes`.
+    All arrays are per shard. See `StackStep` for `table_sizes`.
     """
     step = StackStep(stack, state, table_sizes)
     is_finite = step.is_finite
-    # A learning rate that isn't finite must not change any row, so the gradient loses
-    # its rows here. A kept gradient is collected all the same, and instead
+    # A learning rate that isn't finite must not change any row, so the rows are removed
+    # from the gradient here. A kept gradient is collected as usual, but then
     # `_update_kept_gradient` moves no rows.
     if is_finite is not None and step.kept is None:
         gradient = gradient.map(lambda round: round.only_if(is_finite))
@@ -80,8 +81,8 @@ def state_without_rows(
 
     The rule must update only touched rows.
     """
-    # Step counts then agree across tables, however they are stacked. Slot variables are
-    # neither read nor written, so XLA doesn't copy them.
+    # Step counts then agree across tables, however the tables are stacked. Slot
+    # variables are neither read nor written, so XLA doesn't copy them.
     step = StackStep(stack, state, table_sizes)
     return step.state_after(None, step.values_without_rows())
 
@@ -124,7 +125,7 @@ def _update_in_sequence(
             is_due = earlier == number
             row_ids = jnp.where(is_due, updates.row_ids, PADDING_ROW_ID)
             part = Part(row_ids, updates.values, is_due, occurrence=number)
-            # New shared values are dropped: they advance once per step.
+            # Shared values advance once per step, so a pass drops its new values.
             return number + 1, step.run_on_rows(arrays, part, all_reduce)[0]
 
         start = (jnp.int32(0), arrays)
@@ -139,7 +140,7 @@ def _update_every_row(
     """Runs the rule on every row, without a dense gradient in memory."""
 
     def run_round(arrays: Arrays, gradients: RowGradients) -> Arrays:
-        # In sorted gradients, a binary search finds the gradients of a block.
+        # Sort gradients, so that a binary search finds the gradients of a block.
         in_order = _sorted_gradients(gradients.as_row_updates())
         arrays, in_order = read_before_write((arrays, in_order))
 
@@ -204,14 +205,14 @@ def _run_parts(
     parts: Parts,
     run: Callable[[Arrays, Any, AllReduce], tuple[Arrays, list[Any]]],
 ) -> tuple[Arrays, list[Any]]:
-    """Runs the rule on all parts, one after another, with their totals."""
+    """Runs the rule on all parts, one after another, with totals over all parts."""
     all_reduce = across_shards(step.stack)
     totals: list[Array] | None = None
     if step.stack.optimizer.takes_totals and parts.fold_later is not None:
         totals = find_totals(
             lambda part, all_reduce: run(arrays, part, all_reduce), parts, all_reduce
         )
-        # The last run overwrites the rows that the totals are read from.
+        # Wait for the totals, because the last run overwrites the rows they are from.
         totals, arrays = read_before_write((totals, arrays))
 
     def run_part(arrays: Arrays, part: Any) -> tuple[Arrays, list[Any]]:
@@ -219,7 +220,7 @@ def _run_parts(
 
     arrays, new_values = run_part(arrays, parts.first)
     if parts.fold_later is not None:
-        # All parts compute the same new values from the old state.
+        # All parts compute the same new shared values from the old state.
         arrays = parts.fold_later(lambda *carry: run_part(*carry)[0], arrays)
     return arrays, new_values
 
@@ -246,8 +247,8 @@ def _sorted_gradients(gradients: RowUpdates) -> RowUpdates:
 
 
 def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array, Array]:
-    """Expands sorted gradients to a dense block, with 1 for touched rows."""
-    # This is the length of the padding, so no chunk is shifted.
+    """Expands sorted gradients to a dense block, and marks touched rows with 1."""
+    # A chunk is as long as the padding, so no chunk is shifted.
     chunk = min(_CHUNK, in_order.row_ids.shape[0] // 2)
     end_row = start + size
     ends = jnp.asarray([start, end_row], jnp.int32)
@@ -259,8 +260,8 @@ def _dense_gradient(in_order: RowUpdates, start: Any, size: int) -> tuple[Array,
             jax.lax.dynamic_slice_in_dim(array, position, chunk)
             for array in (in_order.row_ids, in_order.values)
         )
-        # Later blocks and padding are mapped out of range. Earlier blocks don't occur,
-        # due to the search.
+        # Rows of later blocks and padding are mapped out of range. Because of the
+        # search, rows of earlier blocks don't occur.
         at = jnp.where(ids < end_row, ids - start, size)
         return (
             position + chunk,

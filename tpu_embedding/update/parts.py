@@ -64,10 +64,10 @@ class Arrays(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows that a rule gets at once, with their gradient. Per shard.
+    """Rows of one shard that a rule gets at once, with their gradient.
 
     Each row occurs at most once. Unused positions have `PADDING_ROW_ID` and gradient
-    zero. `occurrence` counts earlier parts in the same step that have the same rows;
+    zero. `occurrence` counts earlier parts in the same step that have the same rows.
     `occurrences` is from `RowGradients`.
     """
 
@@ -80,10 +80,10 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackStep:
-    """One step, which exists only during tracing. Per shard.
+    """One step of a stack on one shard. It exists only during tracing.
 
-    `state` is the state before the step. Pass `table_sizes` if ids are not row numbers:
-    totals then count only rows that belong to an id.
+    `state` is the state before the step. Pass `table_sizes` if ids are not row numbers.
+    Totals then count only rows that belong to an id.
     """
 
     stack: StackPlan
@@ -104,7 +104,7 @@ class StackStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if the rate in this step is not finite. None for constant rates."""
+        """False if the rate in this step is not finite. None if it is constant."""
         return rates_are_finite(self.stack.optimizer, self.stack.dim, self.old_values)
 
     def arrays(self, table: PackedRows) -> Arrays:
@@ -119,12 +119,15 @@ class StackStep:
         table, places = table.locate(part.row_ids)
         old_slots = [gather_rows(slot, places) for slot in slots]
         if self.stack.updates == "blocks":
-            # In a loop, XLA:CPU copies a slot that is read after another is written.
+            # In a loop, XLA:CPU copies a slot that is read after a different slot is
+            # written.
             old_slots, slots = read_before_write((old_slots, slots))
         rows = gather_rows(table, places)
         if optimizer.sets_rows:
-            # The rule returns the difference from the old row. This would be NaN if the
-            # old value is NaN, and lose a small new value if the old one is large.
+            # The rule returns the difference from the old row. With zeros as the old
+            # row, this is the new row. Otherwise, the difference would be NaN where the
+            # old value is NaN, and would lose a small new value next to a large old
+            # one.
             rows = jnp.zeros_like(rows)
         known = self._known_rows(part, all_reduce) if optimizer.takes_totals else None
         updates, new_slots, new_values = self._run_rule(part, rows, old_slots, known)
@@ -151,7 +154,7 @@ class StackStep:
     ) -> tuple[Arrays, list[Any]]:
         """Runs the rule on consecutive rows, and clears their kept gradient, in place.
 
-        Only rows in `covered` change. None covers all rows.
+        Only rows in `covered` change, or all rows if it is None.
         """
         (size,) = part.row_ids.shape
         old = jax.tree.map(
@@ -199,7 +202,7 @@ class StackStep:
         ]
         known = None
         if optimizer.takes_totals:
-            # Totals over no rows are zero, and the rule's values may depend on them.
+            # Totals over no rows are zero. Shared values may depend on these totals.
             known = self._known_rows(part, lambda totals, _: totals)
         return self._run_rule(part, rows, slots, known)[2]
 
@@ -207,8 +210,9 @@ class StackStep:
         """Builds the state after the step. Without arrays, slots are unchanged."""
         state = rule_state_of(self.state)
         if self.is_finite is not None:
-            # A rate that isn't finite may have made shared floats NaN, such as totals,
-            # and they would remain NaN. Integers, such as the step count, advance.
+            # A rate that isn't finite may make shared floats, such as totals, NaN, and
+            # they would remain NaN. So these floats keep their old values. Integers,
+            # such as the step count, advance.
             new_values = [
                 jnp.where(self.is_finite | jnp.isfinite(new), new, old)
                 if jnp.issubdtype(new.dtype, jnp.floating)
@@ -262,9 +266,9 @@ class StackStep:
     def _stored_rows(
         self, part: Part, old: Float[Array, "rows dim"], updates: Array
     ) -> Array:
-        """Adds updates to old rows, and encodes the sums as the table stores rows."""
+        """Adds updates to old rows, and encodes the sums in the table's own dtype."""
         # An update of 0 must not change an element's bits. Adding 0 would turn -0.0
-        # into 0.0, and flush a denormal on a TPU.
+        # into 0.0, and would flush a denormal to 0 on a TPU.
         new = jnp.where(updates == 0, old, old + updates)
         dtype = self.stack.layout.narrow_dtype
         if dtype is None:
@@ -282,10 +286,10 @@ def run_rule(
 ) -> tuple[Array, list[Array], list[Any]]:
     """Runs a rule on rows. Returns updates, new slot rows, and new shared values.
 
-    Slots in `state` are plain rows. `known=None` means a whole table.
+    Slots in `state` must be plain rows. If `known` is None, the rows are a whole table.
     """
     probed = probe_rule(optimizer, rows.shape[1])
-    # A rule with totals must not get answers about other rows from a cache of jit.
+    # In a rule with totals, the cache of a `jit` could return totals of other rows.
     with table_rows_context(known, inlines_jit=probed.takes_totals):
         updates, new_state = optimizer.update(gradient, state, rows)
     new_leaves = jax.tree.structure(state).flatten_up_to(new_state)
@@ -303,11 +307,12 @@ def replaced_slots(
     new: Sequence[Array],
     table_dim: int,
 ) -> list[PackedRows]:
-    """Writes new slot values to rows, in place. Per shard."""
+    """Writes new slot values to one shard's rows, in place."""
     probed = probe_rule(optimizer, table_dim)
     result = []
-    # Adding takes one scatter, but in the difference from a large old value, rounding
-    # would lose a small new one. Such slots are set, which may take two scatters.
+    # Adding the difference takes one scatter. But if an old value is large and the new
+    # value is small, the difference rounds the new value away. Slots that may have such
+    # values are set instead, which may take two scatters.
     for slot, facts, before, after in zip(slots, probed.slots, old, new, strict=True):
         if facts.is_moved_by_adding:
             difference = row_differences(before, after)
@@ -334,7 +339,7 @@ def lift_to_rows(
     Returns:
       A transformation whose `init` accepts a table's `PackedRows`, and whose `update`
       maps `RowUpdates`, state and table to `RowUpdates` and state. Slot variables in
-      the state are `PackedRows`. Everything is per shard.
+      the state are `PackedRows`. All arrays are per shard.
 
     Example:
       >>> import jax.numpy as jnp
@@ -377,9 +382,10 @@ def bits_of_rows(
 ) -> UInt32[Array, "ids dim"]:
     """Hashes step, table name, row and element into bits for stochastic rounding."""
     # Rounding to nearest would lose every update below half a unit of the dtype, so
-    # small gradients would never move a row. At random, the mean is exact. The hash
-    # doesn't depend on devices, stacking or packing. Without the step, an element that
-    # was rounded back to its old value would get the same bits again, and never change.
+    # small gradients would never move a row. With random rounding, the mean is exact.
+    # The hash doesn't depend on devices, stacking or packing. If the hash left out the
+    # step, an element that was rounded back to its old value would get the same bits in
+    # the next step, and would never change.
     _, stack_rows = rows_of_stack(row_ids, stack)
     stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)
     stack_rows = stack_rows.astype(jnp.uint32)

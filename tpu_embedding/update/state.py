@@ -1,9 +1,9 @@
 """Initial optimizer states of stacked tables, and access to their parts.
 
-A state is what optax returns for the rule, but slot variables, which have one entry per
-table row, are `PackedRows`. All rows share the other leaves, such as counts. Two
-wrappers may enclose it: `KeptGradientState` if the rule needs the dense gradient, and
-`RoundedState`, always outermost, if the table is narrow.
+A state is what optax returns for the rule, except that slot variables, which have one
+entry per table row, are `PackedRows`. All rows share the other leaves, such as counts.
+Two wrappers may enclose the state: `KeptGradientState` if the rule needs the dense
+gradient, and `RoundedState`, always outermost, if the table is narrow.
 """
 
 import functools
@@ -40,7 +40,7 @@ from tpu_embedding.update.totals import (
 from tpu_embedding.xla import computed_apart
 
 PADDING_ROWS: Final = 8
-"""Rows of a part without rows. A single row would broadcast, as totals do."""
+"""Number of padding rows in a part without real rows. A single row would broadcast."""
 
 
 class RoundedState(NamedTuple):
@@ -55,8 +55,8 @@ class KeptGradientState(NamedTuple):
 
     Attributes:
       gradient: `[rows, dim]`, the sum over all steps since the rule last ran.
-      touches: int32 `[rows]`, how many of these steps looked up each row.
-      step: int32 scalar, the number of these steps.
+      touches: int32 `[rows]`, the number of these steps that looked up each row.
+      step: int32 scalar, the number of steps since the rule last ran.
     """
 
     gradient: PackedRows
@@ -66,11 +66,12 @@ class KeptGradientState(NamedTuple):
 
 
 def init_state(table: PackedRows, stack: StackPlan) -> Any:
-    """Initializes a stack's optimizer state. Per shard."""
+    """Initializes a stack's optimizer state on one shard."""
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
-        # Rows on the host are also summed block by block, so totals have the same bits
-        # wherever rows are stored. For this, a block must not be fused with its slice.
+        # Totals are summed block by block, as for rows on the host, so they have the
+        # same bits wherever rows are stored. Fusing a block with its slice could change
+        # these bits.
         totals = find_totals(
             lambda block, all_reduce: init_block(
                 computed_apart(lines_of_block(table, *block)),
@@ -101,7 +102,7 @@ def init_rule(
     table: PackedRows,
     known: TableRows | None = None,
 ) -> Any:
-    """Initializes a rule's state for a table, with packed slots. Per shard."""
+    """Initializes a rule's state, with packed slots, for one shard of a table."""
     with table_rows_context(known):
         leaves, tree = jax.tree.flatten(optimizer.init(unpack_rows(table)))
     slots = probe_rule(optimizer, table.layout.dim).leaves
@@ -109,7 +110,7 @@ def init_rule(
     for leaf, slot in zip(leaves, slots, strict=True):
         if slot is not None:
             layout = table.layout.slot_layout(slot.row)
-            # A constant is written in packed form, and XLA drops its dense leaf.
+            # Constant slots are written in packed form. XLA then drops the dense leaf.
             if slot.initial_value is None:
                 leaf = pack_rows(leaf, layout)
             else:
@@ -157,7 +158,7 @@ def rule_state_of(state: Any) -> Any:
 
 
 def is_slot(leaf: Any) -> bool:
-    # Also an `is_leaf` argument, since `PackedRows` is a pytree itself.
+    # This is also passed as `is_leaf`, since `PackedRows` is itself a pytree.
     return isinstance(leaf, PackedRows)
 
 
@@ -186,16 +187,16 @@ def with_values(state: Any, values: Sequence[Any]) -> Any:
 
 
 def with_values_if(condition: Any, new: Any, old: Any) -> Any:
-    """Keeps the old shared values if a condition is False. None means True."""
+    """Keeps old shared values if a condition is False. None counts as True."""
     if condition is None:
         return new
-    # Slot variables come from `new`: a select would copy whole tables.
+    # Slot variables always come from `new`, because a select would copy whole tables.
     pairs = zip(values_of(new), values_of(old), strict=True)
     return with_values(new, [jnp.where(condition, *pair) for pair in pairs])
 
 
 def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Maps slots with `function(slot, *others)`, and keeps other leaves.
+    """Maps slots with `function(slot, *others)`. Other leaves don't change.
 
     In `others`, a slot may be any subtree.
     """
@@ -208,7 +209,7 @@ def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def structure_of_state(state: Any) -> jax.tree_util.PyTreeDef:
-    """Finds the structure, independent of where slot rows are stored."""
+    """Finds a state's structure. It doesn't depend on where slot rows are stored."""
     # Rows on the host are a different node type, but must match `abstract_state`.
     return jax.tree.structure(
         map_slots(lambda slot: PackedRows(lines=0, layout=slot.layout), state)

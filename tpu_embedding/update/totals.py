@@ -1,9 +1,9 @@
 """Finds totals over tables whose rows arrive in parts: gradient rounds or blocks.
 
-A rule requests totals, as in `total = rows.total(values)`, and may need one to compute
-the next. With a single part, an all-reduce answers each request. With several, the rule
-runs on all parts once per total, and each run finds the next total. A last run uses
-them all.
+A rule requests totals, as in `total = rows.total(values)`, and may need one total to
+compute the next. With a single part, an all-reduce answers each request. With several
+parts, the rule runs on all parts once per total, and each run finds the next total. A
+last run uses all totals.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class _Request(NamedTuple):
 def across_shards(stack: StackPlan) -> AllReduce:
     def all_reduce(totals: Array, reduction: Reduction) -> Array:
         # Each row counts once, on its shard's first replica. All replicas still take
-        # part, because they must get the same bits. A minimum ignores repetition.
+        # part, because they must get the same bits. In a minimum, repeats don't matter.
         if reduction == "sum" and stack.num_replicas > 1:
             is_first = jax.lax.axis_index(stack.replica_axes) == 0
             totals = jnp.where(is_first, totals, jnp.zeros_like(totals))
@@ -46,9 +46,9 @@ def across_shards(stack: StackPlan) -> AllReduce:
 
 
 def find_totals(run: RunPart, parts: Parts, all_reduce: AllReduce) -> list[Array]:
-    """Finds all totals that a rule requests, in order. Per shard."""
+    """Finds all totals that a rule requests, in order. The parts are per shard."""
     known: list[Array] = []
-    # XLA removes all results of a run but the values for the next total.
+    # XLA removes all results of a run except the values for the next total.
     while len(requests := requests_of(run, parts.first, known)) > len(known):
         number = len(known)
         total, reduction = requests[number]
@@ -76,7 +76,8 @@ def requests_of(run: RunPart, part: Any, known: list[Array]) -> list[_Request]:
     def all_reduce(values: Array, reduction: Reduction) -> Array:
         number = len(requests)
         requests.append(_Request(values, reduction))
-        # Requests after the first unknown total get wrong answers, and are not used.
+        # After the first unknown total, answers are wrong, so later requests aren't
+        # used.
         return known[number] if number < len(known) else values
 
     run(part, all_reduce)
@@ -89,10 +90,10 @@ def tables_of_rows(
     all_reduce: AllReduce,
     stack: StackPlan,
 ) -> TableRows:
-    """Matches rows with their tables. Per shard."""
+    """Matches one shard's rows with their tables."""
     is_used, stack_rows = rows_of_stack(row_ids, stack)
 
-    # Comparing with all bounds vectorizes; a binary search would gather single
+    # Comparing with all bounds vectorizes. A binary search would gather single
     # integers, which is slow on a TPU.
     def count_reached(bounds: list[int]) -> Int[Array, " rows"]:
         reached = jnp.searchsorted(
@@ -117,10 +118,10 @@ def tables_of_rows(
 def rows_of_stack(
     row_ids: Int[Array, " rows"], stack: StackPlan
 ) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
-    """Converts local rows to stack rows. Per shard.
+    """Converts one shard's local rows to stack rows.
 
     Returns:
-      A mask that is False for padding, and the rows, arbitrary for padding.
+      A mask that is False for padding, and the stack rows. Padding has arbitrary rows.
     """
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(stack.shard_axes)
