@@ -3,9 +3,9 @@
 A checkpoint is an ordinary Orbax checkpoint in which each table is one array with its
 rows in natural order, so any plan on any devices can read it.
 
-Start with `saving`. `split_state` finds the tables in a state, `saved_leaves` describes
+Read `saving` first. `split_state` finds the tables in a state, `saved_leaves` describes
 them, `arrays` moves rows to and from disk, `state_file` seals and checks `state.json`,
-and `restoring` puts everything back.
+and `restoring` restores the state.
 """
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table

@@ -1,10 +1,10 @@
 """Reads and writes checkpoint arrays with tensorstore, chunk by chunk.
 
-Arrays are uncompressed zarr 3. Each chunk ends with its CRC-32C, and a large table's
-chunks take 10 to 20 MB. When saving, Orbax passes all leaves to an `ArrayWriter`, which
+Arrays are uncompressed zarr 3. Each chunk ends with its CRC-32C. In a large table, a
+chunk takes 10 to 20 MB. When saving, Orbax passes all leaves to an `ArrayWriter`, which
 streams stacks block by block (`tables/row_stream.py`), so neither devices nor host hold
-a second table. When reading, `SavedArray` trusts nothing on disk that `state.json`
-doesn't confirm.
+a second copy of a table. When reading, `SavedArray` trusts nothing on disk that
+`state.json` doesn't confirm.
 """
 
 import collections
@@ -55,10 +55,10 @@ MAX_PENDING_BYTES: Final = 2**28
 """Maximum bytes waiting in host memory to be written."""
 
 _READERS: Final = 4
-"""Chunks read concurrently during verification."""
+"""Threads that open arrays and read chunks."""
 
 _OPEN_FILES: Final = "/proc/self/fd"
-"""Links to the process's open files and directories, on Linux."""
+"""Directory with links to the process's open files and directories, on Linux."""
 
 _CODECS: Final = ["bytes", "crc32c"]
 
@@ -78,7 +78,7 @@ def array_spec(
             "data_type": np.dtype(dtype).name,
             "chunk_grid": {
                 "name": "regular",
-                # An empty axis has chunk size 0, which zarr doesn't allow.
+                # zarr doesn't allow chunk size 0, which an empty axis would have.
                 "configuration": {"chunk_shape": [max(1, x) for x in chunk_shape]},
             },
             "codecs": [
@@ -86,14 +86,14 @@ def array_spec(
                 {"name": "crc32c"},
             ],
         },
-        # By default, tensorstore writes no file for a chunk of zeros, so nobody could
-        # tell it from a missing chunk.
+        # By default, tensorstore writes no file for a chunk of zeros, so the chunk
+        # would look like a missing one.
         "store_data_equal_to_fill_value": True,
     }
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
-    """Chooses a chunk size: all rows, or a power of two that divides a block."""
+    """Chooses a chunk's row count: all rows, or a power of two that divides a block."""
     # A block then covers whole chunks, so two processes never write the same chunk.
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
@@ -104,14 +104,14 @@ def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
 
 
 class PendingWrites:
-    """Writes in progress, limited to bound the host memory that a save takes."""
+    """Writes in progress. Their size is limited, to bound a save's host memory."""
 
     def __init__(self):
         self._writes: collections.deque[tuple[int, ts.Future]] = collections.deque()
         self._num_bytes = 0
 
     def add(self, store: ts.TensorStore, values: np.ndarray) -> None:
-        """Starts to write, and waits while more than `MAX_PENDING_BYTES` are pending.
+        """Starts a write, and waits while more than `MAX_PENDING_BYTES` are pending.
 
         The values must not change until the write has ended.
         """
@@ -135,8 +135,8 @@ class OpenCheckpoint:
 
     Attributes:
       root: state directory, for messages.
-      files: path for reading, which leads to the same directory even if a new directory
-        takes over the name `root`.
+      files: path to read from. It leads to the same directory even if a new directory
+        gets the name `root`.
     """
 
     root: epath.Path
@@ -160,9 +160,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
     with contextlib.ExitStack() as ends:
         files = root
         if "://" not in os.fspath(root):
-            # On Linux, files are read through the open directory, which stays the same
-            # if another directory takes over its name. Elsewhere, `check_unchanged`
-            # raises.
+            # On Linux, files are read through a link to the open directory, even if a
+            # new directory gets its name. On other systems, `check_unchanged` raises in
+            # this case.
             with errors_of_reading(f"The checkpoint {root}"):
                 opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             ends.callback(os.close, opened)
@@ -179,7 +179,7 @@ class SavedArray:
     def __init__(
         self, checkpoint: OpenCheckpoint, keys: Sequence[str], *records: ArrayRecord
     ):
-        """Starts to open the array at `keys`, which must match one of `records`."""
+        """Starts to open the array at `keys`. Its type must match one of `records`."""
         self._name = ".".join(keys)
         self._owner = f"The array {self._name} of {checkpoint.root}"
         self._files = checkpoint.files
@@ -193,7 +193,7 @@ class SavedArray:
             return self._opening.result()
 
     def read(self, index: Any = ()) -> np.ndarray:
-        """Reads slices or row ids `[n]`, by default everything.
+        """Reads the given slices or row ids `[n]`. Defaults to the whole array.
 
         Raises:
           CheckpointError: if a chunk is missing, damaged, or from another save.
@@ -204,7 +204,7 @@ class SavedArray:
             # Tensorstore then compares the values with these checksums.
             self._check_chunks(store, index)
             values = store[index].read().result()
-            # Again, because the files may have been overwritten during the read.
+            # Check again, because the files may have been overwritten during the read.
             self._check_chunks(store, index)
             return values
 
@@ -260,8 +260,8 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    # File sizes bound the memory that a read takes only if chunks are uncompressed, and
-    # in the files that `_check_chunks` expects.
+    # File sizes limit a read's memory only if chunks are uncompressed, with the file
+    # names that `_check_chunks` expects.
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
@@ -363,13 +363,13 @@ def _kvstore(path: epath.Path) -> dict[str, str]:
     return {"driver": "file", "path": f"{text}/"}
 
 
-# Compared by identity, because it is a dict key in `serialize`.
+# Instances are compared by identity, because `serialize` uses them as dict keys.
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackToSave:
-    """A stacked table or slot variable, and the rows to write.
+    """Stacked table values, or a stacked slot variable, with the rows to write.
 
     Attributes:
-      chosen: dynamic table name to the rows to write, in ascending id order.
+      chosen: rows to write for each dynamic table, by name, in ascending id order.
     """
 
     packed: PackedRows
@@ -399,7 +399,7 @@ class StackToSave:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableToSave:
-    """A leaf for Orbax: one table in a stack."""
+    """One table in a stack, which Orbax gets as a leaf."""
 
     table: str
     rows: StackToSave
@@ -411,7 +411,7 @@ class TableToSave:
 
     @property
     def size(self) -> int:
-        # Orbax reads it.
+        # Orbax reads this property.
         return math.prod(self.shape)
 
 
@@ -441,8 +441,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             )
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
-            # Opens without a request to the file system, so processes don't wait for
-            # the first one to create the array.
+            # This open makes no request to the file system, so other processes don't
+            # wait until the first process has created the array.
             store = ts.open(spec | {"assume_metadata": True}).result()
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store
@@ -450,11 +450,11 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             if isinstance(value, jax.Array) and not value.is_fully_addressable:
                 for shard in value.addressable_shards:
                     if shard.replica_id == 0:
-                        # Copied, because the next step may donate the array.
+                        # Copy the shard, because the next step may donate the array.
                         writes.add(store[shard.index], np.array(shard.data))
             elif jax.process_index() == 0:
-                # Every process has a copy of the leaf, for example of a random key.
-                # Only the first process writes it.
+                # Every process has the whole leaf, such as a random key, but only the
+                # first process writes it.
                 writes.add(store, np.array(value))
         # One pass over a stack reads the rows of all its tables.
         for rows, stores in streams.items():

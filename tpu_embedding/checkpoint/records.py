@@ -1,4 +1,4 @@
-"""Names and describes a checkpoint's files, and turns file errors into one class.
+"""Describes a checkpoint's files, and turns file errors into `CheckpointError`.
 
 A checkpoint is an Orbax checkpoint of zarr 3 arrays, such as `tables.movie.values/` and
 `dense.linear.kernel/`, plus a `state.json` that holds a `CheckpointRecord`.
@@ -27,8 +27,8 @@ _ERRORS_OF_FILES = (
     TypeError,
     ValueError,
 )
-"""Errors that libraries raise for damaged files, and errors that values of a type
-`te.save` never writes cause in our own code."""
+"""Errors that damaged files cause: in the libraries that read them, or in our own code
+if a value has a type that `te.save` never writes."""
 
 
 class CheckpointError(ValueError):
@@ -48,7 +48,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> AbstractContextManager[No
     """Turns errors from writing a checkpoint into `CheckpointError`."""
     fix = "Free disk space, choose a writable directory, or convert leaves whose dtype "
     fix += "files cannot store."
-    # Tensorstore and Orbax may raise any of these when the disk is full.
+    # Tensorstore and Orbax may raise any of these types when the disk is full.
     kinds = (OSError, RuntimeError, ValueError)
     return _as_checkpoint_error(kinds, f"The checkpoint {path} cannot be written", fix)
 
@@ -69,7 +69,8 @@ def _as_checkpoint_error(
     except CheckpointError:
         raise
     except kinds as error:
-        # The first line, without the source location that tensorstore appends.
+        # Keep only the first line, without the source location that tensorstore
+        # appends.
         text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
         text = f"{problem}: {type(error).__name__}: {text}. {fix}"
         raise CheckpointError(text) from error
@@ -80,10 +81,10 @@ TABLES: Final = "tables"
 DENSE: Final = "dense"
 
 DIRECTORY_ARRAY: Final = ":"
-"""Prefix that sets arrays about a dynamic table's ids apart from slot variables."""
+"""Name prefix of arrays about a dynamic table's ids. Slot variables don't have it."""
 
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
-"""Bucket prefix to tensorstore driver."""
+"""Maps a bucket prefix to its tensorstore driver."""
 
 STATE_ITEMS: Final = (".", "default", "state")
 """Where a checkpoint may hold its state: at its root, or in an Orbax item."""
@@ -93,13 +94,13 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord:
-    """A saved array: rows, or values that belong to a whole table.
+    """The shape and type of a saved array.
 
     Attributes:
       shape: array shape; `[rows, *row_shape]` if the array has rows.
-      dtype: element type, by name.
-      has_rows: True if the first axis counts rows. False for values that belong to a
-        whole table, such as a step count.
+      dtype: name of the element type.
+      has_rows: True if the first axis is the row axis. False for values of a whole
+        table, such as a step count.
 
     Example:
       >>> print(ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True))
@@ -112,7 +113,7 @@ class ArrayRecord:
 
     @property
     def row(self) -> tuple[Any, ...]:
-        """Type and shape per row if the array has rows, else in total."""
+        """Type and shape of a row, or of the whole array if it has no rows."""
         return self.dtype, self.shape[1:] if self.has_rows else self.shape
 
     def __str__(self) -> str:
@@ -130,10 +131,10 @@ class TableRecord:
       values: table rows. An int8 row is stored as bytes: `dim` codes, a scale and a
         bias.
       slots: slot variables, counts and hyper-parameters, by name.
-      optimizer: types in the optimizer state, and how the optimizer applies updates.
-        None if the table has no optimizer.
-      dynamic: `capacity` and `default_row`. None if the table is static.
-      directory: ids of a dynamic table and their statistics, as arrays by name.
+      optimizer: state types, and settings that affect how updates are applied. None if
+        the table has no optimizer.
+      dynamic: the table's `capacity` and `default_row`. None if it is static.
+      directory: arrays with a dynamic table's ids and their statistics, by name.
 
     Example:
       >>> values = ArrayRecord(shape=(10, 4), dtype="float32", has_rows=True)
@@ -164,12 +165,13 @@ class CheckpointRecord:
 
     Attributes:
       tables: tables by name.
-      dense: type and shape of every other leaf, by path.
+      dense: type and shape of every leaf outside tables and slots, by path.
       description: JSON values that you saved with the state.
-      step: name of the step directory if a `CheckpointManager` saved it, else empty.
-      checksums: array name to its checksums as one hexadecimal text: a CRC-32 for the
+      step: name of the step directory if a `CheckpointManager` saved the checkpoint,
+        else empty.
+      checksums: one hexadecimal text per array name. It holds a CRC-32 for the
         metadata, then a CRC-32C for each chunk.
-      digest: digest over all other fields. It identifies the save.
+      digest: hash of all other fields, which identifies the save.
 
     Example:
       >>> dense = {"linear.bias": "float32[1]"}
@@ -186,7 +188,7 @@ class CheckpointRecord:
 
     @property
     def array_names(self) -> list[str]:
-        """All array names, which are also the directory names."""
+        """All array names. Each array's directory has the same name."""
         keys = [
             array_keys(table, slot)
             for table, record in self.tables.items()
@@ -197,9 +199,11 @@ class CheckpointRecord:
 
 
 def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
-    """Maps an array to its keys in the tree. Joined by dots, they name its directory.
+    """Finds an array's keys in the saved tree.
 
-    `slot` starts with a colon for arrays about ids. None means the table values.
+    The keys joined with dots are the name of the array's directory.
+
+    If `slot` starts with a colon, the array is about ids. None means the table values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")
@@ -218,7 +222,7 @@ def dense_keys(path: str) -> tuple[str, ...]:
 
 def quote(name: str) -> str:
     # Orbax joins keys with dots to name directories, so a dot in a name would make
-    # `a.slots.b` ambiguous. `urllib.parse.quote` leaves dots alone.
+    # `a.slots.b` ambiguous. `urllib.parse.quote` doesn't escape dots.
     return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 

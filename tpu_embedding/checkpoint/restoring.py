@@ -1,8 +1,8 @@
 """Restores a state from a checkpoint, under any plan.
 
-First everything is compared and verified, and all processes agree. Only then are rows
-written, block by block, into the donated arrays (`tables/row_stream.py`). So a bad
-checkpoint leaves the state as it was, and no process waits for one that raised.
+First, every process compares and verifies everything. Rows are written into the donated
+arrays, block by block (`tables/row_stream.py`), only if all processes succeed. So a bad
+checkpoint leaves the state unchanged, and no process waits for a process that raised.
 """
 
 import contextlib
@@ -100,8 +100,8 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             _check_fit(checkpoint, restores, state.dense, args)
             dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
-            # `restored` donates the arrays, so damage must be found before that. Shapes
-            # hold no values that could be lost.
+            # `_LayerRestore.restored` donates the arrays, so damage must be found
+            # before that. This is not needed for shapes, which have no values to lose.
             for restore in restores:
                 if not _is_abstract((restore.layer.tables, restore.layer.slots)):
                     restore.verify(checkpoint)
@@ -121,7 +121,8 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
             raise invalid(field, f"name tables of the state {names}", unknown)
     for layer in layers:
         if layer.slots is None:
-            # State that an optimizer derived from the old rows would no longer match.
+            # An optimizer may have derived state from the old rows, which would no
+            # longer match.
             derived = layer.tables_with_derived_state & set(args.tables_of(layer))
             check_has_slots(derived, "te.restore(directory, (model, optimizer))")
 
@@ -130,9 +131,9 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
 def _checked_by_all(
     directory: str | os.PathLike[str], layers: Sequence[LayerState]
 ) -> Iterator[list[str]]:
-    """Raises on all processes if one raises or appends a different digest."""
-    # Writing rows is an exchange between all processes. If one process raised alone,
-    # the rest would wait for it forever.
+    """Raises on all processes if one of them raises or appends a different digest."""
+    # All processes exchange data to write rows. If only one process raised, the other
+    # processes would wait for it forever.
     digests: list[str] = []
     error = None
     try:
@@ -184,7 +185,8 @@ def _check_fit(
         )
         text += "\n".join(["places:", *lines[:_MAX_LINES], _FIX])
         raise about(CheckpointError(text), next(iter(changed)), changed)
-    # Finds missing arrays and wrong types, even if no chunk is verified.
+    # Opening the arrays finds missing arrays and wrong types, even if no chunk is
+    # verified.
     for restore in restores:
         for array in restore.arrays.values():
             array.opened()
@@ -205,9 +207,9 @@ def _facts_of_both(
     dense: Mapping[str, Any],
     args: RestoreState,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collects what must be equal in checkpoint and state, by name."""
+    """Collects facts, by name, that must be equal in the checkpoint and the state."""
     # The caller may restore only the model from a saved (model, optimizer). So a saved
-    # leaf doesn't count if its path starts with a position that the state lacks.
+    # leaf is ignored if its path starts with a position that the state lacks.
     positions = {name.partition(".")[0] for name in dense}
     saved: dict[str, Any] = {
         name: text
@@ -249,7 +251,8 @@ def _facts_of_table(table: TableRecord, with_slots: bool) -> dict[str, Any]:
 
 def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str, Any]:
     sharding: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    # For shapes without a sharding. `te.Optimizer` also replicates dense parameters.
+    # Shapes without a sharding become replicated arrays, like dense parameters in
+    # `te.Optimizer`.
     if state.layers:
         sharding = state.layers[0].plan.replicated
     # All arrays start to open in the background before the first one is read.
@@ -284,11 +287,11 @@ def _layer_restore(
 
 @dataclasses.dataclass(frozen=True)
 class _LayerRestore:
-    """A layer with arrays or shapes, and what to restore into it.
+    """A layer with arrays or shapes, and the saved arrays to restore into it.
 
     Attributes:
-      wanted: descriptions from the layer.
-      saved: descriptions from the checkpoint, also by table name in the layer.
+      wanted: table descriptions from the layer, by table name.
+      saved: table descriptions from the checkpoint, by table name in the layer.
       arrays: arrays to read, by table and slot, as in `saved_leaves.Leaves`.
     """
 
@@ -304,7 +307,7 @@ class _LayerRestore:
         return {name: self.arrays[name, slot] for name in names}
 
     def shared_values(self) -> dict[str, tuple[Any, Any]]:
-        """Finds values that stacked tables share but disagree on, such as counts."""
+        """Finds shared values, such as counts, that differ between stacked tables."""
         differing = {}
         for stack in self.layer.plan.stacks:
             for slot in slots_of(self.layer, stack):
@@ -312,8 +315,8 @@ class _LayerRestore:
                 if not arrays or slot.kind not in ("shared", "hyperparameter"):
                     continue
                 values = {table: array.read() for table, array in arrays.items()}
-                # Tables that aren't restored keep their count. A zero count may be
-                # overwritten, because these tables are untrained.
+                # Tables that aren't restored keep their count. If it is zero, they are
+                # untrained, and it may be overwritten.
                 if slot.kind == "shared" and not _is_abstract(slot.leaf):
                     for table in stack.tables:
                         if np.any(slot.leaf):
@@ -353,7 +356,7 @@ class _LayerRestore:
     def verify(self, checkpoint: OpenCheckpoint) -> None:
         """Reads all chunks once, before any array is donated."""
         # Processes that share the layer split the work, and `_checked_by_all` tells
-        # each what the rest found.
+        # each process if another process found damage.
         first, step = 0, 1
         if not _is_local(self.layer):
             first, step = jax.process_index(), distributed.num_processes()
@@ -369,9 +372,9 @@ class _LayerRestore:
     def restored(self, placed: Mapping[str, PlacedIds]) -> LayerState:
         """Writes the saved rows and slot variables into the donated arrays.
 
-        If a chunk is damaged after all, the arrays are lost.
+        If a chunk turns out to be damaged here, the arrays are lost.
         """
-        # The guard against arithmetic isn't saved, since the plan determines it.
+        # The arithmetic guard isn't saved, because the plan determines it.
         plan, tables = self.layer.plan, init_guard(self.layer.plan)
         for stack in plan.stacks:
             packed = self.layer.tables[stack.name]
@@ -396,7 +399,7 @@ class _LayerRestore:
             ]
             structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
             slots[stack.name] = structure.unflatten(leaves)
-        # Totals are measured again, because tables may have additional rows.
+        # Totals are measured again, because tables may have more rows than were saved.
         slots = restarted_slots(slots, tables, self.saved, plan, ("total",))
         return dataclasses.replace(layer, slots=slots)
 
@@ -407,7 +410,7 @@ class _LayerRestore:
         slot: str | None,
         placed: Mapping[str, PlacedIds],
     ) -> PackedRows:
-        """Restores a stack or slot variable. Shapes start as zeros."""
+        """Restores a stack or slot variable. Shapes become zeros first."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct) and packed.holds_all_rows:
             sharding = plan.rows_sharding(stack)

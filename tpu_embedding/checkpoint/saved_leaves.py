@@ -1,8 +1,9 @@
-"""Turns leaves into saved arrays and records, and back into leaves.
+"""Turns leaves into arrays and records to save, and saved arrays into leaves.
 
-Static tables stream their rows. A dynamic table is saved as its ids, ascending, with
-rows in the same order, so files don't depend on devices. docs/guides/checkpoints.md
-says where ids go if the restored table has another capacity.
+The rows of static tables are streamed. A dynamic table is saved as its ids in ascending
+order, with rows in the same order, so files don't depend on devices.
+docs/guides/checkpoints.md says where ids are placed if the restored table has a
+different capacity.
 """
 
 import dataclasses
@@ -57,20 +58,21 @@ ID_ARRAYS: Final = (IDS, NATURAL_ROWS, LAST_USED, COUNTS, CLOCK, INIT_KEY, SKETC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedIds:
-    """Ids to write: directory arrays by name, and the table row per saved row."""
+    """Directory arrays to write, by name, and the table row of each saved row."""
 
     arrays: Mapping[str, np.ndarray]
     rows: np.ndarray
 
 
 def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
-    """Gathers ids by table.
+    """Gathers a stack's ids by table.
 
-    All processes must call it together. Each host temporarily holds the directory.
+    All processes must call this together. Each host temporarily holds the whole
+    directory.
     """
     directory = layer.tables[directory_name(stack.name)]
     sketch = None if directory.sketch is None else on_host(directory.sketch)
-    # The clock is equal on all shards, and so are the keys for initial values below.
+    # All shards have the same clock and the same `init_keys`.
     clock = on_host(directory.clock)[0]
     rows_by_table = rows_in_directory(directory, stack)
     init_keys = on_host(directory.init_keys).reshape(stack.num_shards, -1, 2)[0]
@@ -86,8 +88,8 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             INIT_KEY: init_keys[i],
         }
         if sketch is not None:
-            # The lines of the buckets in natural order, without the unused buckets of
-            # the last shards.
+            # Take the buckets' lines in natural order, and leave out the unused buckets
+            # on the last shards.
             first, size = member.first_bucket, member.buckets_per_shard
             lines = sketch.reshape(member.num_shards, -1, LINE_LANES)
             lines = lines[:, first : first + size].reshape(-1, LINE_LANES)
@@ -105,26 +107,26 @@ def place_saved_ids(
     capacity: int,
     member: DynamicTablePlan,
 ) -> PlacedIds:
-    """Finds places for ids from a table with `capacity`.
+    """Finds places for ids that were saved from a table with `capacity`.
 
-    In the result, `sources` are row numbers in the files, default row included.
+    In the result, `sources` are row numbers in the files, including the default row's.
     """
     ids, natural_rows, sketch = arrays[IDS], arrays[NATURAL_ROWS], arrays.get(SKETCH)
     order = np.arange(len(ids))
-    # With as many buckets as before, each id returns to its bucket and lane, on any
-    # number of devices.
+    # If the bucket count is the same as in the files, each id returns to its bucket and
+    # lane, on any number of devices.
     if Dynamic(capacity=capacity).num_buckets != member.dynamic.num_buckets:
         natural_rows = sketch = None
         value, next_value = _values(arrays, member.dynamic.evict)
         words = Ids64.of_array(ids)
         first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
-        # A bucket takes its first 64 ids, so the most valuable ones come first: `~`
-        # reverses the order. Mixed ids break ties.
+        # A bucket takes its first 64 ids, so `~` sorts the most valuable ids first.
+        # Mixed ids break ties.
         order = np.lexsort((second, first, ~next_value, ~value))
     placed = place_ids(ids[order], member, natural_rows)
     kept = order[placed.kept]
     sources = np.full(member.table.num_rows, -1, np.int64)
-    # An empty place has source -1, which indexes the appended -1.
+    # An empty place has source -1, which selects the -1 that is appended here.
     sources[: len(placed.sources)] = np.append(order, -1)[placed.sources]
     if member.default_row is not None:
         sources[member.default_row] = len(ids)
@@ -142,13 +144,14 @@ def place_saved_ids(
 def _values(
     arrays: Mapping[str, np.ndarray], evict: Eviction | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes what a policy ranks ids by, and the tie-breakers."""
+    """Computes the values that a policy compares first, and the tie-breakers."""
     last_used, counts = arrays[LAST_USED], arrays[COUNTS]
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Decay as in a step, up to the latest use of any id. The clock can't be used,
-        # because each step advances it by 1, even if the caller's `now` counts hours.
+        # Decay the counts as in a training step, up to the latest use of any id. The
+        # clock can't be used, because each step advances it by 1, even if the caller's
+        # `now` counts hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -165,16 +168,17 @@ def write_table_rows(
     """Replaces table or slot rows in place. All processes must call it together.
 
     Args:
-      packed: global rows; donated.
+      packed: rows of all shards. They are donated.
       read: reads rows in file order.
-      num_rows: tables to write, with their row counts in the files.
+      num_rows: row count in the file for each table to write, by name.
     """
     sizes = {table: size for table, size in num_rows.items() if table not in placed}
-    # Shapes of rows in host memory become arrays here, even without a row to write.
+    # If rows in host memory are still shapes, they become arrays here, even if no row
+    # is written.
     if sizes or isinstance(packed.lines, jax.ShapeDtypeStruct):
         packed = write_blocks(packed, stack, plan, read, sizes)
-    # A block takes rows from anywhere in the file, so a host holds one whole dynamic
-    # table at a time.
+    # A block of a dynamic table takes rows from anywhere in the file, so a host holds
+    # one whole table at a time.
     for table in [name for name in num_rows if name in placed]:
         rows, sources = read(table, 0, num_rows[table]), placed[table].sources
 
@@ -194,12 +198,13 @@ def restored_directory(
     placed: Mapping[str, PlacedIds],
     clocks: Mapping[str, int],
 ) -> IdDirectory:
-    """Puts saved ids into the directory, which may be shapes."""
+    """Puts saved ids into the directory, whose arrays may be shapes."""
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):
         old = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), old)
         old.keys[:] = NO_ID
-    # Stacked tables share a clock, which must not run back for tables that stay.
+    # Stacked tables share a clock, which must not go back for tables that keep their
+    # ids.
     latest = max(clocks.values(), default=0)
     if len(clocks) < len(stack.tables):
         latest = max(latest, int(on_host(old.clock).max()))
@@ -223,8 +228,8 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
         records |= {layer.name_of(k): record for k, record in records_of_stack.items()}
         for table, saved in ids.items():
             for array_name, array in saved.arrays.items():
-                # Copied, because this may be a view of an array that the next step
-                # donates, while the write is still running.
+                # Copy the array, because it may be a view of a device array that the
+                # next step donates while the write is still running.
                 leaves[layer.name_of(table), array_name] = np.array(array)
         chosen = {table: saved.rows for table, saved in ids.items()}
         packed: dict[str | None, PackedRows] = {None: layer.tables[stack.name]}
@@ -246,7 +251,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
 
 
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
-    """Describes each table, by its name in the layer. Dynamic tables get 0 rows."""
+    """Describes each table, by its name in the layer. Dynamic tables have 0 rows."""
     records: dict[str, TableRecord] = {}
     for stack in layer.plan.stacks:
         records |= _records_of_stack(layer, stack, {})
@@ -316,7 +321,7 @@ def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
 
 
 def _optimizer_record(optimizer: RowOptimizer, state: jax.tree_util.PyTreeDef) -> Json:
-    """Lists what must match to reuse slot variables. Learning rates may change."""
+    """Lists what must match to reuse slot variables. Learning rates may differ."""
     match optimizer.driver:
         case InSequence():
             duplicates = "sequence"
@@ -336,7 +341,8 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
     """Lists the state types that hold slot variables or counts."""
     if structure.node_data() is None or not structure.num_leaves:
         return []
-    # `RoundedState` only says that the table is narrow. The record also has its dtype.
+    # `RoundedState` is skipped, because it only says that the table is narrow, and the
+    # record already has the table's dtype.
     name = structure.node_data()[0].__name__
     inner = [x for child in structure.children() for x in _type_names(child)]
     is_state = name.endswith("State") and name != RoundedState.__name__
@@ -344,7 +350,7 @@ def _type_names(structure: jax.tree_util.PyTreeDef) -> list[str]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Names type and shape, such as `float32[2, 3]`."""
+    """Describes a leaf's type and shape, such as `float32[2, 3]`."""
     if isinstance(leaf, bool | int | float):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
@@ -373,8 +379,7 @@ def restored_leaf(
 ) -> Any:
     """Reads a leaf, with the type and sharding of `wanted`.
 
-    `wanted` is an array, a shape or a number. `sharding` is for shapes without their
-    own.
+    `wanted` is an array, a shape or a number. `sharding` is for shapes that have none.
     """
     if isinstance(wanted, np.ndarray):
         return saved.read()
@@ -393,7 +398,7 @@ def restored_leaf(
         value = jax.make_array_from_callback(data.shape, sharding, saved.read)
     if not _is_key(wanted):
         return value
-    # `key_impl` needs an array. Tracing makes one from the shape of a key.
+    # `key_impl` needs an array. If `wanted` is a shape, tracing turns it into an array.
     impls = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), wanted)
     return jax.random.wrap_key_data(value, impl=impls[0])

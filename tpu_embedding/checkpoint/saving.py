@@ -1,9 +1,9 @@
 """`te.save`, `te.restore`, and their Orbax handler.
 
-Orbax keeps steps, finds the latest and writes in the background. `StateHandler` plugs
-into its `Checkpointer` and `CheckpointManager`, and only decides which arrays to write.
-Orbax writes under a temporary name and renames it at the end, so a killed process never
-damages earlier checkpoints.
+Orbax manages steps and writes in the background. `StateHandler` plugs into Orbax's
+`Checkpointer` and `CheckpointManager`, and decides which arrays to write. Orbax writes
+to a directory with a temporary name and renames it at the end, so a killed process
+never damages earlier checkpoints.
 """
 
 import contextlib
@@ -61,8 +61,9 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self):
-        # One writer for all kinds, since it streams a stack once for all its tables.
-        # Without OCDBT, each chunk is a file, whose last bytes are its checksum.
+        # All types share one writer, which streams each stack once for all of the
+        # stack's tables. Without OCDBT, each chunk has its own file, which ends with
+        # the chunk's checksum.
         writer = ArrayWriter()
         types = (TableToSave, np.ndarray, jax.Array)
         self._pytree = ocp.PyTreeCheckpointHandler(
@@ -76,17 +77,19 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: "SaveState"
     ) -> list[ocp.future.Future]:
-        """Copies the state to the host, and leaves the writes to the returned futures.
+        """Copies the state to the host, and returns futures for the writes.
 
-        You may donate the state once this returns.
+        You may donate the state once this method returns.
         """
-        # Orbax makes the directory in the background, and `_tree_to_save` writes into
-        # it. This future ends as soon as Orbax signals that the directory exists.
+        # `_tree_to_save` writes into the directory, which Orbax creates in the
+        # background. This future ends as soon as Orbax signals that the directory
+        # exists.
         ready = _nothing()
         try:
             ocp.future.CommitFutureAwaitingContractedSignals(ready).result()
         finally:
-            # If the wait fails, Orbax never awaits the coroutine and Python warns.
+            # If the wait fails, Orbax never awaits the coroutine, and Python would
+            # warn.
             ready.close()
         tree = _tree_to_save(directory, args)
         return await self._pytree.async_save(directory, args=tree) or []
@@ -97,9 +100,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         self._pytree.save(directory, args=_tree_to_save(directory, args))
 
     def finalize(self, directory: epath.Path) -> None:
-        """Seals the files with their checksums, once all are complete."""
-        # Orbax calls this on one process, after a barrier and before the rename. A kill
-        # before the rename leaves only a temporary directory.
+        """Adds the checksums to `state.json`, once all files are complete."""
+        # Orbax calls this on one process, after a barrier and before it renames the
+        # directory. If the process is killed before that, only a temporary directory is
+        # left.
         seal_state_file(directory)
 
     @moves_arrays
@@ -160,7 +164,8 @@ def _tree_to_save(directory: epath.Path, args: SaveState) -> ocp.args.PyTreeSave
         records, arrays = tables_to_save(layer)
         tables |= records
         leaves |= {array_keys(*names): leaf for names, leaf in arrays.items()}
-    # After the loop: all processes must run `tables_to_save` together.
+    # This comes after the loop, because all processes must run `tables_to_save`
+    # together.
     if jax.process_index() == 0:
         record = CheckpointRecord(
             tables=tables,
@@ -198,10 +203,10 @@ def save(
       description: JSON values to store with the state.
 
     Raises:
-      CheckpointError: if the directory exists, or the files can't be written. For
-        example, the disk is full, or files can't store a leaf's dtype.
-      TypeError: if a leaf is neither an array nor a number, or the description has no
-        JSON form.
+      CheckpointError: if the directory exists, or the files can't be written, for
+        example because the disk is full or a leaf's dtype is not supported.
+      TypeError: if a leaf is neither an array nor a number, or the description can't be
+        written as JSON.
       ValueError: if some tables have no known plan, or the description is larger than
         4 MiB as JSON.
 
@@ -232,8 +237,9 @@ def save(
 def _new_path(path: epath.Path) -> Iterator[None]:
     """Rejects a path that exists, and locks its parent folder against other saves."""
     # Orbax writes under a temporary name that two saves to the same path would share.
-    # The later save waits for the lock, then finds the path and raises. The first
-    # process decides for the whole job. Stores such as `gs://` have no locks.
+    # The later save waits for the lock, then finds that the path exists and raises.
+    # Only the job's first process locks and checks the path. Buckets such as `gs://`
+    # have no locks.
     exists, error = False, None
     with contextlib.ExitStack() as ends:
         if jax.process_index() == 0:
@@ -247,7 +253,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
                         fcntl.flock(folder, fcntl.LOCK_EX)
                 exists = path.exists()
             except OSError as found:
-                # Raised after the broadcast, because other processes wait for it.
+                # Raise it after the broadcast, which other processes wait for.
                 error = found
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)
@@ -275,8 +281,8 @@ def restore(
     Devices, mesh, stacking, packing and placement may all differ from the saved state.
     Tables must have the saved dims, types and kinds of optimizer, but hyper-parameters
     may change. If your table has more rows than the saved one, the new rows keep their
-    values in `state`. To start from a checkpoint that differs, read tables and slot
-    variables with `te.checkpoint.read_table`, and set them.
+    values in `state`. If a checkpoint doesn't fit, read its tables and slot variables
+    with `te.checkpoint.read_table`, and set them in your model.
 
     Note that rows are written in place, so the arrays in `state` are donated. All
     differences and damage are found before anything changes. Therefore, if `state` has
@@ -291,11 +297,12 @@ def restore(
         parts of a tuple: to restore only the model from a saved `(model, optimizer)`,
         pass `(model,)`. To restore only tables, pass a layer alone.
       plan: table plan. Needed unless modules or Linen variables in `state` hold it.
-      tables: names of the tables to restore. Defaults to all; other tables keep their
-        values. If the state has several layers, the layer path precedes the name:
-        `"user/movie"`. However, stacked tables share step counts. If you restore only
-        some of them, the rest must have count 0 or the restored count.
-      rename: table name to its name in the checkpoint.
+      tables: names of the tables to restore. Defaults to all tables. Tables that you
+        leave out keep their values. If the state has several layers, the layer path
+        precedes the name: `"user/movie"`. Stacked tables share step counts. So if you
+        restore only some of them, the state's count must be 0 or equal to the restored
+        count.
+      rename: maps a table's name in the state to its name in the checkpoint.
 
     Returns:
       The restored state. Modules are the same objects, updated.

@@ -1,8 +1,9 @@
 """Finds the embedding tables in whatever state the user trains.
 
-Tables and slot variables are dicts by stack, anywhere in modules or pytrees. They are
-recognized by names and structure, so no marker is needed. `SplitState` pairs them by
-layer, and puts new ones back. Saves, restores and imports start here.
+Tables and slot variables are dicts by stack name, anywhere in modules or pytrees. They
+are recognized by their keys and structure, so no marker is needed. `SplitState` pairs
+the tables and slots of each layer, and puts new arrays back into the state. Saves,
+restores and imports all start here.
 """
 
 import collections
@@ -41,7 +42,7 @@ _NOT_SAVED = (
 """Layer variables that are not saved, because the plan determines them."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
-"""Keys around tables and slots that are not part of their layer's path."""
+"""Keys that lead to tables and slots, but are not part of the layer's path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +51,10 @@ class LayerState:
 
     Attributes:
       path: prefix for table names. Empty if the state has only one layer.
-      tables: stack name to packed rows, and directory name to id directory.
-      slots: stack name to optimizer state. None if the state has no optimizer.
-      tables_with_derived_state: tables from whose values an optimizer derives state, in
-        any module that has a layer at this path.
+      tables: packed rows by stack name, and id directories by directory name.
+      slots: optimizer states by stack name. None if the state has no optimizer.
+      tables_with_derived_state: names of tables from whose values an optimizer derives
+        state. They come from all modules with a layer at this path.
     """
 
     path: str
@@ -77,7 +78,7 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks:
-    """Tables or slots by stack name, with their leaf index and keys in the state."""
+    """A dict of tables or slots by stack name, and its position in the state."""
 
     index: int
     keys: tuple[str, ...]
@@ -88,13 +89,13 @@ class SplitState:
     """A state, split into embedding layers and other leaves."""
 
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
-        """Splits a state, whose leaves may be shapes."""
+        """Splits a state. Its leaves may be arrays or shapes."""
         self._state = state
         plans = _plans_of(state, plan)
         modules = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
         modules = [(path, leaf) for path, leaf in modules if _is_module(leaf)]
-        # The path of a layer leaves out the position of its module in the state, as in
-        # (model, optimizer).
+        # A layer's path leaves out its module's position in the state, such as 0 for
+        # the model in (model, optimizer).
         roots = [tuple(map(_key, path)) for path, _ in modules]
         derived: dict[str, frozenset[str]] = collections.defaultdict(frozenset)
         for _, module in modules:
@@ -125,8 +126,8 @@ class SplitState:
             elif _are_slots(leaf, plans.values()):
                 slots.append(stacks)
             elif not isinstance(leaf, _NOT_SAVED):
-                # Flax variables keep their array in the attribute `value`. The user's
-                # dicts may have such a key, which belongs to the path.
+                # Flax variables keep their array in the attribute `value`. If a user's
+                # dict has a key `value`, this key belongs to the path.
                 is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
                 self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
         pairs = _pairs(tables, slots)
@@ -150,11 +151,12 @@ class SplitState:
 
     @property
     def dense(self) -> dict[str, Any]:
-        """All other leaves, by path."""
+        """All leaves outside the layers, by path."""
         return {name: self._leaves[i] for name, i in self._dense_indices.items()}
 
     def _add_dense(self, index: int, keys: tuple[str, ...], leaf: Any) -> None:
-        # As a dense leaf, a stack could only be restored under the same plan.
+        # A stack that was saved as a dense leaf could only be restored under the same
+        # plan.
         if isinstance(leaf, PackedRows):
             raise ValueError(
                 f"The state holds packed rows at {'.'.join(keys)!r} that don't belong "
@@ -181,7 +183,7 @@ class SplitState:
                 leaves[slots] = layer.slots
         for name, leaf in dense.items():
             leaves[self._dense_indices[name]] = leaf
-        # Variables that aren't saved must not stay shapes in a restored model.
+        # A restored model must not hold shapes, so unsaved variables become zeros.
         leaves = [
             jax.tree.map(_zeros, leaf) if isinstance(leaf, _NOT_SAVED) else leaf
             for leaf in leaves
@@ -197,7 +199,7 @@ class SplitState:
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
-    """Collects plans by layer path. The given plan has the path ""."""
+    """Collects plans by layer path. The plan that the caller passed has the path ""."""
     plans = {} if plan is None else {"": plan}
     leaves = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda x: _is_module(x) or isinstance(x, LayerTables)
@@ -262,7 +264,7 @@ def _layer_path(keys: tuple[str, ...]) -> str:
 
 
 def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Checks for a dict with all stacked tables and id directories in a plan."""
+    """Checks if a value is a dict of all tables and id directories in a plan."""
     if not isinstance(value, dict) or not value:
         return False
     for plan in plans:
@@ -282,10 +284,11 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
-    """Checks for a dict with all slot variables in a plan."""
+    """Checks if a value is a dict of all slot variables in a plan."""
     if not isinstance(value, dict) or not value:
         return False
-    # Every plan has a `stack_0`, so the structure must match as well.
+    # Names are not enough, because every plan has a `stack_0`. So the structure must
+    # match as well.
     return any(
         set(value) == {stack.name for stack in plan.trained_stacks}
         and structure_of_state(value) == _slots_structure(plan)

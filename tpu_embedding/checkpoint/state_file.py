@@ -1,8 +1,8 @@
 """Writes, seals, reads and checks `state.json`.
 
-The file is written with the state and sealed once all arrays are on disk: it then gets
-a digest and repeats every chunk checksum, so that a restore reads exactly one complete
-save. When reading, everything in the file is untrusted data.
+The file is written with the state, and sealed once all arrays are on disk: it then gets
+a digest and a copy of every chunk's checksum. So a restore can detect chunks from a
+different save. When the file is read, everything in it is untrusted data.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ METADATA_FILE: Final = "zarr.json"
 MAX_METADATA_BYTES: Final = 2**16
 
 CRC_BYTES: Final = 4
-"""Bytes of the CRC-32C at the end of a chunk."""
+"""Size of the CRC-32C at the end of a chunk's file."""
 
 _THREADS: Final = 8
 
 
 class Chunk(NamedTuple):
-    """A chunk's row-major position, and its file path in the array directory."""
+    """A chunk's row-major number, and its file path in the array's directory."""
 
     number: int
     name: str
@@ -57,7 +57,8 @@ def chunks_of(
 ) -> Iterator[Chunk]:
     """Finds the chunks that hold part of an array.
 
-    `index` has slices with step 1, or row ids `[n]`.
+    `index` is a slice with step 1, row ids `[n]`, or a tuple of them for the first
+    axes.
 
     Example:
       >>> [chunk.name for chunk in chunks_of((10, 4), (4, 4), slice(3, 9))]
@@ -115,7 +116,8 @@ def _check_is_file(root: epath.Path, name: str) -> None:
     if "://" in os.fspath(root):
         return
     # A downloaded checkpoint may link to any file on this machine, and opening a pipe
-    # would block forever. `root` itself may be a link, as in /proc/self/fd.
+    # would block forever. Only `root` itself is allowed to be a link, as in
+    # /proc/self/fd.
     path = os.fspath(root)
     for level in name.split("/"):
         path = f"{path}/{level}"
@@ -130,10 +132,10 @@ def metadata_checksum(metadata: bytes) -> str:
 
 
 def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
-    """Collects checksums, in hexadecimal, for the metadata and then for each chunk."""
+    """Collects hexadecimal checksums by array: the metadata's, then each chunk's."""
     # A chunk's own CRC-32C reveals a flipped bit, but not a chunk copied from another
-    # checkpoint, so state.json repeats all of them. They are read from the file ends,
-    # because computing them would take another pass over the checkpoint.
+    # checkpoint, so state.json has a copy of every CRC. The CRCs are read from the file
+    # ends, because computing them would take another pass over the checkpoint.
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = {}
         for name in names:
@@ -150,14 +152,15 @@ def array_checksums(root: epath.Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def checksum_at(checksums: str, position: int) -> str:
-    """Selects one checksum: position 0 is the metadata, `i + 1` is chunk `i`."""
-    # A missing checksum is an empty text, which never equals a real one.
+    """Selects one checksum: position 0 is for the metadata, `i + 1` for chunk `i`."""
+    # If the checksum is missing, this is an empty text, which never equals a real
+    # checksum.
     width = 2 * CRC_BYTES
     return checksums[width * position : width * (position + 1)]
 
 
 FORMAT_VERSION: Final = 3
-"""File format version. Earlier ones were never released."""
+"""File format version. Earlier versions were never released."""
 
 MAX_STATE_FILE_BYTES: Final = 2**23
 """Maximum size of the file. The parsed values take up to 24 times as much memory."""
@@ -180,12 +183,13 @@ _IDS: Final = {
 
 
 def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
-    # The digest stays empty until `seal_state_file`. If the process dies before that,
-    # `read_state_file` rejects the file.
+    # The digest stays empty until `seal_state_file` runs. If the process dies before
+    # that, `read_state_file` rejects the file.
     #
-    # A CheckpointManager writes a step's items into a directory with a temporary name,
-    # except in buckets. For te.save, `root` itself has the temporary name, so `step`
-    # stays empty and users can rename the directory.
+    # `step` is the name of a CheckpointManager's step directory, the parent of `root`.
+    # Until the step is complete, this directory has a temporary name, except in
+    # buckets. For te.save, only `root` has a temporary name, so `step` stays empty and
+    # users can rename the directory.
     name, temporary, _ = root.parent.name.partition(_TEMPORARY)
     if temporary or "://" in os.fspath(root):
         record = dataclasses.replace(record, step=name)
@@ -194,7 +198,7 @@ def write_state_file(root: epath.Path, record: CheckpointRecord) -> None:
 
 
 def seal_state_file(root: epath.Path) -> None:
-    """Adds checksums and digest. All processes must have finished writing arrays."""
+    """Adds the checksums and the digest. All arrays must already be written."""
     values = json.loads((root / STATE_FILE).read_text())
     values["checksums"] = array_checksums(root, _record_of(values).array_names)
     values["digest"] = _digest_of(values)
@@ -202,14 +206,14 @@ def seal_state_file(root: epath.Path) -> None:
 
 
 def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
-    """Reads what a checkpoint says about itself, without its arrays.
+    """Reads a checkpoint's description of its contents, but not its arrays.
 
     Args:
       directory: checkpoint from `te.save`, or one step of a `CheckpointManager`.
 
     Raises:
-      CheckpointError: if the checkpoint is missing, has a damaged description, or is in
-        another step's directory.
+      CheckpointError: if the checkpoint is missing, has a damaged description, or was
+        copied to another step's directory.
 
     Example:
       >>> import tempfile, jax
@@ -228,9 +232,10 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
-    """Reads and checks a description through the path `files`.
+    """Reads and checks the description in the directory `files`.
 
-    `root` names the same directory, for errors and to compare the step.
+    `root` is the directory's usual path. Error messages contain it, and the saved step
+    is compared with it.
     """
     path = root / STATE_FILE
     with errors_of_reading(f"The file {path}"):
@@ -243,8 +248,8 @@ def read_state_file(root: epath.Path, files: epath.Path) -> CheckpointRecord:
     with errors_of_reading(f"The file {path}"):
         if values["digest"] != (digest := _digest_of(values)):
             raise ValueError(f"its digest is wrong; its contents give {digest}")
-        # A digest reveals damage, not forgery: anyone can compute it. So the values are
-        # checked as well.
+        # A digest reveals damage but not forgery, because anyone can compute it. So the
+        # values are checked as well.
         record = _record_of(values)
         _check_record(record)
     _check_step(root, record.step)
@@ -275,7 +280,7 @@ def _record_of(values: Json) -> CheckpointRecord:
 
 
 def _check_record(record: CheckpointRecord) -> None:
-    """Checks JSON types, which dataclasses don't."""
+    """Checks the types of JSON values, because dataclasses don't."""
     for field in ("dense", "checksums"):
         texts = getattr(record, field)
         are_texts = isinstance(texts, dict) and all(
@@ -297,7 +302,7 @@ def _check_table(field: str, table: TableRecord) -> None:
     """Checks that sizes and types agree with each other."""
     for slot, array in table.arrays.items():
         where, has_rows = f"{field}[{slot or 'values'!r}]", array.has_rows
-        # Not isinstance: JSON's true is an int in Python.
+        # `isinstance` would accept JSON's true, because a bool is an int in Python.
         are_sizes = all(type(size) is int and size >= 0 for size in array.shape)
         _check(f"{where}.shape", array.shape, are_sizes)
         _check(f"{where}.dtype", array.dtype, isinstance(array.dtype, str))
@@ -329,14 +334,15 @@ def _check_table(field: str, table: TableRecord) -> None:
 
 
 def _check_step(root: epath.Path, saved: str) -> None:
-    # A step copied over another would resume a run at the wrong step. Names without a
-    # number, such as `best`, or with another prefix are deliberate copies.
+    # If one step was copied over another, a run would resume at the wrong step. A name
+    # with a different prefix, or without a number, such as `best`, is a deliberate
+    # copy.
     saved_match = re.fullmatch("(.*?)([0-9]+)", saved)
     own_match = re.fullmatch("(.*?)([0-9]+)", root.parent.name)
     if saved_match is None or own_match is None:
         return
     (prefix, there), (own_prefix, here) = saved_match.groups(), own_match.groups()
-    # Integers, because Orbax may pad step numbers with zeros.
+    # Compared as integers, because Orbax may pad step numbers with zeros.
     if prefix == own_prefix and int(there) != int(here):
         rule = f"be in the directory of step {int(there)}, which saved it"
         line = f"Rename {root.parent} to {saved}, or to a name that doesn't end with a "

@@ -1,8 +1,8 @@
 """Exports models for serving, as programs and tables that need no model code or mesh.
 
 `stablehlo`, `saved_model` and `deltas` hold the public calls. `program_inputs` and
-`serving_program` turn a model into a program. `table_files` writes its tables, and
-`documents` the directory, which appears once it is complete.
+`serving_program` turn a model into a program. `table_files` writes the model's tables,
+and `documents` creates the directory, which appears once it is complete.
 """
 
 from tpu_embedding.export.deltas import apply_delta as apply_delta

@@ -1,9 +1,9 @@
 """Deltas between two exports, so that a server need not copy a whole export again.
 
 A delta holds the newer `export.json`, the older one as `base.json`, and the files that
-changed. A table file has only the changed rows of each tensor `T`, and their row
-numbers as `T:rows`. Dynamic tables have fixed places for ids, so inserts and evictions
-also change rows.
+changed. In a delta, a table file has only the changed rows of each tensor `T`, and
+their row numbers as the tensor `T:rows`. In a dynamic table, ids have fixed places, so
+inserts and evictions appear as changed rows.
 """
 
 import pathlib
@@ -51,7 +51,8 @@ def save_delta(
 
     Raises:
       ExportError: if an export is damaged, if table names, shapes or types differ, or
-        if the directory holds files or cannot be written. It is a ValueError.
+        if the directory holds files or cannot be written. `ExportError` is a
+        ValueError.
 
     Example:
       >>> import tempfile
@@ -93,7 +94,7 @@ def save_delta(
 
 
 def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]:
-    """Finds the rows that differ between two files of a table, as tensors."""
+    """Collects the rows that differ between two versions of a table's file."""
     tensors, before = read_tensors(new), read_tensors(old)
     changed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
@@ -106,7 +107,7 @@ def _changed_rows(new: pathlib.Path, old: pathlib.Path) -> dict[str, np.ndarray]
         size = max(1, _BLOCK_BYTES // tensor[0].nbytes)
         numbers = [np.zeros(0, np.int64)]
         for start in range(0, len(tensor), size):
-            # As bytes: equal NaNs then match, and -0.0 differs from 0.0.
+            # Compare bytes, so that equal NaNs match, and -0.0 differs from 0.0.
             pair = (x[start : start + size] for x in (tensor, other))
             rows, others = (np.ascontiguousarray(x).view(np.uint8) for x in pair)
             numbers.append(start + np.flatnonzero((rows != others).any(axis=1)))
@@ -133,7 +134,7 @@ def apply_delta(
     Raises:
       ExportError: if the delta belongs to a different export, if files are missing,
         damaged or symbolic links, or if the directory holds files or cannot be written.
-        It is a ValueError.
+        `ExportError` is a ValueError.
 
     Example:
       >>> import tempfile
@@ -166,8 +167,8 @@ def apply_delta(
             return
         for name, source in files_of(old).items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            # Not a hard link, because the rows written below would change the older
-            # export.
+            # This is not a hard link, because the rows written below would then change
+            # the older export.
             shutil.copyfile(source, path / name)
             if name in changed and source.parent.name == TABLES_DIR:
                 _set_rows(path / name, changed[name])

@@ -1,7 +1,8 @@
-"""An export's directory, its document `export.json`, and file digests.
+"""Creates an export's directory, and checks its `export.json` and file digests.
 
 Exports may come from untrusted sources, so names in a document never become file paths.
-Files have fixed names or are found by listing the directory, and digests must match.
+Files have fixed names or are found by listing the directory, and their digests must
+match.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
     """Yields a directory to fill, and renames it at the end.
 
     All processes of a job must call this together. The first gets a directory, and all
-    other processes get None. If the first fails, the job ends.
+    other processes get None. If the first process fails, the job ends.
 
     Raises:
       ExportError: if the directory holds files or cannot be written.
@@ -39,8 +40,8 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
         path = local_path(directory).resolve()
         # The partial directory is in the same folder, because a rename can't cross file
         # systems. Its unique name keeps several writers of one path apart: the first to
-        # rename wins. Only a killed process leaves it on disk. Digests reveal files
-        # that a crash cut off, so nothing is flushed.
+        # rename wins. Only a killed process leaves the partial directory on disk. Files
+        # are not flushed, because digests reveal a file that a crash cut off.
         partial = path.with_name(f".export-{uuid.uuid4().hex}.partial")
         try:
             check_new_directory(path)
@@ -49,7 +50,7 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path | None
             yield partial
             partial.rename(path)  # Replaces only an empty directory.
         except OSError as error:
-            # If another writer was faster, this error is clearer than the rename's.
+            # If another writer was faster, this raises a clearer error than the rename.
             check_new_directory(path)
             raise ExportError(
                 f"{path} cannot be written, so the partial export was removed: "
@@ -82,7 +83,7 @@ PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
 
 MAX_DOCUMENT_BYTES: Final = 2**23
-"""Maximum size, enough for 50,000 tables. Parsing takes about 25 times the memory."""
+"""Maximum size, enough for 50,000 tables. Parsing takes 25 times as much memory."""
 
 _SUFFIXES: Final = (".safetensors", ".stablehlo")
 AGAIN: Final = "Export the model again, or copy the whole directory again."
@@ -123,8 +124,8 @@ def read_document(directory: pathlib.Path) -> ExportDocument:
         raise ExportError(f"{directory} must {rule}.")
     try:
         with path.open("rb") as file:
-            # The limit bounds the memory that a forged document can take. One byte more
-            # shows that it is exceeded.
+            # The limit bounds the memory that a forged document can take. One more byte
+            # shows if the document exceeds it.
             content = file.read(MAX_DOCUMENT_BYTES + 1)
         if len(content) > MAX_DOCUMENT_BYTES:
             raise ValueError(f"it must have at most {MAX_DOCUMENT_BYTES} bytes")
@@ -173,7 +174,7 @@ def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
 def check_files(
     directory: pathlib.Path, files: Mapping[str, str], owner: str = ""
 ) -> None:
-    """Compares files with their digests. Errors name `owner`, or else the directory."""
+    """Compares files with digests. Errors name `owner`, by default the directory."""
     try:
         found = digests_of_files(directory)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The inputs of an exported program: signature, example, and the arrays of a call.
+"""Describes a program's inputs: the signature, an example, and a call's arrays.
 
-A program takes flat arrays. An input `NAME`, its path in the arguments, becomes the
-array `NAME`, or `NAME/values` and `NAME/row_splits` if it is ragged. Weights become
-`NAME/weights`. At a call, `prepare_features` checks ids, so a wrong id raises the same
-error as in training. The program itself rejects wrong shapes.
+A program takes flat arrays. An input's name is its path in the arguments. The input
+`NAME` becomes the array `NAME`, or `NAME/values` and `NAME/row_splits` if it is ragged.
+Its weights become `NAME/weights`. In a call, `prepare_features` checks ids, so a wrong
+id raises the same error as in training. The program itself rejects wrong shapes.
 """
 
 import collections
@@ -63,13 +63,13 @@ class Input:
 
     # The name of its only array, or the prefix of its arrays' names.
     name: str
-    # The keys that lead to the input, from the argument's name if there are several
-    # arguments. Empty for a bare argument.
+    # The keys that lead to the input. If there are several arguments, the first key is
+    # the argument's name. Empty if the only argument is the input itself.
     path: tuple[str, ...]
     # "dense_ids" for `DenseIds`, and for plain arrays that the model looks up.
     kind: InputKind
-    # An exclusive bound on ids. None if the program drops or clips out-of-range ids, if
-    # ids have 64 bits, or if the model changes ids before it looks them up.
+    # An exclusive upper bound on ids. None if the program drops or clips out-of-range
+    # ids, if ids have 64 bits, or if the model changes ids before it looks them up.
     vocabulary_size: int | None = None
 
     def __post_init__(self):
@@ -138,8 +138,8 @@ def quoted_path(keys: Iterable[str]) -> str:
       >>> quoted_path(("features", "user/geo"))
       'features/user%2Fgeo'
     """
-    # Inputs are never nested. If keys can't add slashes, no name equals another input's
-    # name with a suffix, such as `/values`.
+    # If a key could add slashes, an input's name might equal the name of a different
+    # input with a suffix, such as `/values`.
     return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
 
 
@@ -153,7 +153,7 @@ def check_distinct(kind: str, names: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example batch, whose lookups are still unknown."""
+    """An example batch, before a trace finds the features that look up its inputs."""
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
@@ -192,15 +192,15 @@ class Example:
     def structs(
         self, batch_size: int | None, wide: Collection[str] = ()
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describes the program's arrays, with a symbol per free size.
+        """Describes the program's arrays, with a symbol per size that calls may change.
 
-        `batch_size` is None for any size. `wide` names additional inputs with 64-bit
-        ids.
+        If `batch_size` is None, calls may have any batch size. `wide` names additional
+        inputs with 64-bit ids.
         """
         sizes = self._batch_sizes()
-        # Only a first axis as long as the example's batch becomes free, so this length
-        # must be known. If no input has the requested size, the first feature
-        # determines it.
+        # Calls may change a first axis only if it has the example's batch size, which
+        # must therefore be known. If no input has the requested size, the first size in
+        # `sizes` is used.
         own_size = batch_size if batch_size in sizes else sizes[0]
         # A program can't mix symbols from several scopes.
         scope = jax.export.SymbolicScope()
@@ -224,8 +224,8 @@ class Example:
                 shape, dtype = tuple(array.shape), _served_dtype(array.dtype)
                 if shape and shape[0] == own_size:
                     shape = (batch, *shape[1:])
-            # Before the shape gets a last axis: a wide id has two words, but one
-            # weight.
+            # Weights come before the shape gets a last axis, because a wide id has two
+            # words but one weight.
             if getattr(leaf, "weights", None) is not None:
                 structs[input_.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
             if input_.name in wide or isinstance(types.ids_of(leaf), Ids64):
@@ -234,8 +234,8 @@ class Example:
         return structs
 
     def _batch_sizes(self) -> list[int]:
-        # Ragged ids know their batch size. An array's first axis may be something else,
-        # so integers, which may be ids, come before floats.
+        # Ragged ids know their batch size. The first axis of a dense array may be
+        # something else. Integers may be ids, so they come before floats.
         ragged, ids, rest = [], [], []
         for input_, leaf in zip(self.inputs, self.leaves, strict=True):
             if input_.kind == "ragged_ids":
@@ -257,8 +257,8 @@ class Example:
         leaves, owners = [], {}
         for input_ in self.inputs:
             leaf = _rebuild(input_, arrays)
-            # Lookups see arrays without names, so object identity has to name their
-            # inputs.
+            # Lookups see arrays without names, so an array's identity has to tell which
+            # input it belongs to.
             owners[id(ids_of(leaf))] = input_.name
             leaves.append(leaf)
         nest = self.tree.unflatten(leaves)
@@ -268,7 +268,7 @@ class Example:
 
 
 def nest_of(names: Sequence[str], arguments: Sequence[Any]) -> Any:
-    """Nests arguments such that their paths name the inputs."""
+    """Nests arguments, so that an input's path gives its name."""
     if len(arguments) == 1:
         return arguments[0]
     return dict(zip(names, arguments, strict=True))
@@ -302,8 +302,8 @@ def _num_samples(ragged: Any) -> int:
 
 
 def _served_dtype(dtype: Any) -> Any:
-    # Calls check that wide integers fit in int32. uint32 is also narrowed, because only
-    # words of 64-bit ids may have this type.
+    # Wide integers become int32, and calls check that they fit. This includes uint32,
+    # because only words of 64-bit ids may have this type.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     is_wide = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return jnp.dtype(jnp.int32) if is_wide else dtype
@@ -336,11 +336,11 @@ class Feeder:
         arrays: Mapping[str, Any],
         vocabularies: Mapping[str, Vocabulary],
     ):
-        # `arrays` are by their own names, `vocabularies` by input names.
+        # Keys in `arrays` are array names, and keys in `vocabularies` are input names.
         self._signature, self._arrays = signature, arrays
         self._vocabularies = vocabularies
         self._sizes = BufferSizes()
-        # One plan per input, because their batch sizes may differ.
+        # Each input has its own plan, because inputs may differ in batch size.
         self._plans = {
             input_.name: _input_plan(
                 input_, arrays[input_.ids_name].dtype == WIDE_DTYPE
@@ -350,7 +350,7 @@ class Feeder:
         }
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Converts a batch like the example. Extra dict keys are ignored."""
+        """Converts a batch that is like the example. Extra dict keys are ignored."""
         names = self._signature.arguments
         if len(arguments) != len(names):
             rule = f"be {len(names)}, {list(names)}"
@@ -385,7 +385,8 @@ class Feeder:
             value = read_ids(value, f"feature {input_.name!r}")
             value = value.ids if isinstance(value, DenseIds) else value
         if isinstance(value, np.ndarray | jax.Array):
-            # Dense int64 ids may hold padding, but ragged ids may not.
+            # Dense int64 ids may hold padding, but ragged ids may not. So dense ids are
+            # checked before they become ragged.
             is_wide = self._arrays[input_.ids_name].dtype == WIDE_DTYPE
             ids: Any = value if is_wide else check(value)
             valence = math.prod(ids.shape[1:])
@@ -397,7 +398,7 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Finds each vocabulary's input, given feature or input names."""
+    """Maps input names to vocabularies, given feature or input names."""
     result: dict[str, Vocabulary] = {}
     for name, vocabulary in vocabularies.items():
         inputs = [input_ for input_ in signature.inputs if input_.name == name] or [
@@ -408,7 +409,7 @@ def by_input(
             rule = "match exactly one input, and no two keys the same input"
             fix = f"The inputs are {names}."
             raise invalid("vocabularies: key", rule, name, fix, ExportError)
-        # A larger vocabulary would make ids without a row.
+        # A larger vocabulary would produce ids that have no row.
         size = inputs[0].vocabulary_size or math.inf
         if not isinstance(vocabulary, Vocabulary) or vocabulary.vocabulary_size > size:
             rule = f"be a te.inputs.Vocabulary of at most {size} ids, its table's rows"
@@ -437,7 +438,8 @@ def _value_at(nest: Any, input_: Input) -> Any:
 
 
 def _input_plan(input_: Input, is_wide: bool) -> InputPlan:
-    # Without a bound, all int32 ids pass, and the program drops or clips them.
+    # Without a bound, all int32 ids pass this check, and the program drops or clips ids
+    # that are out of range.
     num_rows = min(input_.vocabulary_size or PADDING_ROW_ID, PADDING_ROW_ID - 1)
     table = TableConfig(
         vocabulary_size=Dynamic(capacity=1) if is_wide else num_rows, dim=1

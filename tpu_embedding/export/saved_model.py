@@ -47,8 +47,8 @@ def save_tensorflow(
     name. For example, a dense input `user` is the tensor `user`, and ragged ids
     `watched` are the tensors `watched_values` and `watched_row_splits`, with weights
     `watched_weights`. Ids and row splits are int64. The loaded object has the variables
-    in its attributes `tables` and `dense`. To serve strings, wrap it in a `tf.Module`
-    that turns strings into ids.
+    in its attributes `tables` and `dense`. To serve strings, wrap the object in a
+    `tf.Module` that turns strings into ids.
 
     Note that the host holds all tables at once, because TensorFlow saves them from
     memory. They are first written to a temporary directory.
@@ -80,7 +80,8 @@ def save_tensorflow(
         try:
             tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
         except tf.errors.OpError as error:
-            # Such as a full disk. `new_directory` turns this into an ExportError.
+            # For example, the disk is full. `new_directory` turns this into an
+            # ExportError.
             raise OSError(error.message) from error
 
 
@@ -92,7 +93,7 @@ def _tensorflow() -> Any:
 
 
 def _module(saved: ServingProgram) -> tuple[Any, Any]:
-    """Builds a `tf.Module` for a program, and its function of flat tensors."""
+    """Builds a `tf.Module` for a program, and its function that takes flat tensors."""
     tf = _tensorflow()
     call = _call_module(saved.exported)
     arrays = arrays_of_program(saved.exported)
@@ -121,8 +122,8 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
         for name in input_.array_names(arrays):
             shape, dtype = _tf_shape(arrays[name].shape), arrays[name].dtype
             if input_.kind != "array" and name != input_.weights_name:
-                # Ids or row splits, int64 for clients. `serve` splits wide ids into the
-                # two words on the program's last axis.
+                # Clients pass ids and row splits as int64. `serve` splits a wide id
+                # into two words, which are on the last axis of the program's array.
                 shape = shape[:-1] if dtype == WIDE_DTYPE else shape
                 dtype = "int64"
             specs[names[name]] = tf.TensorSpec(shape, dtype, name=names[name])
@@ -133,7 +134,8 @@ def _module(saved: ServingProgram) -> tuple[Any, Any]:
 def _call_module(exported: jax.export.Exported) -> Any:
     """Wraps the program as a function of tensors, `(tables, dense, arrays)`."""
     tf = _tensorflow()
-    # The operation that jax2tf emits, and TensorFlow's own version of StableHLO.
+    # These modules have TensorFlow's own version of StableHLO, and the operation that
+    # jax2tf emits.
     of_tensorflow = importlib.import_module(
         "tensorflow.compiler.mlir.stablehlo.stablehlo"
     )
@@ -200,8 +202,8 @@ def _converted_ids(
         ids = _to_int32(ids, input_.kind)
     if input_.kind != "ragged_ids":
         return {input_.ids_name: ids}
-    # Ragged ids get one padding value, because jax.export assumes that a symbolic size
-    # is at least 1.
+    # Ragged ids get one additional padding value, because jax.export assumes that a
+    # symbolic size is at least 1.
     converted = {
         input_.ids_name: tf.concat([ids, tf.constant(padding, ids.dtype)], axis=0),
         input_.row_splits_name: tf.cast(given[input_.row_splits_name], tf.int32),
@@ -213,9 +215,10 @@ def _converted_ids(
 
 
 def _to_int32(ids: Any, kind: InputKind) -> Any:
-    """Narrows ids to int32. Negative ids become -1, and too large ids the largest."""
+    """Narrows ids to int32. Ids that don't fit become -1 or `PADDING_ROW_ID - 1`."""
     tf = _tensorflow()
-    # In ragged ids, the padding value counts as an id, as in `prepare_features`.
+    # In ragged ids, the padding value counts as an id that is too large, as in
+    # `prepare_features`.
     largest = PADDING_ROW_ID if kind == "dense_ids" else PADDING_ROW_ID - 1
     outside = tf.where(ids > 0, PADDING_ROW_ID - 1, -1)
     return tf.where((ids >= 0) & (ids <= largest), tf.cast(ids, tf.int32), outside)

@@ -45,11 +45,11 @@ PLATFORMS: Final = ("cpu", "cuda", "tpu")
 class ServingProgram:
     """A program for serving, with its weights."""
 
-    # `(tables, dense, arrays) -> outputs`, all dicts by name. A single output array is
-    # returned without a dict.
+    # A function `(tables, dense, arrays) -> outputs`. All are dicts by name, but a
+    # single output array is returned without a dict.
     exported: jax.export.Exported
     signature: Signature
-    # `LayerTable`s of a model, or arrays from an export.
+    # `LayerTable`s if a model was traced, or arrays if an export was read.
     tables: dict[str, Any]
     dense: dict[str, np.ndarray]
 
@@ -106,7 +106,7 @@ def make_program(
 
 
 class _ServedMethod:
-    """A method as a function `(tables, dense, arrays) -> outputs`."""
+    """A model's method, as a function `(tables, dense, arrays) -> outputs`."""
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
         self._method, self._example = method, example
@@ -117,8 +117,8 @@ class _ServedMethod:
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
-        # Each call sets these: the tables that it read, and by input name, the features
-        # that looked the input up.
+        # Each call sets `used_tables` to the tables that it read, and `lookups` to the
+        # features that looked up each input, by input name.
         self.used_tables: set[str] = set()
         self.lookups: dict[str, list[FeaturePlan]] = collections.defaultdict(list)
 
@@ -129,7 +129,7 @@ class _ServedMethod:
         arrays: Mapping[str, jax.Array],
     ) -> Any:
         state = self._dense_tree.unflatten([dense[name] for name in self.dense])
-        # Flax lets a trace change only variables that were created in it.
+        # Flax lets a trace change only variables that this trace has created.
         others = jax.tree.map(lambda leaf: leaf, (self._of_layers, self._random))
         model = nnx.merge(self._graph, *others, state)
         model.eval()
@@ -184,7 +184,7 @@ def _wide_inputs(lookups: Mapping[str, Sequence[FeaturePlan]]) -> set[str]:
 
 
 def _with_lookups(input_: Input, features: Sequence[FeaturePlan]) -> Input:
-    """Sets the kind and limit that an input's lookups imply."""
+    """Sets an input's kind and limit, given the features that look it up."""
     limits = [
         feature.table.max_rows
         for feature in features

@@ -69,24 +69,24 @@ def save(
       model: a `TPUEmbedding`, or a module that owns embedding layers. It may be trained
         on any number of devices, and is exported in `eval` mode.
       directory: new directory for the export. It appears once all files are written.
-      *example: method arguments: a batch, prepared or not. Only shapes and dtypes
-        matter. If a first axis has the batch size, calls may change its size. All other
-        sizes are fixed.
+      *example: method arguments: a batch, before or after `prepare_features`. Only
+        shapes and dtypes matter. If an array's first axis has the batch size, calls may
+        change its size. All other sizes are fixed.
       method: name of the method to export.
       dtype: table type in the files: `"float32"`, `"bfloat16"`, or `"int8"` with a
         scale and bias per row, in FBGEMM's layout.
       batch_size: fixed batch size. You need it if the model computes with its batch
         size, or if features have an `output_shape`. By default, calls may have any
         batch size.
-      vocabularies: vocabularies for features that receive strings. A key is the last
+      vocabularies: maps inputs that receive strings to vocabularies. A key is the last
         key in an input's path, or the input's name in the signature.
 
     Raises:
       ExportError: if the directory holds files or cannot be written; if the example
         does not fit; if the model cannot run on one device, or needs a fixed
         `batch_size`; if a vocabulary does not match exactly one input, or has more ids
-        than its table has rows; or if the extra `serving` is not installed. It is a
-        ValueError.
+        than its table has rows; or if the extra `serving` is not installed.
+        `ExportError` is a ValueError.
 
     Example:
       >>> import pathlib, tempfile
@@ -132,15 +132,15 @@ def save_tables(
 ) -> None:
     """Writes each table in a model to its own safetensors file.
 
-    A file holds one tensor, which has the table's name and rows in natural order. Rows
+    A file holds one tensor with the table's name, and its rows in natural order. Rows
     pass through the host in blocks, never as a whole table. `export.json` lists the
     files. All processes of a job must call this together, and the first process writes.
 
-    A dynamic table `NAME` has 64 rows per bucket, in bucket order, then a learned
-    default row, if any. The file also holds the ids as the tensor `NAME:ids`, uint32
-    `[buckets, 128]`: the upper words of the 64 ids in a bucket, then their lower words.
-    At an empty position, both words have all bits set. Note that the host holds all ids
-    at once.
+    The tensor of a dynamic table `NAME` has 64 rows per bucket, in bucket order. A
+    learned default row, if any, comes last. The file also holds the ids as the tensor
+    `NAME:ids`, uint32 `[buckets, 128]`. For each bucket, it has the upper words of the
+    64 ids, then their lower words. If a position is empty, both of its words have all
+    bits set. Note that the host holds all ids at once.
 
     Args:
       model: a `TPUEmbedding`, or a module that owns embedding layers.
@@ -149,7 +149,7 @@ def save_tables(
 
     Raises:
       ExportError: if the directory holds files or cannot be written, or if `dtype` is
-        unknown. It is a ValueError.
+        unknown. `ExportError` is a ValueError.
 
     Example:
       >>> import pathlib, tempfile
@@ -175,7 +175,8 @@ class ServedModel:
 
     Attributes:
       signature: input names and kinds.
-      tables: tables by name, in their stored format, and ids of dynamic tables.
+      tables: tables by name, in their stored format, including the ids of dynamic
+        tables.
       dense: dense parameters by name.
 
     Example:
@@ -220,7 +221,7 @@ class ServedModel:
 
 
 def check_serving_extra() -> None:
-    # jax.export serializes with flatbuffers, and would fail only after the trace.
+    # Without flatbuffers, jax.export would fail, but only after the trace.
     require_extra(
         "serving", "flatbuffers", purpose="Exporting a program", error=ExportError
     )
@@ -236,12 +237,12 @@ def load(
 
     Args:
       directory: directory written by `save`.
-      verify: compares each file with its digest in `export.json`, which takes about a
-        second per GB.
+      verify: if True, compares each file with its digest in `export.json`, which takes
+        about a second per GB.
 
     Raises:
       ExportError: if the directory lacks a program, or holds a damaged file or a
-        symbolic link. It is a ValueError.
+        symbolic link. `ExportError` is a ValueError.
 
     Example:
       >>> import tempfile
@@ -350,9 +351,9 @@ def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
     """Jits the program. `table_names` includes the ids of dynamic tables."""
-    # If XLA:TPU may choose the layout, it stores a table with dim below 128
-    # column-major, and copies the whole table in every call. A row-major table is
-    # padded to 128 lanes only once, when it is loaded.
+    # If XLA:TPU could choose the layout, it would store a table with dim below 128
+    # column-major, and copy the whole table in every call. A row-major table is padded
+    # to 128 lanes only once, when it is loaded.
     tables = dict.fromkeys(table_names, _by_rows(device))
     return jax.jit(exported.call, in_shardings=(tables, None, None))
 

@@ -1,8 +1,9 @@
-"""A model's tables by name, and their safetensors files in an export.
+"""Finds a model's tables by name, and writes their safetensors files.
 
 The safetensors library writes only whole tensors, but a table may be larger than host
 memory. So this module writes the header itself, then rows in blocks.
-docs/guides/table_dtypes.md describes int8 rows, and serving.md dynamic tables.
+docs/guides/table_dtypes.md describes int8 rows, and docs/guides/serving.md describes
+dynamic tables.
 """
 
 import dataclasses
@@ -89,16 +90,16 @@ def write_rows(
 ) -> None:
     """Writes rows into a file from `create_file`.
 
-    `row_ids` are in bounds, and `rows` have the tensor's dtype.
+    `row_ids` must be in bounds, and `rows` must have the tensor's dtype.
     """
     if not rows.size:
         return
     content = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     start, row_bytes = read_header(path, ExportError)[name].start, content.shape[1]
-    # Consecutive rows are written at once.
+    # Consecutive rows are written together.
     gaps = np.flatnonzero(np.diff(row_ids) != 1) + 1
-    # Not through a memory map: on a full disk, the kernel would kill the process
-    # instead of raising an OSError.
+    # With a memory map, a full disk would kill the process instead of raising an
+    # OSError.
     with path.open("r+b") as file:
         for ids, run in zip(
             np.split(row_ids, gaps), np.split(content, gaps), strict=True
@@ -186,16 +187,16 @@ class StoredIds:
     # uint32 `[buckets, 128]`: the upper words of 64 ids, then their lower words. Empty
     # positions hold `NO_ID`.
     lines: np.ndarray
-    # int64 `[rows]`, file rows by table row. -1 marks rows without an id, which are not
-    # written.
+    # int64 `[rows]`: for each table row, its row in the file. -1 marks rows without an
+    # id, which are not written.
     file_rows: np.ndarray
-    # Rows in the file: 64 per bucket, then a learned default row, if any.
+    # Row count in the file: 64 per bucket, plus 1 for a learned default row.
     num_rows: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTable:
-    """A table in its layer. `ids` is None for a static table."""
+    """A table and its layer. `ids` is None for a static table."""
 
     layer: TPUEmbedding
     table: TablePlan
@@ -204,7 +205,7 @@ class LayerTable:
     def tensor_specs(
         self, name: str, row_format: RowFormat
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describes the exported rows and, if dynamic, the ids."""
+        """Describes the exported rows, and a dynamic table's ids."""
         config = self.table.config
         num_rows = config.max_rows if self.ids is None else self.ids.num_rows
         width, dtype = config.dim, row_format
@@ -244,7 +245,7 @@ def _tables_of_layer(layer: TPUEmbedding) -> Iterator[LayerTable]:
             for table in stack.tables:
                 yield LayerTable(layer=layer, table=table)
             continue
-        # All processes take part in this, even if only the first one writes.
+        # All processes take part in this, even if only the first process writes.
         rows_by_table = rows_in_directory(packed[directory_name(stack.name)], stack)
         for member in dynamic_tables(stack):
             rows = rows_by_table[member.table.name]
@@ -277,7 +278,7 @@ def write_table_files(
     if directory is not None:
         (directory / TABLES_DIR).mkdir()
         for name, table in tables.items():
-            # Names may hold slashes and other characters not allowed in file names.
+            # Names may contain slashes and other characters that file names can't.
             file_name = f"{urllib.parse.quote(name, safe='')}.safetensors"
             files[name] = file = directory / TABLES_DIR / file_name
             create_file(file, table.tensor_specs(name, row_format))
@@ -292,7 +293,8 @@ def write_table_files(
         # All processes encode, so that all raise if int8 can't hold a row.
         stored = encode(rows, row_format, f"table {name!r}")
         if directory is not None:
-            # Not kept open: a model may have more tables than a process may open files.
+            # Files are not kept open, because a model may have more tables than a
+            # process may have open files.
             write_rows(files[name], name, file_rows, stored)
 
 

@@ -36,13 +36,13 @@ ReadVectors = Callable[
 ]
 """Reads vectors and ids, given row numbers on the device.
 
-Ids ascend with the numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
+Ids ascend with the row numbers. Rows outside the table have the id `PADDING_ROW_ID`."""
 
 ROWS_PER_BLOCK: Final = 8192
 """Rows scored at a time: 32 MiB of scores for 1,024 queries."""
 
 LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
-"""Score for rows whose product is NaN or -inf: above padding, which has -inf."""
+"""Score for rows whose product is NaN or -inf. Padding has -inf, which ranks lower."""
 
 
 class TopK(NamedTuple):
@@ -81,16 +81,16 @@ def top_k(
     `transform` recompiles, unless you pass a `jax.tree_util.Partial`.
 
     Args:
-      tables: packed rows by stack name, from `init_tables`; or, as in exported
-        programs, whole tables by table name, in logical order on one device.
+      tables: packed rows by stack name, from `init_tables`. Exported programs pass
+        whole tables by table name, with rows in natural order on one device.
       queries: global `[queries, dim]`, as wide as the rows or the `transform` output.
         Converted to float32.
       plan: plan that placed the tables.
       k: number of rows, from 1 to the vocabulary size.
       table: table name, optional if the plan has only one.
-      transform: maps rows `[rows, dim]` to the vectors to compare with, such as an item
-        tower. It must treat each row independently. By default, rows are compared
-        directly.
+      transform: maps rows `[rows, dim]` to the vectors that queries are compared with,
+        such as an item tower. It must treat each row independently. By default, queries
+        are compared with the rows.
       excluded: ids not to return for each query, such as items that a user has seen, in
         any order. Pad them with `te.inputs.PADDING_ROW_ID`. The array can be empty.
 
@@ -138,7 +138,8 @@ def top_k(
     if transform is None or isinstance(transform, jax.tree_util.Partial):
         return _compiled_search(*arrays, transform, **sizes)
     # A plain function may read a model that has changed since the last call, so a
-    # compiled program can't be reused. A Partial's leaves are arguments instead.
+    # compiled program can't be reused. A Partial's leaves are arguments of the program
+    # instead.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
 
@@ -158,7 +159,8 @@ def _search(
 
     def vectors_of(rows: Array) -> Array:
         if stack.quantization is not None:
-            # As in a lookup, so that scores agree with the rows that a lookup reads.
+            # Quantize as in a lookup, so that scores agree with the rows that a lookup
+            # reads.
             rows = quantize(rows, stack.quantization)
         return rows if transform is None else transform(rows).astype(jnp.float32)
 
@@ -167,14 +169,14 @@ def _search(
         read = lambda ids: vectors_of(rows_of_table(table, ids))  # noqa: E731
         return best_of_all(queries, read, member.num_rows, excluded, k)
     num_shards = stack.num_shards
-    # Replicas of the rows split the queries. In a replica, each shard scores all
-    # queries of the replica.
+    # Each replica of the rows handles a share of the queries. Within a replica, each
+    # shard scores all of the replica's queries.
     replica_spec = PartitionSpec(stack.replica_axes)
     device_spec = PartitionSpec((*stack.replica_axes, *stack.shard_axes))
 
     def search_shard(rows: PackedRows, queries: Array, excluded: Array) -> TopK:
         shard = jax.lax.axis_index(stack.shard_axes) if num_shards > 1 else 0
-        # The table's first row here: stack row `q` is on shard `q % num_shards`.
+        # First table row on this shard. Stack row `q` is on shard `q % num_shards`.
         first = (member.row_offset + num_shards - 1 - shard) // num_shards
 
         def read(numbers: Array) -> tuple[Array, Array]:
@@ -187,7 +189,7 @@ def _search(
         # Some shards have one row fewer. `read` marks the row past their end as
         # padding.
         num_rows = -(-member.num_rows // num_shards)
-        # Excluded ids may be among the best, and only the merge removes them.
+        # The best rows may include excluded ids, which only `_merged` removes.
         num_best = min(k + excluded.shape[1], member.num_rows)
         best = _best_of_device(queries, read, num_rows, num_best)
         if num_shards > 1:
@@ -208,7 +210,8 @@ def _search(
         )(rows, queries, excluded)
         return jax.tree.map(lambda x: x[:num_queries], best)
 
-    # `Explicit` types can shard queries only if the device count divides their number.
+    # On `Explicit` axes, queries can be sharded only if the device count divides the
+    # query count.
     divides = num_queries % plan.num_shards == 0
     on_mesh = in_auto_axes(run, plan, device_spec if divides else PartitionSpec())
     return on_mesh(rows, queries, excluded)
@@ -226,7 +229,7 @@ def find_table(plan: EmbeddingPlan, name: str | None) -> tuple[StackPlan, TableP
         raise invalid("top_k: table", f"name one of the tables {sorted(known)}", name)
     stack, member = known[name]
     vocabulary = stack.vocabulary
-    # Row numbers may be places in hash buckets, which say nothing to the caller.
+    # Row numbers may be places in hash buckets, which mean nothing to the caller.
     if not vocabulary.ids_are_rows:
         fix = (
             f"{vocabulary.instead_of_row_numbers} Score the rows with "
@@ -277,7 +280,7 @@ def best_of_all(
     excluded: Int[Array, "queries n"],
     k: int,
 ) -> TopK:
-    """Searches rows that each device has in full."""
+    """Searches a table that each device holds as a whole."""
 
     def read(numbers: Array) -> tuple[Array, Array]:
         ids = jnp.where(numbers < num_rows, numbers, PADDING_ROW_ID)
@@ -311,8 +314,8 @@ def _best_of_device(
         scores = jnp.concatenate([best.scores, scores], axis=1)
         ids = jnp.broadcast_to(ids[None], (num_queries, size))
         ids = jnp.concatenate([best.ids, ids], axis=1)
-        # `top_k` keeps the first of several equal scores. `best` was joined in front,
-        # because earlier blocks have lower ids.
+        # `top_k` keeps the first of several equal scores. `best` comes first in the
+        # arrays, because earlier blocks have lower ids.
         scores, positions = jax.lax.top_k(scores, num_best)
         return TopK(scores, jnp.take_along_axis(ids, positions, axis=1))
 
@@ -329,7 +332,7 @@ def _merged(best: TopK, excluded: Int[Array, "queries n"], k: int) -> TopK:
         is_excluded = jnp.any(ids[:, :, None] == excluded[:, None, :], axis=2)
         scores = jnp.where(is_excluded, -jnp.inf, scores)
         ids = jnp.where(is_excluded, PADDING_ROW_ID, ids)
-    # `top_k` would order equal scores by device. The sort compares ids next, and
-    # padding comes last.
+    # `top_k` would order equal scores by device. The sort compares ids after scores,
+    # and padding comes last.
     keys, ids = jax.lax.sort((-scores, ids), dimension=1, num_keys=2)
     return TopK(-keys[:, :k], ids[:, :k])

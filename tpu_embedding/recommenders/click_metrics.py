@@ -28,7 +28,7 @@ class Mean(Metric):
     It is defined if the total weight is not 0.
 
     Attributes:
-      weighted_values: summed weight times value.
+      weighted_values: sum of weight times value.
       weights: summed weights.
 
     Example:
@@ -158,7 +158,7 @@ class ClickMetric(Metric):
     def _of_clicks(
         cls, logits: Array, labels: Array, weights: Array, **settings: Any
     ) -> Self:
-        """Takes a batch that `check_clicks` returned."""
+        """Makes the metric from a batch that `check_clicks` returned."""
         raise NotImplementedError
 
 
@@ -188,7 +188,7 @@ class NormalizedEntropy(ClickMetric):
     negative samples.
 
     Attributes:
-      losses: summed weight times log loss.
+      losses: sum of weight times log loss.
       positives: summed weights of positive samples.
       negatives: summed weights of negative samples.
 
@@ -216,7 +216,8 @@ class NormalizedEntropy(ClickMetric):
     def _compute(self) -> Float[Array, ""]:
         positives, negatives = self.positives.value(), self.negatives.value()
         weight = self.positives.add(self.negatives).value()
-        # The rarer class, because 1 minus a small share would be inexact in float32.
+        # Use the rarer class, because 1 minus a small share would be inexact in
+        # float32.
         share = jnp.minimum(positives, negatives) / weight
         entropy = -share * jnp.log(share) - (1 - share) * jnp.log1p(-share)
         return self.losses.value() / weight / entropy
@@ -231,8 +232,8 @@ class Calibration(ClickMetric, Mean):
     is defined if a label is not 0.
 
     Attributes:
-      weighted_values: summed weight times sigmoid of the logit.
-      weights: summed weight times label.
+      weighted_values: sum of weight times predicted probability.
+      weights: sum of weight times label.
 
     Example:
       >>> logits = jax.scipy.special.logit(jnp.array([0.5, 0.25]))
@@ -243,7 +244,8 @@ class Calibration(ClickMetric, Mean):
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         return cls(
-            # `Mean` divides these sums. The total weight cancels from both means.
+            # `Mean` divides the first sum by the second. Both means would be divided by
+            # the total weight, which cancels.
             weighted_values=total_of(jax.nn.sigmoid(logits), weights),
             weights=total_of(labels, weights),
         )
@@ -253,18 +255,18 @@ def log_loss(
     logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Computes log losses, also for infinite logits."""
-    # For an infinite logit, one class has an infinite loss. `weighted` keeps it out of
-    # the sum if the label excludes this class.
+    # For an infinite logit, one class has an infinite loss. `weighted` keeps this loss
+    # out of the sum if the label excludes the class.
     positive_losses = weighted(jax.nn.softplus(-logits), labels)
     return positive_losses + weighted(jax.nn.softplus(logits), 1 - labels)
 
 
 NUM_BINS: Final = 4096
-"""Default number of bins: 64 KiB of sums."""
+"""Default number of bins. Their sums take 64 KiB."""
 
 
 _NONE: Final[Any] = object()
-"""Marks sums not yet created, whose shape depends on the number of bins."""
+"""Marks sums that are not created yet, because their shape depends on `num_bins`."""
 
 
 @jax.tree_util.register_dataclass
@@ -274,13 +276,13 @@ class AUC(ClickMetric):
 
     It is the probability that a positive sample scores above a negative one. Pairs with
     equal scores count half, and so do pairs in the same bin. The error is therefore at
-    most `max_error()`, half the share of pairs in the same bin.
+    most `max_error()`, which is half the share of pairs in the same bin.
 
     Bins have equal width in `score / (1 + |score|)`. If scores are logits and you use
-    4096 bins, predictions near 0.5 have a resolution of 0.0001, and predictions near
-    0.01 of 0.00015. However, far from 0, similar logits share a bin, such as 11.97 and
-    12.04, so check `max_error()`. The metric is defined if there are positive and
-    negative samples.
+    4096 bins, the resolution is 0.0001 for predictions near 0.5, and 0.00015 for
+    predictions near 0.01. However, far from 0, similar logits share a bin, such as
+    11.97 and 12.04, so check `max_error()`. The metric is defined if there are positive
+    and negative samples.
 
     Attributes:
       positives: `[num_bins]`, weights of positive samples, by ascending score.
@@ -308,7 +310,8 @@ class AUC(ClickMetric):
         cls, logits: Array, labels: Array, weights: Array, num_bins: int = NUM_BINS
     ) -> "AUC":
         bins = _bins(logits, num_bins)
-        # NaN scores have no bin. A NaN label then makes the result NaN as well.
+        # NaN scores have no bin, so their labels become NaN, which makes the result
+        # NaN.
         labels = jnp.where(jnp.isnan(logits), jnp.nan, labels)
         return cls(
             positives=_histogram(bins, weighted(labels, weights), num_bins),
@@ -326,8 +329,8 @@ class AUC(ClickMetric):
         return _max_error(self)
 
     def _compute(self) -> Float[Array, ""]:
-        # A positive sample beats all negatives in lower bins, and half of its own bin:
-        # the running total minus half the bin.
+        # A positive sample beats all negatives in lower bins, and half of the negatives
+        # in its own bin. So the count is the running total minus half the bin.
         negatives = self.negatives
         half = Sum(high=-0.5 * negatives.high, low=-0.5 * negatives.low)
         return self._share(negatives.running().add(half).value())
@@ -346,13 +349,13 @@ def _max_error(auc: AUC) -> Float[Array, ""]:
 
 
 def _bins(scores: Float[Array, "*shape"], num_bins: int) -> Int[Array, "*shape"]:
-    # In [-1, 1]. The formula would turn infinite scores into NaN.
+    # The result is in [-1, 1]. The formula alone would turn infinite scores into NaN.
     squashed = jnp.where(
         jnp.isinf(scores), jnp.sign(scores), scores / (1 + jnp.abs(scores))
     )
     bins = jnp.floor((squashed + 1) * (0.5 * num_bins)).astype(jnp.int32)
-    # A value of 1 would be past the end. NaN scores have NaN labels, so any bin will
-    # do.
+    # A squashed score of 1 would be past the last bin. NaN scores have NaN labels, so
+    # any bin will do.
     return jnp.where(jnp.isnan(scores), 0, jnp.clip(bins, 0, num_bins - 1))
 
 

@@ -26,7 +26,7 @@ class DotInteraction(nnx.Module):
     Systems", arXiv 1906.00091.
 
     Attributes:
-      self_interaction: includes the product of each vector with itself.
+      self_interaction: if True, includes the product of each vector with itself.
 
     Example:
       >>> vectors = [jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0]]), jnp.ones((1, 2))]
@@ -73,9 +73,9 @@ class DotInteraction(nnx.Module):
 class FeatureCross(nnx.Module):
     """A cross layer from DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input to the first layer in a stack, `x` the input to this layer, and
-    `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs. `W`
-    is a full matrix, or `W = U V` with low rank. See Wang et al., "DCN V2: Improved
+    `x_0` is the input to the first layer in a stack, `x` is the input to this layer,
+    and `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs.
+    `W` is a full matrix, or `W = U V` with low rank. See Wang et al., "DCN V2: Improved
     Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names follow Keras
     Recommenders, and initial weights follow TorchRec.
 
@@ -103,9 +103,9 @@ class FeatureCross(nnx.Module):
         Args:
           num_inputs: input width.
           projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
-            the paper, a rank of a quarter of the width is as accurate.
-          diag_scale: added to the diagonal of `W`, at least 0. It stabilizes training,
-            especially at low ranks.
+            the paper, a rank of a quarter of the width is as accurate as a full matrix.
+          diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
+            training, especially at low ranks.
           rngs: stream `params` provides the keys.
 
         Raises:

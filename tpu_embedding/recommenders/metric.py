@@ -1,4 +1,4 @@
-"""The base of all metrics: exact sums that batches update, and that can be merged.
+"""The base of all metrics: exact sums that you can update with batches, and merge.
 
 A metric is a pytree of sums, so it passes through `jit`, `scan` and `psum`. A float32
 total would ignore every sample after the first 17 million, because 2^24 + 1 rounds to
@@ -19,11 +19,12 @@ from tpu_embedding.argument_checks import describe_value, invalid
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sum:
-    """Totals, each the unevaluated sum `high + low` of two float32 values.
+    """An array of totals, each kept as the sum `high + low` of two float32 values.
 
     Integer sums are exact up to 2^46, in any order. If all values have the same sign,
     other sums have a relative error of at most 2^-44. Note that `jax.lax.psum` over
-    devices rounds `high` once, to float32. Additions before and after it stay exact.
+    devices rounds `high` once, to float32. Additions before and after `psum` stay
+    exact.
 
     Attributes:
       high: float32, the total rounded to float32.
@@ -74,7 +75,7 @@ class Sum:
         return self.high + self.low
 
     def running(self) -> "Sum":
-        """Accumulates a vector: each entry becomes the total up to and including it."""
+        """Makes a vector's running total, in which each entry includes itself."""
         size = self.high.size
 
         def add_earlier(level: Any, totals: "Sum") -> "Sum":
@@ -122,12 +123,12 @@ class Metric:
 
     @classmethod
     def empty(cls, **settings: Any) -> Self:
-        """Makes the metric without samples, with these settings."""
+        """Makes a metric with these settings, but without samples."""
         return cls(**settings)
 
     @classmethod
     def from_batch(cls, *batch: Any, **settings: Any) -> Self:
-        """Makes the metric from one batch. Each class defines its batch."""
+        """Makes the metric from one batch. Each class defines what a batch is."""
         raise NotImplementedError(f"{cls.__name__} has no from_batch")
 
     def update(self, *batch: Any, **inputs: Any) -> Self:
@@ -135,7 +136,8 @@ class Metric:
 
         Args:
           *batch: arguments for `from_batch`.
-          **inputs: keyword arguments for `from_batch`, except settings, which are kept.
+          **inputs: keyword arguments for `from_batch`, except settings, which stay the
+            same.
         """
         return self.merge(self.from_batch(*batch, **inputs, **self._settings()))
 
@@ -156,7 +158,7 @@ class Metric:
         return _value_of(self)
 
     def _compute(self) -> Float[Array, ""]:
-        """Computes the value, which may be anything if it is not defined."""
+        """Computes the value, or any number if the metric is not defined."""
         raise NotImplementedError(f"{type(self).__name__} has no _compute")
 
     def _settings(self) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def compute(metrics: Any) -> Any:
 
 
 def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
-    """Converts a batch to float32, with ones for None."""
+    """Converts a batch to float32, and replaces None with ones."""
     converted = {
         name: as_float32(array) for name, array in arrays.items() if array is not None
     }
@@ -222,7 +224,7 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
 def as_float32(values: ArrayLike) -> Float[Array, "*shape"]:
     if is_on_device(values):
         return jnp.asarray(values).astype(jnp.float32)
-    # Not jnp.asarray alone, which would truncate 64-bit integers before the cast.
+    # `jnp.asarray` alone would truncate 64-bit integers before the cast.
     return jnp.asarray(np.asarray(values).astype(np.float32))
 
 
@@ -236,10 +238,10 @@ def check_clicks(
 ) -> list[Float[Array, "*shape"]]:
     """Checks a click batch, and converts it to float32."""
     batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
-    # The host would have to wait for the values of device arrays.
+    # Device arrays are not checked, because the host would have to wait for them.
     if is_on_device((labels, weights)):
         return batch
-    # Labels without weight may be padding, with any value.
+    # Labels with weight 0 may be padding, which has any value.
     used = np.asarray(labels, np.float32)
     used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)
@@ -253,7 +255,7 @@ def check_clicks(
 def weighted(
     values: Float[Array, "*shape"], weights: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    # Samples with weight 0 may have infinite or NaN values, such as padding.
+    # Samples with weight 0, such as padding, may have infinite or NaN values.
     return jnp.where(weights == 0, 0.0, weights * values)
 
 
@@ -263,7 +265,7 @@ def total_of(values: Float[Array, "*shape"], weights: Float[Array, "*shape"]) ->
 
 
 _MOST_BITS: Final = {"i": 16, "u": 16, "f": 32}
-"""Bits in the widest dtype per kind whose values float32 represents exactly.
+"""For each NumPy kind, bits in the widest dtype that float32 represents exactly.
 
 Other kinds, such as bool and bfloat16 (kind "V"), always fit."""
 
@@ -272,13 +274,13 @@ def float32_in_order(values: ArrayLike) -> Float[Array, "*shape"]:
     """Converts values to float32, in the same order along the last axis.
 
     Equal values stay equal, and NaN stays NaN. If float32 could round values of this
-    dtype, they become ranks among the distinct values, from 0.
+    dtype, each value becomes its rank among the distinct values, counted from 0.
 
     Example:
       >>> float32_in_order(np.array([1_700_000_001, 5, 1_700_000_003])).tolist()
       [1.0, 0.0, 2.0]
     """
-    # NumPy keeps all bits of 64-bit values on the host, which JAX would truncate.
+    # On the host, NumPy keeps all bits of 64-bit values, which JAX would truncate.
     xp: Any = jnp if is_on_device(values) else np
     values = xp.asarray(values)
     dtype = values.dtype
@@ -323,7 +325,7 @@ def equal_ids(
 
 
 def cast_ids(ids: Any, dtype: Any) -> tuple[Any, Any]:
-    """Casts integers, and marks the ones that keep their value."""
+    """Casts integers, and marks the integers that keep their value."""
     cast = ids.astype(dtype)
     # 4294967295 survives the round trip through int32, but its sign changes.
     return cast, (cast.astype(ids.dtype) == ids) & ((cast < 0) == (ids < 0))

@@ -1,6 +1,6 @@
 """Losses for models that rank: sampled softmax, pairwise and listwise losses.
 
-Each returns one value per list or sample, so callers can apply weights and means.
+Each returns one value per list or sample, so callers can weight and average them.
 `optax.losses.ranking_softmax_loss` is another listwise loss.
 """
 
@@ -25,8 +25,8 @@ from tpu_embedding.rows.narrow_rows import mix_bits
 DIFFERENCE_OF_NO_PAIR: Final = -0.5
 """Replaces `s_j - s_i` where two items are not a pair.
 
-Zero times an infinite derivative would be NaN. Here, between 0 and the hinge at -1,
-losses have finite derivatives."""
+Zero times an infinite derivative would be NaN. At this value, between 0 and the hinge
+at -1, losses have finite derivatives."""
 
 
 def in_batch_softmax(
@@ -52,22 +52,22 @@ def in_batch_softmax(
     `j`. Your loss is the mean of `-log_softmax`.
 
     Args:
-      queries: one query vector per sample. Global.
-      items: one item vector per sample. Items of samples with weight 0 are also
-        candidates.
+      queries: global, with one query vector per sample.
+      items: one item vector per sample. Items of samples with weight 0 are candidates
+        like any other item.
       log_probabilities: natural logarithm of `q` for each sample's item. By default,
-        all items are equally frequent.
+        all items are assumed equally frequent.
       item_ids: item id per sample. If you pass them, samples with the same item are not
         negatives of each other. Otherwise they are, as in the paper.
       num_hard_negatives: how many negatives per query enter the softmax, at least 1.
         The negatives with the highest `s` are used, as in TensorFlow Recommenders'
-        `tasks.Retrieval`. Defaults to all. Ranks always count all.
+        `tasks.Retrieval`. Defaults to all negatives. Ranks always count all negatives.
 
     Returns:
-      `log_softmax`, at most 0, and `te.metrics.Ranks`: how many candidates have a
-      higher `s` than the sample's own item, from 0 to `batch - 1`, and how many the
-      same. Pass them to `te.metrics.RecallAtK.from_ranks`. If a score of the sample is
-      NaN, its ranks are NaN.
+      `log_softmax`, at most 0, and `te.metrics.Ranks`. The ranks count the candidates
+      with a higher `s` than the sample's own item, from 0 to `batch - 1`, and the
+      candidates with the same `s`. Pass the ranks to `te.metrics.RecallAtK.from_ranks`.
+      If a score of the sample is NaN, its ranks are NaN.
 
     Raises:
       ValueError: if shapes differ, or `num_hard_negatives` is not a positive int.
@@ -108,28 +108,28 @@ def sampled_softmax(
 ) -> tuple[Float[Array, " batch"], Ranks]:
     """Scores each query's item against negatives that you sampled.
 
-    All queries share the negatives, which you also look up. `q` is the expected number
-    of times that a batch of negatives contains an item. With this correction, the
-    result estimates the softmax over all items:
+    All queries share the negatives, which you look up like the items. `q` is the
+    expected number of times that a batch of negatives contains an item. With the
+    correction `log q`, the result estimates the softmax over all items:
 
         s_i = <queries_i, items_i> - log q(items_i)
         s_ij = <queries_i, negatives_j> - log q(negatives_j)
         log_softmax_i = s_i - log(exp(s_i) + sum over j of exp(s_ij))
 
-    Your loss is the mean of `-log_softmax`. Source: Jean et al., "On Using Very Large
-    Target Vocabulary for Neural Machine Translation" (ACL 2015), like
+    Your loss is the mean of `-log_softmax`. The method is from Jean et al., "On Using
+    Very Large Target Vocabulary for Neural Machine Translation" (ACL 2015), as in
     `tf.nn.sampled_softmax_loss`. If you pass ids, negatives that are the query's own
     item (*accidental hits*) are excluded, as in TensorFlow by default.
 
     Args:
-      queries: one query vector per sample. Global.
+      queries: global, with one query vector per sample.
       items: vectors of the items that the samples chose.
       negatives: vectors of the sampled items.
       item_log_probabilities: natural logarithm of `q` for each sample's item.
-      negative_log_probabilities: the same for each sampled item. Pass both, or neither
-        if all items are sampled equally often.
+      negative_log_probabilities: natural logarithm of `q` for each sampled item. Pass
+        both logarithms, or neither if all items are sampled equally often.
       item_ids: item id per sample.
-      negative_ids: id per sampled item. Pass both or neither.
+      negative_ids: id per sampled item. Pass both kinds of ids or neither.
       num_hard_negatives: see `in_batch_softmax`.
 
     Returns:
@@ -169,7 +169,7 @@ def sampled_softmax(
             rule = f"be passed together with item_{name} and negative_{name}"
             field, fix = f"te.nn.{owner}: {missing}_{name}", "Pass both or neither."
             raise invalid(field, rule, None, fix)
-    # One matmul of the negatives and all items would score batch**2 more pairs.
+    # A single matmul with all items and negatives would score batch**2 more pairs.
     own, products = jnp.einsum("bd,bd->b", queries, items), queries @ negatives.T
     is_negative = jnp.ones(products.shape, bool)
     if item_ids is not None and negative_ids is not None:
@@ -219,8 +219,9 @@ def _softmax_of_own(
     log_softmax = own - jax.nn.logsumexp(all_scores, axis=1)
 
     # The rounding of a product depends on the kernel and, within a matmul, on the
-    # column. So equal vectors are compared by their log q alone. Otherwise a model
-    # with one vector for all items could rank first for half of the queries.
+    # column. So equal vectors are compared by their log q alone. Otherwise, a model
+    # that has one vector for all items could rank the right item first for half of the
+    # queries.
     is_same = _are_equal(own_item.vectors, others.vectors)
     left = jnp.where(is_same, own_log_q[:, None], scores)
     right = jnp.where(is_same, log_q[None, :], own[:, None])
@@ -236,8 +237,8 @@ def _softmax_of_own(
 def _are_equal(
     vectors: Float[Array, "n dim"], others: Float[Array, "m dim"]
 ) -> Bool[Array, "n m"]:
-    """Compares each pair of vectors. A wrong result has a chance of 2^-64."""
-    # Compares 64-bit hashes, because elements would take `n * m * dim` comparisons.
+    """Compares each pair of vectors. A result is wrong with probability 2^-64."""
+    # Compares 64-bit hashes, because comparing elements would take `n * m * dim` steps.
     # Equal numbers have equal bits only in the same dtype.
     dtype = jnp.promote_types(vectors.dtype, others.dtype)
 
@@ -270,9 +271,10 @@ def pairwise_loss(
 ) -> Float[Array, "*lists"]:
     """Sums `of_difference(s_j - s_i)` over the pairs with `y_i > y_j`.
 
-    The default is the logistic loss `log(1 + exp(s_j - s_i))` from RankNet, and from
-    BPR if one item in each pair was chosen; see Burges et al., "Learning to Rank using
-    Gradient Descent" (ICML 2005). You can also pass other losses, for example:
+    The default is the logistic loss `log(1 + exp(s_j - s_i))` from RankNet. It equals
+    the BPR loss if one item in each pair was chosen. See Burges et al., "Learning to
+    Rank using Gradient Descent" (ICML 2005). You can also pass other losses, for
+    example:
 
     * hinge: `lambda d: jax.nn.relu(1 + d)`; see Joachims, "Optimizing Search Engines
       using Clickthrough Data" (KDD 2002);
@@ -306,8 +308,8 @@ def pairwise_loss(
         where = jnp.asarray(where)
         is_pair &= where[..., :, None] & where[..., None, :]
     differences = scores[..., None, :] - scores[..., :, None]
-    # Both `where`s are needed: this one keeps NaN out of the derivative, and the last
-    # one keeps other pairs out of the sum.
+    # Both `jnp.where` calls are needed: the first keeps NaN out of the derivative, and
+    # the second leaves items that are not pairs out of the sum.
     differences = jnp.where(is_pair, differences, DIFFERENCE_OF_NO_PAIR)
     losses = of_difference(differences)
     return jnp.sum(jnp.where(is_pair, losses, 0.0), axis=(-2, -1))
@@ -326,13 +328,13 @@ def list_mle_loss(
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 
-    Items are numbered by descending label, with equal labels in order, as in Keras
-    Recommenders. All label bits count. However, JAX truncates 64-bit arguments of
-    jitted functions. See Xia et al., "Listwise Approach to Learning to Rank" (ICML
-    2008). Arguments and errors are the same as for `pairwise_loss`.
+    Items are numbered by descending label. Equal labels keep their order, as in Keras
+    Recommenders. Labels are compared with all their bits, but JAX truncates 64-bit
+    arguments of jitted functions. See Xia et al., "Listwise Approach to Learning to
+    Rank" (ICML 2008). Arguments and errors are the same as for `pairwise_loss`.
 
     Returns:
-      One loss per list, at least 0. Lists with at most one item have 0.
+      One loss per list, at least 0. Lists with at most one item have loss 0.
 
     Example:
       >>> loss = list_mle_loss(jnp.array([1.0, 1.0, 1.0]), jnp.array([0, 2, 1]))
@@ -356,7 +358,7 @@ def list_mle_loss(
 
 
 def _where_given(values: Any) -> Array | np.ndarray:
-    # Host values stay on the host, because JAX would truncate 64 bits.
+    # Host values stay on the host, because JAX would truncate 64-bit values.
     return values if isinstance(values, jax.Array) else np.asarray(values)
 
 

@@ -28,12 +28,12 @@ from tpu_embedding.types import PADDING_ROW_ID
 class Ranks(NamedTuple):
     """The possible ranks of one relevant candidate per sample.
 
-    If scores are equal, several ranks are possible: `num_equal` ranks from `num_higher`
-    on, all equally likely.
+    If scores are equal, several ranks are possible: the `num_equal` ranks that start at
+    `num_higher`, all equally likely.
 
     Attributes:
-      num_higher: how many candidates have a higher score, any shape. NaN if a score is
-        NaN.
+      num_higher: how many candidates have a higher score, in any shape. NaN if a score
+        is NaN.
       num_equal: how many candidates have the relevant candidate's score, including
         itself; shaped like `num_higher`.
 
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TopK(Mean):
-    """A weighted mean over samples, each valued by its best `k` candidates.
+    """A weighted mean of sample values, which depend on the best `k` candidates.
 
     Samples without a relevant candidate are ignored. If no weight remains, the metric
     is not defined.
@@ -72,7 +72,7 @@ class _TopK(Mean):
 
         Args:
           scores: `[batch, candidates]`. Higher scores rank first. Only their order
-            matters, even for 64-bit numbers on the host.
+            matters. On the host, 64-bit numbers are not rounded.
           labels: `[batch, candidates]`, candidate relevances; 0 is irrelevant.
           weights: at least 0, or bool, `[batch]`. Defaults to 1.
           is_candidate: bool `[batch, candidates]`, False for padding. Defaults to True.
@@ -98,7 +98,8 @@ class _TopK(Mean):
         # A NaN score would otherwise rank last, and a broken model would get a value.
         is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
         values = jnp.where(is_nan, jnp.nan, values)
-        # Weight 0 also drops the values of these samples, which are 0 / 0.
+        # Samples without relevant candidates have the value 0 / 0, which weight 0
+        # drops.
         is_used = jnp.any(labels != 0, axis=1)
         return cls._of(values, jnp.where(is_used, weights, 0.0), k=k)
 
@@ -180,7 +181,7 @@ class _TopK(Mean):
 
     @classmethod
     def _gains(cls, ranks: Any, xp: Any = jnp) -> Any:
-        """Maps ranks, from 0, to gains. `xp` is `numpy` or `jax.numpy`."""
+        """Maps ranks, which start at 0, to gains. `xp` is `numpy` or `jax.numpy`."""
         raise NotImplementedError
 
     @classmethod
@@ -209,7 +210,8 @@ class _TopK(Mean):
             )
             for side in ("left", "right")
         )
-        # Equal scores share the ranks from `starts` to `ends`, and so their mean gain.
+        # Equal scores share the ranks from `starts` to `ends`, so each gets the mean
+        # gain of these ranks.
         gains = cls._sum_of_gains(starts, ends, min(k, scores.shape[1]))
         return jnp.sum(labels * gains / (ends - starts).astype(jnp.float32), axis=1)
 
@@ -263,11 +265,11 @@ class RecallAtK(_TopK):
 class NDCGAtK(_TopK):
     """The normalized discounted cumulative gain at `k`, averaged over samples.
 
-    A candidate at rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
-    the sum for the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
-    Evaluation of IR Techniques" (2002). With exponential gains, `2**label - 1` replaces
-    the label, as in TensorFlow Ranking and Keras Recommenders. Samples without a
-    relevant candidate are ignored.
+    A candidate at rank `r`, counted from 0, gains `label / log2(r + 2)`. The sum of
+    gains is divided by the sum for the best order. See Järvelin and Kekäläinen,
+    "Cumulated Gain-Based Evaluation of IR Techniques" (2002). With exponential gains,
+    `2**label - 1` replaces the label, as in TensorFlow Ranking and Keras Recommenders.
+    Samples without a relevant candidate are ignored.
 
     Attributes:
       gains: `"linear"` or `"exponential"`; an option of `from_batch`.
@@ -319,5 +321,5 @@ class NDCGAtK(_TopK):
     @classmethod
     def _values(cls, scores, labels, is_candidate, k):
         gains = cls._total_gains(scores, labels, is_candidate, k)
-        # Labels as scores give the best order.
+        # If the labels are the scores, the order is the best possible.
         return gains / cls._total_gains(labels, labels, is_candidate, k)

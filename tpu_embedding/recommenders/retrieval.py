@@ -39,7 +39,7 @@ def top_k(
 
     This is brute-force retrieval, as in TensorFlow Recommenders and Keras Recommenders.
     It is exact, and sharded over all devices. Rows with equal scores are ordered by id.
-    If a method in your model calls `top_k`, export it with
+    If a method in your model calls `top_k`, export the method with
     `te.export.save(model, directory, ..., method=...)`.
     `te.metrics.RecallAtK.from_top_k(ids, labels, k=...)` measures the recall. Outside
     `jax.jit`, calls with the same shapes compile once, unless `transform` is a plain
@@ -50,8 +50,9 @@ def top_k(
       queries: global `[queries, dim]`, converted to float32.
       k: number of rows, from 1 to the vocabulary size.
       table: table name, optional if the layer has only one.
-      **options: `transform`, which maps rows to the vectors to compare with, such as an
-        item tower; and `excluded`, the ids not to return. See `te.functional.top_k`.
+      **options: `transform`, which maps rows to the vectors that queries are compared
+        with, such as an item tower; and `excluded`, the ids not to return. See
+        `te.functional.top_k`.
 
     Returns:
       `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If
@@ -59,7 +60,7 @@ def top_k(
       `te.inputs.PADDING_ROW_ID`.
 
     Raises:
-      TypeError: if `layer` is not a `TPUEmbedding`; for example, if it is a model.
+      TypeError: if `layer` is not a `TPUEmbedding`, but for example a model.
       ValueError: if `k`, the table name or a shape doesn't fit, or if the table's ids
         are not row numbers.
 
@@ -75,7 +76,7 @@ def top_k(
     """
     line = "te.nn.top_k(model.embedding, queries, k), if embedding is its layer"
     check_type("te.nn.top_k: layer", _LAYER, layer, line)
-    # An export traces the model with its own tables.
+    # During an export, the model is traced with the export's tables.
     if layer.recording == "serving":
         tables = _recorded_tables(layer, table)
     else:
@@ -83,8 +84,8 @@ def top_k(
     transform = options.get("transform")
     module = getattr(transform, "__self__", transform)
     if isinstance(module, nnx.Module):
-        # A module, or the module of a bound method, is an argument of the compiled
-        # search. So new weights don't cause a recompilation.
+        # A module, or the module of a bound method, is passed to the compiled search as
+        # an argument. So new weights don't cause a recompilation.
         method = getattr(transform, "__func__", type(module).__call__)
         options["transform"] = jax.tree_util.Partial(method, module)
     return functional.top_k(tables, queries, layer.plan, k, table=table, **options)
@@ -111,7 +112,7 @@ def top_k_of_tower(
         must treat each item independently.
       queries: global `[queries, dim]`, converted to float32.
       k: number of items, from 1 to `num_items`.
-      num_items: how many items there are, numbered from 0.
+      num_items: number of items. Items are numbered from 0.
       excluded: integers `[queries, n]`, items not to return for a query; see
         `te.functional.top_k`.
 
@@ -144,7 +145,7 @@ def top_k_of_tower(
 def _recorded_tables(layer: TPUEmbedding, table: str | None) -> Mapping[str, Array]:
     """Reads whole tables from the trace of an export."""
     _, member = find_table(layer.plan, table)
-    # Exports keep the tables that a lookup reads, so this records an empty lookup.
+    # Exports keep only tables that a lookup reads, so this records an empty lookup.
     plan = layer.plan.with_features(FeatureConfig(table=member.config))
     layer.record(ServedCall(ids=[jnp.zeros(0, jnp.int32)], plan=plan))
     given, *_ = layer.recorded.get_value()

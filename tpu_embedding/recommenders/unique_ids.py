@@ -21,7 +21,7 @@ from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray, RaggedIds, padding_of
 
 _MAX_RANGE_PER_ID: Final = 16
-"""Maximum range of the ids, divided by their number. Up to this ratio, it is faster to
+"""Maximum ratio of the ids' range to their number. Up to this ratio, it is faster to
 mark each value in the range than to sort."""
 
 
@@ -29,11 +29,11 @@ class UniqueIds(NamedTuple):
     """The unique ids of each device, and the position of each id among them.
 
     Attributes:
-      ids: `[num_devices * size]`, unique ids per device, ascending, then padding. Look
-        them up as a feature with `output_shape=(-1,)`.
-      index: nest like the ids, with int32 arrays `[batch]` or `[batch, valence]`: the
-        position of each id among its device's `ids`, or `size` for padding.
-      size: ids per device, padding included.
+      ids: `[num_devices * size]`: each device's unique ids in ascending order, then
+        padding. Look them up as a feature with `output_shape=(-1,)`.
+      index: int32 arrays `[batch]` or `[batch, valence]`, nested like the ids. They
+        hold each id's position among its device's `ids`, or `size` for padding.
+      size: ids per device, including padding.
 
     Example:
       >>> import tpu_embedding as te
@@ -54,8 +54,8 @@ class UniqueIds(NamedTuple):
         to `unique_ids` first, and expand the attribute rows to the ids.
 
         Args:
-          attributes: nest like the ids, with an attribute in each position. An id must
-            have the same attribute in all positions, which is not checked.
+          attributes: arrays nested like the ids, with an attribute in each position. An
+            id must have the same attribute in all positions, which is not checked.
 
         Returns:
           `[num_devices * size]`, padded like the ids.
@@ -107,26 +107,26 @@ def unique_ids(
 
     Each device then reads and exchanges a row once, however many samples need it, and
     your model transforms it once. `te.functional.expand` sums the gradients at all
-    positions of a row before they are sent. So an optimizer that asks for each
-    occurrence of an id sees one occurrence per device and row.
+    positions of a row before they are sent. So an optimizer that treats each occurrence
+    of an id separately sees one occurrence per device and row.
 
     Args:
       ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
-        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these, such as a
-        history and a candidate, which share the rows.
+        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of such ids, for
+        example of a history and a candidate that share the rows.
       plan: layer plan, or `plan.for_loaders()`. If it is None, one device has all
         samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
-        is the mean number of unique ids on a device, divided by its samples, and
-        determines the first size.
+        is the mean number of unique ids on a device, divided by the device's sample
+        count. It determines the first size.
       sizes: remembers earlier sizes, as in `prepare_features`. By default, each batch
         has its own size. No ids are dropped.
       length: positions per sample for `RaggedIds`. Longer samples are truncated.
       samples: the samples that this process passes; see `prepare_features`.
 
     Returns:
-      The unique ids and the index. Ids that don't fit in 32 bits are for tables with
-      64-bit ids. Their padding is the reserved id, so the feature needs
+      The unique ids and the index. If an id doesn't fit in 32 bits, all ids are uint64,
+      for tables with 64-bit ids. Their padding is the reserved id, so the feature needs
       `out_of_range_ids="drop"`.
 
     Raises:
@@ -171,8 +171,8 @@ def unique_ids(
         unique_of_device, index[own_samples] = _rank(joined[own_samples], padding)
         unique.append(unique_of_device)
     counts = list(map(len, unique))
-    # The number of unique ids is not a sum over samples. The sum of squares is
-    # estimated as if ids arrived independently at random.
+    # Unique ids are not counted per sample, so the sum of squares is estimated as if
+    # ids arrived independently at random.
     mean = sum(counts) / batch_size
     demand = RaggedDemand(
         feature_name=feature,
@@ -185,7 +185,7 @@ def unique_ids(
     )
     (size,) = choose_sizes([demand], sizes, num_processes)
     # A device never has more unique ids than positions. `attribute_ids` divides by the
-    # size, so it is at least 1.
+    # size, so the size is at least 1.
     size = max(1, min(size, per_device * num_positions))
     padded = np.full((num_devices, size), padding)
     for device, count in enumerate(counts):
@@ -202,7 +202,7 @@ def _is_ragged(leaf: Any) -> bool:
 
 
 def _padded(ids: Any, length: int | None) -> np.ndarray:
-    """Makes integers `[batch, ...]`. Pads or truncates ragged ids to `length`."""
+    """Makes an integer array. Ragged ids are padded or truncated to `length`."""
     if not isinstance(ids, RaggedIds):
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
@@ -234,8 +234,8 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
     fits = all(
         x.min(initial=0) >= limits.min and x.max(initial=0) <= limits.max for x in used
     )
-    # int32 if possible, so that only tables with 64-bit ids get wide ids. A negative id
-    # becomes the uint64 with its bits.
+    # Use int32 if possible, so that only tables with 64-bit ids get wide ids. A
+    # negative id becomes the uint64 with the same bits.
     dtype = np.dtype(np.int32 if fits else np.uint64)
     joined = np.concatenate([x.astype(dtype) for x in columns], axis=1)
     padding = padding_of(dtype)
@@ -244,7 +244,7 @@ def _joined(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.generic]:
 
 
 def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the unique ids, ascending, and the rank of each id, -1 for padding."""
+    """Finds the unique ids, ascending, and each id's rank. Padding has rank -1."""
     is_id = ids != padding
     used = ids[is_id]
     ranks = np.full(ids.shape, -1, np.int32)
@@ -271,13 +271,14 @@ def expand(
     """Gathers values from unique ids into sample positions.
 
     Each device has the values for its samples, so nothing crosses the network. You can
-    differentiate it in reverse mode: all gradients for a value are summed in float32,
-    and the sum is rounded once.
+    differentiate `expand` in reverse mode: all gradients for a value are summed in
+    float32, and the sum is rounded once.
 
     Args:
-      values: `[num_devices * size, ...]`, global, any float type, one value per unique
-        id, such as an MLP output for its row.
-      index: from `tpu_embedding.inputs.unique_ids`, or a nest of such arrays.
+      values: global `[num_devices * size, ...]` in any float type, with one value per
+        unique id, such as an MLP's output for the id's row.
+      index: index from `tpu_embedding.inputs.unique_ids`, or a nest with some of its
+        arrays.
       plan: plan for the lookup. If it is None, all values are on one device.
 
     Returns:
@@ -303,7 +304,7 @@ def expand(
         batch_size, spec = index.shape[0], plan.batch_sharding.spec
 
         def run(values: Array, index: Array) -> Array:
-            # Pad with samples without ids, so that devices share the batch equally.
+            # Add samples without ids, so that all devices get equally many samples.
             room = ((0, -batch_size % num_devices), *((0, 0),) * (index.ndim - 1))
             no_id = values.shape[0] // num_devices
             index = jnp.pad(index, room, constant_values=no_id)
@@ -323,7 +324,7 @@ def expand(
 
 @jax.named_scope("expand")
 def _expand(values: Array, index: Array) -> Array:
-    """Gathers values per device. An index past the end gives zeros."""
+    """Gathers values on one device. An index past the end gives zeros."""
     return _gather(values.shape[0], values, index)
 
 

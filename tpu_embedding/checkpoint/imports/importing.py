@@ -1,8 +1,9 @@
 """Imports tables from a source into a model, block by block.
 
-`match_tables` pairs names and never guesses, because a slot variable with another name
-may mean something else, whatever its shape. Names, shapes, types and checksums are all
-checked before the model changes. docs/guides/importing.md shows how to use it.
+`match_tables` pairs arrays by name and never guesses, because a slot variable with a
+different name may mean something else, even if its shape fits. Names, shapes, types and
+checksums are all checked before the model changes. docs/guides/importing.md shows how
+to import.
 """
 
 import dataclasses
@@ -46,11 +47,11 @@ class ImportReport:
     Attributes:
       origin: source format and path.
       tables: imported table names, mapped to names in the source.
-      slots: imported table names, each mapped to a dict from slot name in the model to
-        array name in the source.
+      slots: for each imported table, a dict from slot names in the model to array names
+        in the source.
       dropped: slot arrays in the source that were not imported, although their tables
-        were: you passed no optimizer, its rule has no such slots, or `rename` left them
-        out.
+        were. Either you passed no optimizer, or its rule has no such slots, or `rename`
+        left them out.
       kept: model tables that kept their values, because the source lacks them or
         `tables` left them out.
       unused: source tables that were not imported.
@@ -129,12 +130,12 @@ def import_tables(
       tables: names of the model tables to import. Defaults to every table that the
         source has. If the model has several layers, the layer path precedes the name:
         `"user/movie"`.
-      rename: name in the model to name in the source, where they differ. Tables are
-        named `"movie"`, slot variables `"movie/accumulators"`, and `print(source)`
-        shows you the source names. If you name slot variables for a table, only these
-        are imported. Otherwise, the source must have exactly the slot variables that
-        the optimizer rule has, or none.
-      ids: dynamic table name to the ids `[rows]` for the source rows, as 64-bit
+      rename: maps names in the model to names in the source, where they differ. In the
+        model, tables are named `"movie"`, and slot variables `"movie/accumulators"`.
+        `print(source)` shows you the source's names. If you list slot variables of a
+        table, only these slots are imported. Otherwise, the source must have exactly
+        the slot variables that the optimizer rule has, or none.
+      ids: by dynamic table name, the ids `[rows]` of the source rows, as 64-bit
         integers or strings. The new ids replace all old ids and count as just used.
 
     Returns:
@@ -143,8 +144,8 @@ def import_tables(
     Raises:
       CheckpointError: if names, shapes or types don't fit, or the source is damaged.
         The message lists every mismatch, and the model is unchanged.
-      ValueError: if the optimizer was not made for the model. Also if you pass none,
-        although the model's optimizer derives state from these tables.
+      ValueError: if the optimizer was not made for the model, or if you pass no
+        optimizer although the model's optimizer derives state from these tables.
 
     Example:
       >>> import numpy as np
@@ -191,9 +192,9 @@ def import_into_stacks(
 
     Args:
       source: see `import_tables`.
-      stacks: stack name to packed rows, from `init_tables`; donated.
-      states: stack name to optimizer state, from `init_slots`, or an empty dict;
-        donated.
+      stacks: packed rows by stack name, from `init_tables`. They are donated.
+      states: optimizer states by stack name, from `init_slots`, or an empty dict. They
+        are donated.
       plan: plan that the stacks were made for.
       tables: see `import_tables`.
       rename: see `import_tables`.
@@ -227,7 +228,7 @@ def import_into_stacks(
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
 ) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
-    """Decides what to write into each layer, by table name in its plan."""
+    """Finds the tables to write into each layer, by their names in its plan."""
     source = source if isinstance(source, TableSource) else open_tables(source)
     targets = {
         layer.name_of(table): record
@@ -235,8 +236,8 @@ def _match(
         for table, record in table_records(layer).items()
     }
     matched = match_tables(source, targets, **options)
-    # Whole arrays are verified now. Damage found after the first row is written would
-    # leave a changed model.
+    # Whole arrays are verified now. If damage were found only after the first row was
+    # written, the model would have changed.
     for table in matched.values():
         for array in (table.values, *table.slots.values()):
             array.check()
@@ -299,7 +300,8 @@ def _import_into_layer(
             directory = directory_name(stack.name)
             new = with_placed_ids(tables[directory], own_placed, stack, plan)
             tables[directory] = new
-    # Reset first: moving averages in the source replace the reset ones below.
+    # Derived state is reset first. Moving averages in the source then replace the reset
+    # values below.
     states = restarted_slots(layer.slots or {}, tables, imports, plan)
     for stack in plan.trained_stacks:
         if stack.name not in states:
@@ -330,7 +332,7 @@ def _import_into_layer(
 def _initial_slot_values(
     stack: StackPlan, slots: Iterable[str]
 ) -> dict[str, float | None]:
-    """Probes the rule for initial slot values. None means that rows differ."""
+    """Probes the rule for initial slot values. None means that they differ by row."""
     names, probed = list(slots), probe_rule(stack.optimizer, stack.dim).slots
     # Wrappers, such as gradient accumulation, have slots that the rule doesn't know.
     if len(names) != len(probed):
@@ -356,7 +358,7 @@ def _write(
             if is_int8:
                 return block  # Decoding and encoding again could change the codes.
             block = decode_int8(block)
-        # `not_finite` reports overflow once for all blocks.
+        # NumPy doesn't warn, because `not_finite` reports overflow once for all blocks.
         with np.errstate(over="ignore"):
             if is_int8:
                 block = np.asarray(block, np.float32)
@@ -379,7 +381,7 @@ def match_tables(
     rename: Mapping[str, str],
     ids: Mapping[str, Any],
 ) -> dict[str, MatchedTable]:
-    """Pairs tables and slots by model name, and lists all mismatches in one error."""
+    """Finds source arrays for the model's tables. One error lists all mismatches."""
     arrays = source.arrays
     own = [*targets]
     slots = [
@@ -438,7 +440,7 @@ def match_tables(
 def _check_values(table: str, target: TableRecord, values: RowArray) -> None:
     shape = [*values.shape]
     wanted = [target.vocabulary_size, target.dim]
-    # A dynamic table takes any row count. `_place_ids` finds ids that don't fit.
+    # A dynamic table takes any row count. `_place_ids` raises if ids don't fit.
     if target.dynamic is not None:
         wanted = [*shape[:1], target.dim]
     if values.holds_int8_rows(target.dim):
@@ -463,8 +465,8 @@ def _slot_names(
     slots = {key: slot for key, slot in target.slots.items() if slot.has_rows}
     names = {x: rename[f"{table}/{x}"] for x in slots if f"{table}/{x}" in rename}
     theirs = source.tables[name].slots if name in source.tables else {}
-    # Equal names count only if both sides have all of them: momentum and Adam both have
-    # `momenta`, which they use differently.
+    # Equal names are paired only if both sides have the same set of names. Momentum and
+    # Adam, for example, both have `momenta`, but use them differently.
     if slots and theirs and not names:
         names = {x: f"{name}/{x}" for x in sorted({*slots, *theirs})}
     arrays, rows = source.arrays, source.arrays[name].shape[:1]

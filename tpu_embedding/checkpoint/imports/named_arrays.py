@@ -1,7 +1,8 @@
 """Opens named arrays: dicts, `.npz` archives, safetensors, TorchRec state dicts.
 
-Files may be untrusted, so no header may make us allocate far more than the file has.
-`.safetensors` files are memory-mapped, and only the rows that are read take memory.
+Files may be untrusted, so a header must not make us allocate far more memory than the
+file's size. `.safetensors` files are memory-mapped, so only the rows that are read take
+memory.
 """
 
 import json
@@ -28,7 +29,7 @@ from tpu_embedding.checkpoint.records import CheckpointError
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
-    """Groups arrays named after tables: `"movie/accumulators"` is a slot of `"movie"`.
+    """Groups arrays by table name: `"movie/accumulators"` is a slot of `"movie"`.
 
     Example:
       >>> import numpy as np
@@ -56,7 +57,8 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
         return {name: array_of(values) for name, values in source.items()}
     archive: Any = source.zip
     path, members = archive.filename or "the .npz archive", archive.infolist()
-    # Archives are read into memory, and a small one of compressed zeros could fill it.
+    # An archive is read into memory, which a small archive of compressed zeros could
+    # fill.
     num_bytes = sum(member.file_size for member in members)
     packed_bytes = sum(member.compress_size for member in members)
     if num_bytes > max_bytes_of_files(packed_bytes):
@@ -171,7 +173,7 @@ def read_header(
             shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
             tensors[name] = StoredTensor(shape, dtype, start, end)
         return tensors
-    except Exception as error:  # safetensors, JSON and NumPy each raise their own.
+    except Exception as error:  # safetensors, JSON and NumPy raise different types.
         raise error_type(
             f"{path} cannot be read as a safetensors file: {str(error)[:300]}. Write "
             "or copy it again."
@@ -194,9 +196,9 @@ def map_tensors(
         raise error_type(f"{path} cannot be memory-mapped: {error}.") from None
 
 
-# Names in TorchRec 1.8: collections that pool have `embedding_bags`, sequences have
-# `embeddings`. Fused optimizers name their slots momentum1 and momentum2, whatever
-# their rule.
+# In TorchRec 1.8, names in pooled collections contain `embedding_bags`, and names in
+# sequence collections contain `embeddings`. Fused optimizers name their slots momentum1
+# and momentum2, whatever their rule is.
 _WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
 _SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
 
@@ -221,7 +223,7 @@ def tables_of_state_dict(
 def _slots_of_state_dict(
     arrays: Mapping[str, RowArray], key: str, name: str
 ) -> dict[str, RowArray]:
-    """Finds slot variables, with `[rows, 1]` squeezed to `[rows]`."""
+    """Finds slot variables. Slots `[rows, 1]` of wider tables become `[rows]`."""
     collection = key.removesuffix(".weight")
     keys_by_slot: dict[str, list[str]] = {}
     for other in arrays:
@@ -230,7 +232,8 @@ def _slots_of_state_dict(
             keys_by_slot.setdefault(f"momentum{match[2]}", []).append(other)
     slots = {}
     for slot, keys in keys_by_slot.items():
-        # Prefer slots in the table's own collection. If several remain, none is safe.
+        # Prefer slots in the table's own collection. If several remain, choosing one
+        # would be a guess.
         own = [other for other in keys if collection in other] or keys
         if len(own) == 1:
             array = arrays[own[0]]

@@ -1,8 +1,8 @@
-"""Recognizes file formats, opens them, and takes SparseCore stacks apart.
+"""Recognizes file formats, opens files, and splits SparseCore stacks into tables.
 
 `open_tables` tries TensorFlow, then Orbax, then named arrays. `open_stacked_tables`
-puts rows that other libraries stacked for SparseCores back into natural order, while
-they are read.
+opens tables that other libraries stacked for SparseCores. Their rows are put into
+natural order as they are read.
 """
 
 import functools
@@ -29,9 +29,9 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.paths import local_path
 
 _ROW_ALIGNMENT: Final = 8
-"""Rows per table and shard are padded to a multiple of this number."""
+"""On each shard, a table's row count is padded to a multiple of this number."""
 
-# The names in keras-rs 0.4, then in jax-tpu-embedding 0.2.
+# Patterns for array names in keras-rs 0.4 and in jax-tpu-embedding 0.2.
 _ARRAY_OF_STACK: Final = (
     re.compile(r"(?:.*/)?var:(?P<stack>.+?):table(?::slot:(?P<slot>.+))?"),
     re.compile(r"(?:.*/)?(?P<stack>[^/]+)/(?:table|slot/(?P<slot>[^/]+))"),
@@ -48,7 +48,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * a `.safetensors` file, or a directory with several. Arrays are named `"table"`
           and `"table/slot"`, or as in a TorchRec state dict.
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or a
-          SavedModel directory. You need TensorFlow to read it, from the extra `tf`.
+          SavedModel directory. To read it, you need TensorFlow from the extra `tf`.
         * an Orbax checkpoint: an item, a step, or a CheckpointManager directory, whose
           latest step is read. Tables are named by their array paths.
 
@@ -110,10 +110,10 @@ def open_stacked_tables(
         in TensorFlow.
       tables: table configs, with the names, rows and dims used in training.
       stacks: stack name to its table names, in row order.
-      num_sparse_cores: total SparseCores that trained the checkpoint.
-      rotation: shards from one table's row 0 to the next table's row 0 in the stack.
-        This is the number of SparseCores per device: 2 or 4, depending on the TPU
-        generation.
+      num_sparse_cores: total number of SparseCores used in training.
+      rotation: shard offset from a table's row 0 to the next table's row 0 in the
+        stack. It equals the number of SparseCores per device: 2 or 4, depending on the
+        TPU generation.
 
     Returns:
       The tables; see `open_tables`.
@@ -197,7 +197,7 @@ def _stacks_of(source: TableSource) -> dict[str, SourceTable]:
 
 
 def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
-    """Counts table rows per shard, padding included.
+    """Counts a table's rows per shard, including padding.
 
     Example:
       >>> rows_in_shard(100, 8)

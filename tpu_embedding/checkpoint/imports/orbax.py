@@ -1,7 +1,7 @@
 """Reads arrays in Orbax checkpoints by path, without the pytree that was saved.
 
-An item's `_METADATA` file lists its leaves. Tensorstore reads their zarr arrays by row
-range, from one directory per array or from a shared database (OCDBT).
+An item's `_METADATA` file lists its leaves. Tensorstore reads each leaf's zarr array by
+row range, from the array's own directory or from a shared database (OCDBT).
 """
 
 import json
@@ -22,14 +22,14 @@ _METADATA: Final = "_METADATA"
 _ROWS_PER_CHECK: Final = 2**16
 
 _CONTEXT: Final = {"cache_pool": {"total_bytes_limit": 2**29}}
-"""Caches decoded chunks, because a range of rows may need only part of a chunk."""
+"""Caches decoded chunks, because several row ranges may need parts of one chunk."""
 
 
 def arrays_of_checkpoint(path: pathlib.Path) -> dict[LeafPath, RowArray]:
-    """Opens all arrays by path, except scalars.
+    """Opens all arrays except scalars, by leaf path.
 
     `path` is an item, a step, or the directory of a CheckpointManager, whose latest
-    step is read. If a step has several items, their names come first in the paths.
+    step is read. If a step has several items, each path starts with the item's name.
     """
     if (path / _METADATA).is_file():
         return _arrays_of_item(path)
@@ -55,7 +55,7 @@ def _arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
-    # Older files don't have this entry, and hold zarr 2 arrays.
+    # Older checkpoints don't have this entry, and hold zarr 2 arrays.
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     num_bytes = sum(x.stat().st_size for x in item.rglob("*") if x.is_file())
     arrays = {
@@ -71,7 +71,7 @@ def _open(
 ) -> RowArray:
     name = ".".join(path)
     directory = item.resolve().as_posix()
-    # Not a URL, because tensorstore would decode percent signs in it.
+    # A URL wouldn't work, because tensorstore would decode percent signs in it.
     files: dict[str, Any] = {"driver": "file", "path": f"{directory}/"}
     if (item / "manifest.ocdbt").is_file():
         kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
@@ -104,7 +104,7 @@ def _open(
         return np.asarray(result_of(store[start : start + num_rows].read()))
 
     def check() -> None:
-        # In parts, so that a table larger than memory can be checked.
+        # Read in parts, so that a table larger than memory can be checked.
         for start in range(0, shape[0], _ROWS_PER_CHECK):
             read(start, min(_ROWS_PER_CHECK, shape[0] - start))
 

@@ -1,4 +1,4 @@
-"""What all formats have in common: named tables whose rows are read by range."""
+"""Defines what all formats share: named tables whose rows are read by range."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ _SMALL_BYTES: Final = 200 * 2**20
 
 
 def max_bytes_of_files(num_bytes: int) -> int:
-    """Bounds the memory that arrays may take, given the bytes of their files."""
-    # A small file of compressed zeros may declare any size.
+    """Computes how much memory arrays may take, given the size of their files."""
+    # A small file of compressed zeros may declare arrays of any size.
     return MAX_EXPANSION * num_bytes + _SMALL_BYTES
 
 
@@ -25,8 +25,8 @@ class RowArray:
 
     Attributes:
       read: `read(start, num_rows)` reads `num_rows` rows from `start`.
-      check: raises `CheckpointError` if any of the data is damaged. Called before the
-        model changes.
+      check: raises `CheckpointError` if any of the data is damaged. It is called before
+        the model changes.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class RowArray:
         return np.array(self.read(0, self.shape[0]), dtype)
 
     def holds_int8_rows(self, dim: int) -> bool:
-        """Checks for FBGEMM byte rows: `dim` codes, then float32 scale and bias."""
+        """Checks if rows are FBGEMM bytes: `dim` codes, then float32 scale and bias."""
         row_shape = (dim + SCALE_AND_BIAS_BYTES,)
         return self.dtype == np.uint8 and self.shape[1:] == row_shape
 
@@ -61,7 +61,7 @@ class RowArray:
 
 
 def array_of(values: Any) -> RowArray:
-    """Wraps an array in memory, or a memory-mapped one.
+    """Wraps an array, which may be memory-mapped.
 
     Example:
       >>> print(array_of(np.zeros((10, 4), np.float32)))
@@ -73,7 +73,7 @@ def array_of(values: Any) -> RowArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceTable:
-    """Table values `[rows, dim]`, and slot variables by name in the source."""
+    """Table values `[rows, dim]`, and slot variables by their names in the source."""
 
     values: RowArray
     slots: Mapping[str, RowArray] = dataclasses.field(default_factory=dict)
@@ -87,7 +87,7 @@ class TableSource:
 
     Attributes:
       origin: format and path, for messages.
-      tables: tables by name in the source.
+      tables: tables by their names in the source.
 
     Example:
       >>> import tpu_embedding as te

@@ -1,9 +1,9 @@
 """Finds tables in TensorFlow checkpoints, written by TPUEmbedding or the TFRS layer.
 
 Keys are object paths, such as `model/emb/_tpu_embedding/movie`. Each table, or each
-stack on newer TPUs, is a variable. TPUEmbedding saves slots as siblings
-(`movie/accumulators`), and Keras optimizers, which TFRS uses, below the variable.
-Tested with files from TensorFlow 2.21.
+stack on newer TPUs, is a variable. TPUEmbedding saves slots as siblings of the variable
+(`movie/accumulators`). Keras optimizers, which TFRS uses, save slots below the
+variable. The tests use files from TensorFlow 2.21.
 """
 
 import collections
@@ -26,14 +26,14 @@ _SLOT: Final = "/.OPTIMIZER_SLOT/"
 
 _Path = tuple[str, ...]
 _Variables = Mapping[_Path, SourceTable]
-"""Values and Keras slots by variable path, a tuple of object names."""
+"""Values and Keras slots by variable path. A path is a tuple of object names."""
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
-    """Finds a checkpoint's prefix, or None.
+    """Finds a checkpoint's prefix, or returns None.
 
     `path` is the prefix itself, its index file, the directory of a SavedModel, or a
-    directory of checkpoints, which gives the latest prefix.
+    directory of checkpoints. In the last case, the latest prefix is found.
     """
     if path.suffix == ".index":
         path = path.with_suffix("")
@@ -45,16 +45,17 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            # An absolute path is valid only on the machine that wrote the checkpoint,
-            # and must not lead out of the directory.
+            # Only the path's last name is used. An absolute path is valid only on the
+            # machine that wrote the checkpoint, and no path may lead out of the
+            # directory.
             return path / pathlib.PurePath(latest.group(1)).name
     return None
 
 
 def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     """Opens a checkpoint, and names its tables by the shortest unique paths."""
-    # Nothing in the file marks tables, so every matrix counts as one, even a dense
-    # kernel. The user selects by name.
+    # Nothing in the file marks tables, so every matrix counts as a table, even a dense
+    # kernel. The user selects tables by name.
     variables = _variables(_arrays(prefix))
     tables: dict[_Path, SourceTable] = {}
     for path, variable in variables.items():
@@ -96,7 +97,7 @@ def _arrays(prefix: pathlib.Path) -> dict[str, RowArray]:
 
     reader = call(tf.train.load_checkpoint, str(prefix))
     # TensorFlow reads and verifies only whole arrays, but rows are requested block by
-    # block. So the latest array stays in memory.
+    # block. So the array that was read last stays in memory.
     last = functools.lru_cache(maxsize=1)(functools.partial(call, reader.get_tensor))
 
     def array_of(key: str, shape: Any, dtype: Any) -> RowArray:
@@ -138,7 +139,7 @@ def _path_of(key: str) -> _Path:
 
 
 def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
-    """Finds Keras slots, or else siblings named `name/slot`."""
+    """Finds a variable's Keras slots or, without them, siblings named `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
         other[-1].removeprefix(f"{name}/"): variable.values
