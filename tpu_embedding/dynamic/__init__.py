@@ -5,9 +5,9 @@ need not be known in advance: an optimizer's `insert_ids` assigns rows to new id
 evicts ids that are no longer used. Two ids never share a row.
 """
 
-# The core only knows the interfaces in `tpu_embedding.vocabularies`, which `vocabulary`
-# and `seam` implement. To follow a batch of ids through a step, read `row_ids`,
-# `find_or_insert` and `new_rows`, in this order.
+# The core only knows the interfaces in `tpu_embedding.vocabularies`. The modules
+# `vocabulary` and `seam` implement them. To follow a batch of ids through a step, read
+# `row_ids`, then `find_or_insert`, then `new_rows`.
 
 from tpu_embedding.dynamic.vocabulary import AdmitAfter as AdmitAfter
 from tpu_embedding.dynamic.vocabulary import Dynamic as Dynamic

@@ -1,7 +1,8 @@
 """Directories, which map 64-bit ids to rows in a stack of dynamic tables.
 
-A bucket's 64 ids fill one line of 128 lanes, so a lookup reads one line per id. A
-bucket and its rows share a shard, so ids are found and inserted without communication.
+A bucket holds 64 ids of two words each, which fill one line of 128 lanes. A lookup
+therefore reads one line per id. A bucket and its rows are on the same shard, so finding
+and inserting ids needs no communication.
 """
 
 import dataclasses
@@ -28,23 +29,23 @@ class IdDirectory:
     Shapes are per shard. Global arrays concatenate the shards.
 
     Attributes:
-      keys: uint32 `[buckets, 128]`, first mixed words of 64 ids, then their second
-        mixed words. Empty lanes hold `NO_ID`.
-      scores: uint32 `[buckets, 128]`, clock at the last use of each id, then the number
-        of steps that used it. 0 in empty lanes.
+      keys: uint32 `[buckets, 128]`. A line holds the first mixed words of 64 ids, then
+        their second mixed words. Empty lanes hold `NO_ID`.
+      scores: uint32 `[buckets, 128]`. A line holds the clock at the last use of each
+        id, then the number of steps that used each id. Empty lanes hold 0.
       sketch: uint32 `[buckets, 128]`, counters for unknown ids. None without
         `AdmitAfter`.
-      clock: uint32 `[1]`, current step, from 1, or the latest `now`.
-      used_rows: int32 `[tables]`, rows with an id.
+      clock: uint32 `[1]`, number of the current step, from 1, or the latest `now`.
+      used_rows: int32 `[tables]`, rows that have an id.
       init_keys: uint32 `[tables, 2]`, random keys for initial values.
     """
 
-    # Any: leaves of a pytree may be arrays, shapes or shardings.
+    # `Any`, because leaves may be arrays, shapes or shardings.
     keys: Any
     scores: Any
     sketch: Any
-    # `clock` and `init_keys` are equal on all shards, but still have entries per shard,
-    # so that one `rows_spec` fits all leaves.
+    # `clock` and `init_keys` are equal on all shards. Each shard still has its own
+    # entries, so that one `rows_spec` fits all leaves.
     clock: Any
     used_rows: Any
     init_keys: Any
@@ -70,15 +71,16 @@ def directory_name(stack_name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTablePlan:
-    """Where each shard keeps the buckets and rows that belong to a dynamic table.
+    """The positions of a dynamic table's buckets and rows on each shard.
 
-    Shard `s` has the buckets from `s * buckets_per_shard`; the last shards may use
-    fewer. Lane `lane` in local bucket `b` is local row `r = 64 * b + lane`, which is
-    table row `r * num_shards + s`.
+    Shard `s` has room for `buckets_per_shard` buckets, from bucket
+    `s * buckets_per_shard` on. The last shards may use fewer. Lane `lane` in local
+    bucket `b` is local row `r = 64 * b + lane`, which is table row
+    `r * num_shards + s`.
 
     Attributes:
-      first_bucket: first bucket in the directory of each shard.
-      first_row: first row on each shard.
+      first_bucket: position of the table's first bucket in each shard's directory.
+      first_row: position of the table's first row on each shard.
     """
 
     table: TablePlan
@@ -90,21 +92,22 @@ class DynamicTablePlan:
 
     @property
     def default_row(self) -> int | None:
-        """Table row to read for ids without a row. None reads nothing."""
+        """Table row that ids without a row read. If None, they read nothing."""
         if self.dynamic.default_row == "none":
             return None
-        # The first row after all places. `Dynamic.rows_over` adds one row to each
-        # shard.
+        # The first row after the rows for ids. `Dynamic.rows_over` adds one row to each
+        # shard for it.
         return self.buckets_per_shard * SLOTS_PER_BUCKET * self.num_shards
 
 
 def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
-    """Plans the tables in a stack. Empty if they are static."""
+    """Plans the tables in a stack. Empty if the tables are static."""
     plans, first_bucket = [], 0
     for table in stack.tables:
         dynamic = table.config.vocabulary
         if not isinstance(dynamic, Dynamic):
-            # Stacked tables have equal `stacking_key`s, so all are dynamic or none.
+            # Stacked tables have equal `stacking_key`s, so they are all dynamic or all
+            # static.
             return ()
         per_shard = dynamic.buckets_per_shard(stack.num_shards)
         plans.append(
@@ -113,7 +116,8 @@ def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
                 dynamic=dynamic,
                 buckets_per_shard=per_shard,
                 first_bucket=first_bucket,
-                # Exact: each dynamic table takes a multiple of `num_shards` rows.
+                # Divides exactly: each dynamic table has a multiple of `num_shards`
+                # rows.
                 first_row=table.row_offset // stack.num_shards,
                 num_shards=stack.num_shards,
             )

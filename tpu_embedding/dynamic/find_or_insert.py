@@ -1,7 +1,7 @@
-"""Finds 64-bit ids in a shard's directory, and inserts new ones. Per shard.
+"""Finds 64-bit ids in a shard's directory, and inserts new ones.
 
-All arithmetic is on integers and on the set of ids, so results don't depend on order,
-repeats or devices. docs/guides/dynamic_tables.md explains the rules.
+All arithmetic is on integers and on sets of ids, so results don't depend on the order
+of ids, on repeats or on devices. docs/guides/dynamic_tables.md explains the policies.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import read_before_write, running_sum, value_of_range
 
 _BUCKETS_PER_TURN: Final = 128
-"""Buckets filled per iteration of the loop over new ids."""
+"""Number of buckets that `_fill_buckets` fills per iteration."""
 
 _IDS_PER_BLOCK: Final = 8192
-"""Ids whose lines are read at once. The lines take 4 MiB."""
+"""Number of ids whose lines are read at once. The lines take 4 MiB."""
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
@@ -39,18 +39,19 @@ _EMPTY, _EVICTABLE, _TAKEN = range(3)
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 _TOTAL_LANE: Final = LINE_LANES - 1
-"""Lane of a bucket's sketch that counts all ids. The other lanes are counters."""
+"""Lane of a sketch line that counts all unknown ids in the bucket. Each other lane is a
+shared counter."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixedIds:
-    """Mixed ids in any order. Per shard.
+    """Mixed ids on one shard, in any order.
 
     Attributes:
-      buckets: owners number the buckets in their own directory. Sources number the
-        buckets in the directories of all shards, concatenated. `PADDING_ROW_ID` marks
-        padding.
+      buckets: bucket numbers. On the owner, they are positions in its own directory. On
+        the source device, they are positions in all shards' directories, concatenated.
+        `PADDING_ROW_ID` marks padding.
     """
 
     buckets: Int[Array, " ids"]
@@ -65,12 +66,12 @@ class MixedIds:
 
 
 class Pass(NamedTuple):
-    """What an `insert` call does with its ids. Both bools may be traced.
+    """The work that an `insert` call does. Both bools may be traced.
 
     Attributes:
-      notes: counts unknown ids for admission.
-      fills: assigns lanes to new ids. All ids in a bucket must be noted before, or in
-        the same pass.
+      notes: whether to count unknown ids for admission.
+      fills: whether to assign lanes to new ids. If so, all ids in a bucket must be
+        noted in an earlier pass or in this one.
     """
 
     notes: Any
@@ -80,11 +81,11 @@ class Pass(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """Rows for new ids, in bucket order. Per shard.
+    """Rows for new ids on one shard, in bucket order.
 
     Attributes:
-      rows: `count` rows in this shard, then `PADDING_ROW_ID`.
-      tables: positions in the stack.
+      rows: `count` local rows, followed by `PADDING_ROW_ID`.
+      tables: each row's table, as a position in the stack.
     """
 
     rows: Int[Array, " ids"]
@@ -95,7 +96,7 @@ class NewRows:
 
 
 class Counts(NamedTuple):
-    """Unique ids in a call, int32 `[tables]`; see `DynamicStats`."""
+    """Counts of unique ids in a call, int32 `[tables]`; see `DynamicStats`."""
 
     inserts: Any
     evictions: Any
@@ -109,11 +110,11 @@ def no_counts(num_tables: int) -> Counts:
 
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: MixedIds) -> Int[Array, " ids"]:
-    """Finds the lanes of ids in their buckets, or -1."""
+    """Finds each id's lane in its bucket. Unknown ids and padding get -1."""
     words = (ids.buckets, ids.first, ids.second)
     find = functools.partial(find_lane, directory.keys)
-    # In blocks: all lines at once take 512 bytes per id. XLA:CPU asked the system for
-    # this memory in each step, which tripled the time of a step.
+    # In blocks, because reading all lines at once takes 512 bytes per id. XLA:CPU
+    # requested this memory from the system in each step, which tripled the step time.
     lanes = jax.lax.map(lambda x: find(*x), words, batch_size=_IDS_PER_BLOCK)
     return jnp.where(ids.is_id, lanes, _NO_LANE)
 
@@ -124,11 +125,12 @@ def find_lane(
     first: UInt32[Array, ""],
     second: UInt32[Array, ""],
 ) -> Int[Array, ""]:
-    """Finds the lane of one id in its bucket, or -1. Undefined for padding."""
-    # Padding is clipped to some bucket; `find_lanes` overwrites what it finds there.
+    """Finds one id's lane in its bucket, or -1. Undefined for padding."""
+    # Padding reads an arbitrary bucket. `find_lanes` overwrites the result with -1.
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
-    # At most one lane is summed. XLA:CPU vectorizes this, unlike argmax.
+    # At most one lane matches, so the sum is its number. XLA:CPU vectorizes a sum,
+    # unlike an argmax.
     lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
     return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
 
@@ -144,13 +146,14 @@ def insert(
     """Finds ids and assigns lanes to new ones, in place if the directory is donated.
 
     Returns:
-      The directory, lanes or -1, whether ids had lanes before, new rows, and counts.
+      The new directory, each id's lane or -1, whether it had a lane before, new rows,
+      and counts.
     """
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
-    # The use of ids from `find_only` features is also noted, because a row used in this
-    # step must not be evicted. A second pass notes the same uses and changes nothing.
+    # Uses by `find_only` features are also noted, because a row used in this step must
+    # not be evicted. A second pass notes the same uses, which changes nothing.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
     is_admitted = unknown.is_id & unknown.may_insert
@@ -174,12 +177,12 @@ def insert(
     )
     used = directory.used_rows + counts.inserts - counts.evictions
     directory = dataclasses.replace(directory, used_rows=used)
-    # Repeats hold -1, so the maximum is the first occurrence's lane.
+    # Repeats of an id have -1 here, so the maximum is the lane of the first occurrence.
     lane_by_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32)
     lane_by_rank = lane_by_rank.at[ranks].max(new_lanes)
     lanes = jnp.maximum(lanes, unsort(lane_by_rank[ranks], order))
     rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
-    # New rows move to the front, because `init_new_rows` stops after the last.
+    # New rows move to the front, because `init_new_rows` stops after the last new row.
     rank = running_sum(is_new)
     positions = jnp.where(is_new, rank - 1, is_new.shape[0])
     new_rows = NewRows(
@@ -195,14 +198,14 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts selected ids by bucket and id, and ranks them.
+    """Sorts the ids marked by `is_sorted` by bucket and id, and ranks them.
 
-    Repeats and ids that are not selected become padding.
+    Repeats and unmarked ids become padding.
     """
     buckets = jnp.where(is_sorted, ids.buckets, PADDING_ROW_ID)
     (buckets, first, second), order, ranks = rank_unique(buckets, ids.first, ids.second)
     is_first = jnp.diff(ranks, prepend=-1) != 0
-    # A `find_only` feature must not keep other features from inserting the id.
+    # A `find_only` feature must not prevent other features from inserting the same id.
     flags = ids.may_insert[order].astype(jnp.int32)
     may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
     unique = MixedIds(
@@ -221,9 +224,9 @@ def local_rows(
     *,
     first_row: bool,
 ) -> Int[Array, " ids"]:
-    """Maps (bucket, lane) pairs to rows. Undefined for lane -1.
+    """Maps (bucket, lane) pairs to rows. The result is undefined for lane -1.
 
-    With `first_row`, rows count from the start of the shard, not of the table.
+    With `first_row`, row 0 is the shard's first row, otherwise the table's first row.
     """
     offsets = [
         (table.first_row if first_row else 0) - SLOTS_PER_BUCKET * table.first_bucket
@@ -257,7 +260,8 @@ def _note_use(
     is_counted = (last_use != now) & (steps != np.uint32(2**32 - 1))
     steps = steps + is_counted.astype(jnp.uint32)
     now = jnp.broadcast_to(now, steps.shape)
-    # Both halves are read before either is written, so XLA updates in place.
+    # Both halves are read before either is written, so that XLA updates `scores` in
+    # place.
     scores, now, steps = read_before_write((scores, now, steps))
     scores = set_elements(scores, ids.buckets, lanes, now, is_used)
     scores = set_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
@@ -265,7 +269,8 @@ def _note_use(
 
 
 def _age(last_use: Array, now: Array) -> Array:
-    # Unsigned: without the comparison, a clock set back would make ids look old.
+    # Clocks are unsigned. Without the comparison, a clock set back would make ids look
+    # old.
     return jnp.where(now > last_use, now - last_use, jnp.uint32(0))
 
 
@@ -277,12 +282,12 @@ def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
 
 
 class _Groups(NamedTuple):
-    """Admitted ids, grouped by bucket. All int32.
+    """Admitted ids, grouped by bucket. All arrays are int32.
 
     Attributes:
-      buckets: `[ids]`, packed at the front.
+      buckets: `[ids]`, bucket of each group, packed at the front.
       starts: `[ids + 1]`, admitted ids before each group.
-      count: how many groups there are.
+      count: number of groups.
       sources: `[ids]`, position of each admitted id among all ids.
     """
 
@@ -304,7 +309,7 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
-    # Ids that don't start a group were written to position `num_ids`.
+    # Ids that don't start a group were written to position `num_ids`, so restore it.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
         buckets=_scatter(buckets, at),
@@ -326,12 +331,15 @@ def _fill_buckets(
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
 ) -> tuple[IdDirectory, Int[Array, " ids"], Int[Array, " tables"]]:
-    """Gives admitted ids the least valuable lanes, or -1, and counts evictions."""
+    """Gives admitted ids the least valuable lanes, and counts evictions.
+
+    Ids that don't fit get lane -1.
+    """
     (num_ids,) = is_admitted.shape
     groups = _group(ids, is_admitted)
     per_turn = min(_BUCKETS_PER_TURN, num_ids)
 
-    # A loop over buckets with new ids, which are few in a steady state. One pass over
+    # Loops over buckets with new ids, which are few in a steady state. One pass over
     # the directory would read every line.
     def fill(state):
         turn, keys, scores, lanes, evictions = state
@@ -342,8 +350,8 @@ def _fill_buckets(
         # the first columns.
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
-        # Each line has two halves. In `keys`, they hold an id's two words, and in
-        # `scores`, its last use and step count.
+        # The halves of a line are the ids' first and second words in `keys`, and their
+        # last uses and step counts in `scores`.
         words = (ids.first[source], ids.second[source])
         uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
         new_keys = _with_new(old_keys, words, gets_id, order)
@@ -379,7 +387,8 @@ def _groups_of_turn(
     group = turn * size + jnp.arange(size, dtype=jnp.int32)
     in_bounds = jnp.minimum(group, groups.buckets.shape[0] - 1)
     start = groups.starts[in_bounds]
-    # Past the last group, count 0 stops writes to an arbitrary bucket.
+    # Past the last group, the bucket is arbitrary, and a count of 0 prevents writes to
+    # it.
     count = jnp.where(group < groups.count, groups.starts[in_bounds + 1] - start, 0)
     return groups.buckets[in_bounds], start, count
 
@@ -387,7 +396,7 @@ def _groups_of_turn(
 def _ids_of_lanes(
     kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
 ) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
-    """Finds which lanes get a new id, and which id, in `_lanes_by_value` order."""
+    """Finds lanes for new ids, in `_lanes_by_value` order, and the ids' positions."""
     number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
     num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
     is_new = number < jnp.minimum(count, num_free)[:, None]
@@ -398,12 +407,15 @@ def _ids_of_lanes(
 def _lanes_by_value(
     keys: Array, scores: Array, dynamic: Dynamic, now: Array
 ) -> tuple[Array, Array]:
-    """Sorts lanes per bucket: empty, evictable, then taken, least valuable first."""
+    """Sorts each bucket's lanes: empty ones first, then evictable, then taken ones.
+
+    Within each kind, the least valuable lanes come first.
+    """
     is_empty = (keys[:, :SLOTS_PER_BUCKET] == NO_ID) & (
         keys[:, SLOTS_PER_BUCKET:] == NO_ID
     )
     last_use, steps = scores[:, :SLOTS_PER_BUCKET], scores[:, SLOTS_PER_BUCKET:]
-    # Two ids would read and train one row if an id used in this step were evicted.
+    # An id used in this step can't be evicted, or two ids would read and train one row.
     is_evictable = last_use != now
     age = _age(last_use, now)
     values = [last_use]
@@ -416,7 +428,7 @@ def _lanes_by_value(
             values = [_decayed(steps, age, dynamic), last_use]
     kinds = jnp.where(is_evictable, jnp.int32(_EVICTABLE), jnp.int32(_TAKEN))
     kinds = jnp.where(is_empty, jnp.int32(_EMPTY), kinds)
-    # Empty lanes are taken in lane order, whatever their scores.
+    # Empty lanes are filled in lane order, whatever their scores.
     values = [jnp.where(is_empty, jnp.uint32(0), value) for value in values]
     lanes = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 1)
     # The lane is the last key, so ties break equally on every device and backend.
@@ -455,7 +467,7 @@ def _count_and_admit(
     now: UInt32[Array, ""],
     current_pass: Pass,
 ) -> tuple[UInt32[Array, "buckets _"], Bool[Array, " ids"]]:
-    """Counts unknown ids, two counters per id, and admits by the lower count."""
+    """Counts each unknown id in two counters, and admits ids by the lower count."""
     total = read_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE))
     # In each bucket, an epoch ends after `ids_per_halving` unknown ids.
     epoch = total // np.uint32(rule.ids_per_halving)
@@ -473,14 +485,14 @@ def _count_and_admit(
     for lanes, is_used in counters:
         old = read_elements(sketch, ids.buckets, lanes)
         count = old & _MAX_COUNT
-        # A counter also stores the epoch when it last changed, and halves once per
-        # epoch since then. So a new epoch need not write to every line.
+        # A counter also stores the epoch in which it last changed. Its count is halved
+        # once for each epoch since then, so a new epoch need not write to every line.
         halvings = (epoch - (old - count)) >> _COUNT_BITS
         count = count >> jnp.minimum(halvings, _COUNT_BITS)
         sketch = set_elements(sketch, ids.buckets, lanes, epoch | count, is_used)
     for lanes, is_used in counters:
         sketch = add_to_elements(sketch, ids.buckets, lanes, is_used)
-    # Read both counters before clipping either, as two ids may share a counter.
+    # Read both counters before clipping either, because two ids may share a counter.
     values = [
         read_elements(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters
     ]
@@ -491,15 +503,15 @@ def _count_and_admit(
         read_elements(sketch, ids.buckets, lanes) & _MAX_COUNT for lanes, _ in counters
     ]
     is_admitted = is_unknown & (jnp.minimum(*counts) >= rule.count)
-    # Updated last, by the pass that fills, so that all ids in a call count in the same
-    # epoch.
+    # The total is updated last, in the pass that fills, so that all ids in a call count
+    # in the same epoch.
     is_filled = is_unknown & current_pass.fills
     sketch = add_to_elements(sketch, ids.buckets, jnp.int32(_TOTAL_LANE), is_filled)
     return sketch, is_admitted
 
 
 def read_elements(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements. Undefined for lane -1."""
+    """Reads single elements. The result is undefined for lane -1."""
     index = _element(buckets, jnp.maximum(lanes, 0))
     return lines.reshape(-1).at[index].get(mode="clip")
 
@@ -514,15 +526,15 @@ def set_elements(
 
 
 def _element(buckets: Array, lanes: Array) -> Array:
-    # A flat index, because XLA:CPU is slow with two. It may exceed int32: the largest
-    # capacity has almost 2**32 elements.
+    # A flat index, because XLA:CPU is slow with two indices. It may exceed int32,
+    # because the largest directory has almost 2**32 elements.
     return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
 
 
 def add_to_elements(
     lines: Array, buckets: Array, lanes: Array, is_added: Array
 ) -> Array:
-    """Adds 1 to single elements, for each occurrence."""
+    """Adds 1 to an element each time that it occurs."""
     elements = lines.reshape(-1)
     index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
     return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)

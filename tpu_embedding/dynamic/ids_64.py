@@ -1,7 +1,8 @@
-"""64-bit ids as pairs of words: as the user has them, and mixed for a directory.
+"""64-bit ids as pairs of 32-bit words.
 
-Mixed words look random, which spreads ids over buckets. The mixing, a four-round
-Feistel network, is invertible, so a pair stands for exactly one id.
+A directory stores mixed ids. Their words look random, which spreads ids over buckets.
+The mixing, a four-round Feistel network, is invertible, so each pair stands for exactly
+one id.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ class Ids64:
 
     JAX has no 64-bit integers by default, so each id is two words. Signed and unsigned
     integers with equal bits are the same id. `prepare` makes `Ids64` if you pass int64
-    or uint64 arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
+    or uint64 arrays. The id with all bits set (`2**64 - 1`, or -1 if signed) means "no
+    id".
 
     Attributes:
       high: uint32, upper words.
@@ -46,7 +48,7 @@ class Ids64:
           ids: integers of any shape. Narrower negative integers are sign-extended.
 
         Raises:
-          TypeError: if they are not integers.
+          TypeError: if the ids are not integers.
 
         Example:
           >>> Ids64.of_array(np.array([5, 2**40 + 1])).high.tolist()
@@ -127,8 +129,8 @@ def _forward(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
-    # Swaps "no id" with its image under the network. The map stays one-to-one, and is
-    # its own inverse, so `unmix_ids` uses it as well.
+    # Swaps "no id" with its image under the network, so that mixing maps "no id" to
+    # itself. The swap is its own inverse, so `unmix_ids` also uses it.
     is_none = (first == NO_ID) & (second == NO_ID)
     is_image = (first == _IMAGE[0]) & (second == _IMAGE[1])
     xp = jnp if isinstance(first, jax.Array) else np
@@ -139,11 +141,11 @@ def _exchange(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def multiply_high(words: Any, factor: int) -> Any:
-    """Maps uint32 words to `words * factor >> 32`, which keeps their order.
+    """Maps uint32 words to `words * factor >> 32`, a monotonic function.
 
     Results are below `factor`, which must be below 2**31.
     """
-    # By 16-bit halves, because JAX has no 64-bit product by default.
+    # Multiplies 16-bit halves, because JAX has no 64-bit product by default.
     word_low, word_high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     low, high = np.uint32(factor & 0xFFFF), np.uint32(factor >> 16)
     middle = word_high * low + ((word_low * low) >> np.uint32(16))

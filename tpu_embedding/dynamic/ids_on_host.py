@@ -31,8 +31,8 @@ class DynamicRows:
       ids: uint64, ascending.
       rows: int64, row of each id in the arrays from `unstack_tables`.
       natural_rows: int64, row that each id would have on a single device.
-      last_used: uint32, clock of the last step that used the id.
-      counts: uint32, steps that used the id.
+      last_used: uint32, clock of the last step that used each id.
+      counts: uint32, steps that used each id.
 
     Example:
       >>> import tpu_embedding as te
@@ -55,8 +55,8 @@ class DynamicRows:
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
     """Copies the ids of all dynamic tables and their rows to the host.
 
-    If your job has several processes, all must call this together, and each receives
-    all ids.
+    If your job has several processes, all of them must call this together. Each process
+    receives all ids.
 
     Args:
       tables: stack name to rows.
@@ -101,7 +101,7 @@ def rows_in_directory(
         words = keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane]
         high, low = unmix_ids(*words)
         ids = Ids64(high=high, low=low).to_numpy()
-        # The order in the directory depends on the device count.
+        # Sorted, because the order in the directory depends on the device count.
         order = np.argsort(ids)
         on_shard = size * bucket + lane
         result[member.table.name] = DynamicRows(
@@ -118,7 +118,7 @@ def rows_in_directory(
 def on_host(array: Any) -> np.ndarray:
     """Copies a whole array to the host, even if several processes hold it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        # JAX gathers arrays that span processes only with `tiled=True`.
+        # For arrays that span processes, JAX supports only `tiled=True`.
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
@@ -128,14 +128,15 @@ class PlacedIds:
     """The ids that have a place in a table. Arrays are `[placed ids]` unless noted.
 
     Attributes:
-      kept: positions among the given ids.
-      sources: `[rows]`, position among the given ids, or -1, for each row in
-        `unstack_tables` order.
-      num_left_out: ids whose buckets are full.
-      last_used: defaults to now.
-      counts: steps that used the ids, by default 1.
-      init_key: seeds the rows for new ids. Defaults to the directory's.
-      sketch: counters for ids not admitted yet, one line per bucket. Defaults to 0.
+      kept: position of each placed id among the given ids.
+      sources: `[rows]`, position of each row's id among the given ids, or -1. Rows are
+        in `unstack_tables` order.
+      num_left_out: given ids whose buckets were full.
+      last_used: clock at each id's last use, by default the current clock.
+      counts: steps that used each id, by default 1.
+      init_key: seeds the rows for new ids. Defaults to the directory's key.
+      sketch: counters for ids not admitted yet, one line per bucket. By default, all
+        are 0.
     """
 
     first: np.ndarray
@@ -156,8 +157,8 @@ def place_ids(
 ) -> PlacedIds:
     """Places distinct uint64 ids in an empty table. A bucket takes its first 64 ids.
 
-    Pass `natural_rows`, 64 times the bucket plus the lane, to keep the places from a
-    table with as many buckets.
+    To keep the places from a table with as many buckets, pass `natural_rows`, which are
+    64 times the bucket, plus the lane.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
@@ -166,8 +167,8 @@ def place_ids(
         buckets, lanes = np.divmod(natural_rows, SLOTS_PER_BUCKET)
     else:
         buckets = multiply_high(first, member.dynamic.num_buckets).astype(np.int64)
-        # Stable, because a full bucket keeps the first ids, and a restore sorts the
-        # most valuable ids to the front.
+        # The sort is stable, because a full bucket keeps the first ids, and a restore
+        # passes the most valuable ids first.
         order = np.argsort(buckets, kind="stable")
         buckets = buckets[order]
         lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
@@ -228,12 +229,13 @@ def with_placed_ids(
         used_rows[:, i] = np.bincount(shard, minlength=shards)
         if new.sketch is not None:
             lines = new.sketch.reshape(shards, -1, new.sketch.shape[-1])[:, buckets]
-            # Shards round up, so together they may have more lines than the sketch.
+            # Shards round up their bucket counts, so together they may have more lines
+            # than `ids.sketch`.
             padded = np.zeros((shards * size, lines.shape[-1]), lines.dtype)
             if ids.sketch is not None:
                 padded[: len(ids.sketch)] = ids.sketch
             lines[:] = padded.reshape(lines.shape)
-    # A callback gives each process only the shards of its own devices.
+    # With a callback, each process copies only the shards on its own devices.
     sharding = plan.rows_sharding(stack)
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), new

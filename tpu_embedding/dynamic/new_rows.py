@@ -39,9 +39,9 @@ def init_new_rows(
     stack: StackPlan,
     all_reduce: AllReduce,
 ) -> tuple[PackedRows, Any]:
-    """Writes the rows and slot variables of new ids, in place if donated. Per shard.
+    """Writes one shard's rows and slot variables for new ids, in place if donated.
 
-    The state is None without an optimizer.
+    `state` is None without an optimizer.
     """
     if isinstance(state, RoundedState):
         # The update count seeds the rounding of narrow rows, so it must not restart.
@@ -61,13 +61,14 @@ def init_new_rows(
         row_ids = table.layout.dealt(rows)
         row_ids = jnp.where(positions < new_rows.count, row_ids, PADDING_ROW_ID)
         values = initial_values_of_ids(first, second, tables, init_keys, stack)
-        # The optimizer starts from the row as it is read back, after narrow rounding.
+        # The optimizer starts from the row as it will be read back, rounded to the
+        # stored dtype.
         stored = load_rows(store_rows(values, table.layout), table.layout)
         old_state = with_slots(state, slots)
         new = _initial_state(stored, row_ids, old_state, stack)
         if changes:
-            # Totals over a table, such as Adafactor's, must lose the row that is
-            # replaced.
+            # Totals over a table, such as Adafactor's, must no longer include the row
+            # that is replaced.
             old = gather_rows(table, row_ids)
             lost = _sums_of(_initial_state(old, row_ids, old_state, stack))
             table, lost = read_before_write((table, lost))
@@ -78,7 +79,7 @@ def init_new_rows(
         table = set_rows(table, row_ids, values)
         return turn + 1, table, slots_of(new_state), changes
 
-    # A loop, so that a step without new ids writes no row.
+    # The loop ends after the last new id, so a step without new ids writes nothing.
     num_turns = (new_rows.count + per_turn - 1) // per_turn
     no_change = [jax.tree.map(jnp.zeros_like, total) for total in _sums_of(state)]
     _, table, slots, changes = jax.lax.while_loop(
@@ -86,8 +87,8 @@ def init_new_rows(
         init_turn,
         (jnp.int32(0), table, slots_of(state), no_change),
     )
-    # All-reduced here: inside the loop, whose length differs by shard, it would
-    # deadlock.
+    # All-reduced after the loop. Inside it, an all-reduce would deadlock, because the
+    # loop's length differs by shard.
     remaining = iter(changes)
     return table, jax.tree.map(
         lambda x: _plus(x, next(remaining), all_reduce) if is_sum(x) else x,
@@ -105,12 +106,13 @@ def initial_values_of_ids(
 ) -> Float[Array, "ids dim"]:
     """Computes initial rows, which depend only on the table's key and the id.
 
-    `tables` has positions in the stack.
+    `tables` holds each id's table, as a position in the stack.
     """
     initializers: list[Any] = [table.row_initializer for table in stack.tables]
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
-    # The key already holds the id, and the row number depends on the device count.
+    # Always 0, because the key already holds the id, and row numbers depend on the
+    # device count.
     row_ids = jnp.zeros((1,), jnp.int32)
     result = jnp.zeros((*tables.shape, stack.dim), jnp.float32)
     for function in dict.fromkeys(initializer.function for initializer in initializers):
@@ -131,8 +133,8 @@ def initial_values_of_ids(
         def row(key, *parameters, function=function):
             return function(threefry_key(key), row_ids, stack.dim, *parameters)[0]
 
-        # Not constants: XLA would fold a lone table's parameters into the arithmetic,
-        # which would round differently than in a stack with several tables.
+        # XLA would fold constant parameters of a lone table into the arithmetic, which
+        # would then round differently than in a stack with several tables.
         values = jax.vmap(row)(*as_variables((keys, *parameters)))
         is_used = _pick(jnp.asarray(has_function), tables)
         result = jnp.where(is_used[:, None], values, result)
@@ -140,7 +142,7 @@ def initial_values_of_ids(
 
 
 def _pick(values: Array, tables: Array) -> Array:
-    # Tables are few, so selects avoid a gather, which is slow for single numbers.
+    # Tables are few, so selects replace a gather, which is slow for single numbers.
     result = jnp.broadcast_to(values[0], tables.shape)
     for i in range(1, values.shape[0]):
         result = jnp.where(tables == i, values[i], result)
@@ -166,8 +168,8 @@ def _initial_state(
 def _plus(
     total: CompensatedSum, change: CompensatedSum, all_reduce: AllReduce
 ) -> CompensatedSum:
-    # Two sums over shards: coarse parts add exactly in any order, and the rest is
-    # small.
+    # The change is summed over shards in two parts. Coarse parts add exactly in any
+    # order, and the remainder is small.
     coarse = coarse_part(change.value, total.value)
     fine = change.value - coarse + change.rest
     return total.plus(all_reduce(coarse, "sum")).plus(all_reduce(fine, "sum"))

@@ -1,9 +1,8 @@
-"""Replaces the 64-bit ids of dynamic tables with row numbers, as if tables were static.
+"""Turns the 64-bit ids of dynamic tables into row numbers that lookups accept.
 
-`insert_ids` begins a training step, in the same compiled program, and gives new ids
-initialized rows. Lookups outside training call `find_ids`, which changes nothing.
-Devices send unique ids to the owners of their buckets, in the same kind of rounds as a
-lookup.
+`insert_ids` is the first part of a compiled training step, and gives initialized rows
+to new ids. Lookups outside training call `find_ids`, which changes nothing. Devices
+send unique ids to the devices that own the ids' buckets, in rounds like a lookup's.
 """
 
 import dataclasses
@@ -81,8 +80,8 @@ _CLOCK_LINE: Final = (
 )
 
 _HEADROOM_STDDEVS: Final = 8
-"""A round's capacity exceeds the mean ids per owner by this many standard deviations.
-An unused position costs 16 bytes."""
+"""A round's capacity exceeds the mean number of ids per owner by this many standard
+deviations. Each unused position costs 16 bytes."""
 
 _MIN_CAPACITY: Final = 256
 
@@ -93,12 +92,12 @@ _NO_ROW: Final = NO_ID
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SourceIds:
-    """The ids of one feature on the source device. Per shard.
+    """The ids of one feature on a source device.
 
     Attributes:
       high: upper words. Both words of a missing id have all bits set.
-      table: position in the stack.
-      inserts: whether to give an unknown id a row.
+      table: position of the feature's table in the stack.
+      inserts: whether an id may get a row if it is unknown.
     """
 
     high: UInt32[Array, " ids"]
@@ -112,28 +111,29 @@ class SourceIds:
 
 
 Answer = Callable[[Any, MixedIds, Pass], tuple[Any, Array, Array]]
-"""Called as `answer(carry, ids, current_pass)` on the owner of the ids. It returns the
-new carry, lanes in buckets, and whether each id had a row before the call. Only lanes
+"""The ids' owner calls `answer(carry, ids, current_pass)`. It returns the new carry,
+each id's lane in its bucket, and whether the id had a row before the call. Only lanes
 from the last pass are used."""
 
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
 ]
-"""Finds the rows for each feature in a stack, and counts `[tables]`. Global."""
+"""Finds the rows for each feature in a stack, and counts for each table. Arrays are
+global."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicStats:
-    """Counts of one call for a dynamic table: int32 scalars, summed over all devices.
+    """Counts for a dynamic table in one call, int32 scalars summed over all devices.
 
     Attributes:
       ids: ids in the batch, including repeats.
       hits: ids in the batch that had a row before the call, including repeats.
       inserts: unique new ids that got a row.
       evictions: ids that lost their row to a new id.
-      not_admitted: unique unknown ids that were not admitted or that no feature
-        inserts. Always 0 for `find_ids`.
+      not_admitted: unique unknown ids that were not admitted, or that no feature may
+        insert. Always 0 for `find_ids`.
       no_place: unique admitted ids without a row, because their bucket was full.
         Always 0 for `find_ids`.
       used_rows: rows that have an id after the call.
@@ -237,12 +237,12 @@ def insert_ids(
       features: see `lookup`. Features of dynamic tables hold `Ids64`, as returned by
         `prepare_features`.
       plan: plan of the layer.
-      now: current time, an integer from 1 to 2**32 - 1, equal in all calls during a
+      now: current time, an integer from 1 to 2**32 - 1, the same in all calls during a
         step. It becomes the tables' clock. An id used several times at the same `now`
-        counts as used once, and can't be evicted until `now` changes. So increase it
+        counts as used once, and can't be evicted until `now` changes. So increase `now`
         well before the ids used at one value fill the table. Defaults to the tables'
-        clock, which each step advances by 1. A traced value out of range counts as
-        None.
+        clock, which each step advances by 1. A traced value out of range has the same
+        effect as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
@@ -274,7 +274,7 @@ def _clock(now: Any) -> Any:
     is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
     if not is_int(now) and not (is_scalar and jnp.issubdtype(now.dtype, jnp.integer)):
         raise invalid(*_CLOCK_RULE, now, _CLOCK_LINE, TypeError)
-    # Traced values can't raise, so `_insert_ids` checks their range.
+    # Whether a traced value is in range isn't known yet, so `_insert_ids` checks it.
     if isinstance(now, jax.core.Tracer):
         return now
     if not 1 <= int(now) < 2**32:
@@ -292,7 +292,8 @@ def _insert_ids(
 ) -> InsertResult:
     if now is not None:
         is_clock = now > 0
-        # Only 64-bit integers can exceed the range; int32 can't compare with 2**32.
+        # Only 64-bit integers can exceed the range, and JAX can't compare int32 with
+        # 2**32.
         if now.dtype.itemsize == 8:
             is_clock &= now < 2**32
         now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
@@ -334,7 +335,7 @@ def _insert_shard(
 ) -> tuple[Any, list[Array], DynamicStats]:
     clock, init_keys = directory.clock[0], directory.init_keys
     if now is not None:
-        # 0 stands for a traced value that was out of range.
+        # `_insert_ids` set traced values that are out of range to 0.
         clock = jnp.where(now > 0, now, clock)
         directory = dataclasses.replace(directory, clock=clock[None])
     tables = dynamic_tables(stack)
@@ -422,7 +423,7 @@ def _find_ids(
 def _with_rows(
     leaves: list[Any], plan: EmbeddingPlan, translate: Translate
 ) -> tuple[Any, dict[str, DynamicStats]]:
-    """Replaces ids with `RowIds`, and counts per table."""
+    """Replaces ids with `RowIds`, and collects the counts for each table."""
     sources, stats = {}, {}
     for i, (leaf, feature) in enumerate(zip(leaves, plan.features, strict=True)):
         if _holds_ids(leaf, feature):
@@ -444,7 +445,7 @@ def _with_rows(
             spec = plan.sharding_of_samples(shape).spec
 
         def in_shape(flat_rows, shape=shape):
-            # `_flat_ids` padded the batch to a multiple of the shards.
+            # `_flat_ids` padded the batch to a multiple of the shard count.
             return flat_rows[: math.prod(shape)].reshape(shape)
 
         rows_in_shape = in_auto_axes(in_shape, plan, spec)(rows[i])
@@ -458,7 +459,7 @@ def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
 
 
 def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, list[Any]]:
-    """Parses a batch into `Ids64`. Rejects 32-bit integers, which may be truncated."""
+    """Parses a batch into `Ids64`. Rejects 32-bit ids, which may be truncated."""
     plan, leaves = plan.match(features)
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):
@@ -467,7 +468,7 @@ def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, lis
         ids = ids_of(leaves[i])
         if isinstance(ids, Ids64):
             continue
-        # With `jax_enable_x64`, a JAX array holds whole ids.
+        # Only JAX arrays of 64 bits, which need `jax_enable_x64`, hold whole ids.
         if not isinstance(ids, jax.Array) or ids.dtype.itemsize < 8:
             raise truncated_ids(str(getattr(ids, "dtype", type(ids).__name__)), feature)
         leaves[i] = with_ids(leaves[i], Ids64.of_array(ids))
@@ -477,8 +478,8 @@ def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, lis
 def _flat_ids(leaf: Any, feature: FeaturePlan, plan: EmbeddingPlan) -> SourceIds:
     ids = ids_of(leaf)
     inserts = jnp.full(ids.shape, not feature.config.find_only)
-    # Ids that contribute nothing to a lookup don't need a row. A weight of NaN does
-    # contribute, so that it reaches the loss.
+    # Ids that contribute nothing to a lookup don't need a row. An id whose weight is
+    # NaN does contribute, so that the NaN reaches the loss.
     weights = getattr(leaf, "weights", None)
     if weights is not None:
         weights = jnp.asarray(weights)
@@ -538,7 +539,7 @@ def _stats(
     if stack.num_devices > 1:
         sample_counts = jax.lax.psum(sample_counts, stack.sample_axes)
     if stack.num_shards > 1:
-        # Replicas of a shard have the same counts.
+        # Replicas of a shard have the same counts, so don't sum over them.
         owner_counts = jax.lax.psum(owner_counts, stack.shard_axes)
     ids, hit_counts = sample_counts
     return DynamicStats(ids=ids, hits=hit_counts, **owner_counts)
@@ -555,19 +556,19 @@ def _ask_owners(
     ids = _mix(sources, stack)
     if stack.num_devices == 1:
         only_pass = Pass(notes=True, fills=True)
-        # Neither dedup nor rounds: `insert` merges repeats itself.
+        # One device needs neither rounds nor dedup: `insert` merges repeats itself.
         return _answer(carry, answer, ids, only_pass, stack)
     sent = _send(ids, stack)
     (is_pending,) = sent.first.is_pending
     answers = jnp.full(ids.buckets.shape, _NO_ROW, jnp.uint32)
-    # A single round notes and fills at once. The first of several only notes.
+    # A single round notes and fills at once. Otherwise, the first round only notes.
     fills_at_once = ~is_pending | (num_passes == 1)
 
     def ask(state, current: Round, fills):
         carry, answers, notes = state
         requests = current.requests
         if stack.num_replicas > 1:
-            # Each replica of the directory must see all replicas' ids.
+            # Each replica of the directory must see the ids from all replicas.
             requests = jax.lax.all_gather(requests, stack.replica_axes, tiled=True)
         bucket, first, second, may_insert = requests.T
         ids = MixedIds(bucket.astype(jnp.int32), first, second, may_insert == 1)
@@ -580,7 +581,7 @@ def _ask_owners(
         replies = exchange(replies, stack)
         positions = current.buffer_positions
         new_answers = replies.at[positions].get(mode="fill", fill_value=_NO_ROW)
-        # Ids in other rounds point past the end, and keep their answers.
+        # Ids from other rounds point past the end, and their answers don't change.
         is_asked = positions < sent.size.buffer_size
         answers = jnp.where(is_asked, new_answers, answers)
         # The noting pass ends with its last round.
@@ -604,7 +605,7 @@ def _mix(sources: Sequence[SourceIds], stack: StackPlan) -> MixedIds:
         table = tables[source.table]
         first, second = mix_ids(source.high, source.low)
         bucket = multiply_high(first, table.dynamic.num_buckets)
-        # Numbered by owner first, as `dedup` expects its keys.
+        # Buckets are numbered owner by owner, as `dedup` expects.
         owner, local = jnp.divmod(bucket, table.buckets_per_shard)
         bucket = owner * buckets_per_shard + table.first_bucket + local
         bucket = jnp.where(source.is_id, bucket, PADDING_ROW_ID)
@@ -624,7 +625,8 @@ def _send(ids: MixedIds, stack: StackPlan) -> SentIds:
     inserts = inserts.at[unique.ranks].max(
         ids.may_insert[unique.order].astype(jnp.uint32), mode="promise_in_bounds"
     )
-    # The first owner has the most buckets. In small tables, the last may have none.
+    # The first owner has the most buckets. In small tables, the last owner may have
+    # none.
     (num_ids,) = ids.buckets.shape
     mean = num_ids * max(t.buckets_per_shard / t.dynamic.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
@@ -640,8 +642,7 @@ def _answer(
     carry, lanes, is_known = answer(carry, ids, current_pass)
     on_shard = local_rows(ids.buckets, lanes, tables, first_row=False)
     row = on_shard * stack.num_shards + jax.lax.axis_index(stack.shard_axes)
-    # One word per reply. Rows are below 2**31, so the largest word stays free for
-    # `_NO_ROW`.
+    # Each reply is one word. Rows are below 2**31 - 1, so no reply equals `_NO_ROW`.
     replies = row.astype(jnp.uint32) << 1 | is_known.astype(jnp.uint32)
     return carry, jnp.where(lanes < 0, _NO_ROW, replies)
 

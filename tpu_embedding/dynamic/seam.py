@@ -62,7 +62,7 @@ class DynamicInputs(VocabularyInputs):
     )
 
     def read(self, ids: Any, feature: FeaturePlan) -> Any:
-        """Converts `Ids64` to uint64. Rejects rows, and truncated JAX arrays."""
+        """Converts `Ids64` to uint64. Rejects `RowIds` and JAX arrays of narrow ids."""
         if isinstance(ids, RowIds):
             raise TypeError(
                 f"Feature {feature.name!r} holds RowIds, which are already rows. Pass "
@@ -80,7 +80,7 @@ class DynamicInputs(VocabularyInputs):
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
     ) -> np.ndarray:
-        """Converts ids to uint64, sign-extended; `NO_ID_64` marks missing ones."""
+        """Converts ids to uint64 with sign extension. `NO_ID_64` marks missing ids."""
         # Convert via int64, because NumPy cannot view types such as int4 as uint64.
         as_uint64 = (
             ids if ids.dtype == np.uint64 else ids.astype(np.int64).view(np.uint64)
@@ -118,7 +118,8 @@ class DynamicInputs(VocabularyInputs):
         buckets = multiply_high(mixed, dynamic.num_buckets)
         is_id = ~((high == NO_ID) & (low == NO_ID))
         keys = tables[directory_name(name)]
-        # Exports keep ids as the user has them: the mixed word only selects the bucket.
+        # Exports store ids unmixed, as the user has them. The mixed word only selects
+        # the bucket.
         lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, high, low)
         missing = PADDING_ROW_ID
         if dynamic.default_row == "learned":
@@ -198,7 +199,7 @@ class DynamicStacks(VocabularyStacks):
     def table_sizes(
         self, arrays: Mapping[str, Any], stack: StackPlan
     ) -> Float[Array, " tables"]:
-        """Counts rows in use over all shards, default rows included."""
+        """Counts rows in use over all shards, including default rows."""
         used_rows = arrays[directory_name(stack.name)].used_rows
         if stack.num_shards > 1:
             used_rows = jax.lax.psum(used_rows, stack.shard_axes)
@@ -213,7 +214,8 @@ class DynamicStacks(VocabularyStacks):
             offset = member.table.row_offset
             on_shard, shard = jnp.divmod(rows - offset, member.num_shards)
             per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
-            # One shard has all buckets in order; several have blocks of buckets.
+            # A single shard has all buckets in order. Several shards have a block of
+            # buckets each.
             row = shard * per_shard + on_shard
             # The default row follows the last place of the table.
             row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)
@@ -225,6 +227,6 @@ DYNAMIC_STACKS: Final = DynamicStacks()
 
 
 def _has_sketch(stack: StackPlan) -> bool:
-    # `admit` is part of the stacking key, so it is equal for all tables.
+    # `admit` is part of the stacking key, so it is equal for all tables in a stack.
     admit = dynamic_tables(stack)[0].dynamic.admit
     return isinstance(admit, AdmitAfter)

@@ -1,6 +1,6 @@
-"""`te.Dynamic` and its policies: what you declare for a table whose ids come and go.
+"""`te.Dynamic` and its policies, which you declare for tables whose ids come and go.
 
-Traced code is imported only when the core asks for `inputs` or `stacks`.
+Compiled code is imported only when the core asks for `inputs` or `stacks`.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tpu_embedding.config import FeatureConfig
 
 SLOTS_PER_BUCKET: Final = 64
-"""Places in a bucket. The words of its ids fill one line of 128 lanes."""
+"""Number of places in a bucket. The two words of each id fill one line of 128 lanes."""
 
 MAX_CAPACITY: Final = 2**31 - 2**21
-"""Largest capacity. Row numbers are int32, and shards round up."""
+"""Largest capacity. Row numbers are int32, and each shard rounds up its row count."""
 
 _CLOCK_RULE: Final = int_rule(1, 2**32 - 1)
 
@@ -45,14 +45,14 @@ class LeastRecentlyUsed:
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive:
-    """Evicts ids unused for more than `ttl`, oldest first.
+    """Evicts ids that were unused for more than `ttl`, the longest unused id first.
 
     An expired id keeps its row until a new id needs the place. If it is used before
     then, it is no longer expired.
 
     Attributes:
-      ttl: steps, or units of the `now` that you pass to `insert_ids`, from 1 to
-        2**32 - 1.
+      ttl: time in steps, or in units of the `now` that you pass to `insert_ids`, from 1
+        to 2**32 - 1.
 
     Example:
       >>> TimeToLive(7 * 24).ttl
@@ -68,11 +68,11 @@ class TimeToLive:
 
 @dataclasses.dataclass(frozen=True)
 class LeastFrequentlyUsed:
-    """Evicts the id used in the fewest steps; ties go to the oldest last use.
+    """Evicts the id used in the fewest steps, in a tie the least recently used one.
 
     Attributes:
-      half_life: steps or units of `now`, from 1 to 2**32 - 1, after which the count for
-        an unused id is halved. By default, counts don't decay.
+      half_life: time in steps or units of `now`, from 1 to 2**32 - 1, after which the
+        count of an unused id is halved. By default, counts don't decay.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -91,15 +91,16 @@ class AdmitAfter:
     """Admits an id once `count` calls of `insert_ids` have seen it.
 
     A sketch with 8 bytes per row keeps the counts. Ids that share counters may be
-    admitted early. To limit this, a bucket halves its counts after every
+    admitted early. To make this rare, a bucket halves its counts after every
     `16 * max(1, count - 1)` unknown ids. `AdmitAfter(3)` admits less than 1 % of ids
     that occur only once, and `AdmitAfter(2)` about 4 %.
 
     Attributes:
-      count: calls, including the current one, from 1 to 255. A step usually makes one.
-      window: steps, or units of `now`, from 1 to 2**32 - 1. At each multiple, counts
-        restart at 0, which delays ids that were counted before. By default, counts are
-        only halved.
+      count: number of calls that must see an id, including the current call, from 1 to
+        255. A step usually makes one call.
+      window: time in steps or units of `now`, from 1 to 2**32 - 1. At each multiple of
+        it, counts restart at 0, so ids that were counted before are admitted later. By
+        default, counts are only halved.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count
@@ -116,7 +117,7 @@ class AdmitAfter:
 
     @property
     def ids_per_halving(self) -> int:
-        """Unknown ids counted in a bucket between two halvings."""
+        """Number of unknown ids that a bucket counts between two halvings."""
         return SLOTS_PER_BUCKET // 4 * max(1, self.count - 1)
 
 
@@ -143,15 +144,16 @@ _DYNAMIC_RULES: Final = {
 class Dynamic(Vocabulary):
     """The vocabulary for a table whose 64-bit ids come and go.
 
-    Each id belongs to one bucket with 64 places. If the bucket is full, it evicts an
-    id, or the new id gets no row. Make the capacity 1.33 times the ids in use, and
-    fewer than 0.1 % of them don't fit.
+    Each id belongs to one bucket with 64 places. If the bucket is full, a new id takes
+    the row of an evicted id, or gets no row. With a capacity of 1.33 times the ids in
+    use, fewer than 0.1 % of them don't fit.
 
     Attributes:
       capacity: row count from 1 to 2**31 - 2**21, rounded up to a multiple of 64.
-      evict: chooses which id to evict from a full bucket: a `LeastRecentlyUsed`,
-        `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
-      admit: chooses which unknown ids to insert: an `AdmitAfter`. None inserts all.
+      evict: policy that chooses which id to evict from a full bucket, a
+        `LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
+      admit: policy that chooses which unknown ids to insert, an `AdmitAfter`. None
+        inserts all unknown ids.
       default_row: how to look up ids without a row. With `"none"`, they contribute
         nothing, like out-of-range ids in a static table. With `"learned"`, they all
         read and train one shared row.
@@ -174,7 +176,7 @@ class Dynamic(Vocabulary):
 
     @property
     def num_buckets(self) -> int:
-        """Bucket count over all shards, for any number of devices."""
+        """Bucket count over all shards, equal for any number of devices."""
         return -(-self.capacity // SLOTS_PER_BUCKET)
 
     @property
@@ -226,7 +228,8 @@ class Dynamic(Vocabulary):
     def rows_over(self, num_shards: int) -> int:
         """Counts rows over all shards, including padding."""
         per_shard = self.buckets_per_shard(num_shards) * SLOTS_PER_BUCKET
-        # Shards have equally many rows, so a default row on the first adds one to each.
+        # Shards have equally many rows, so a default row on the first shard adds one
+        # row to each.
         return num_shards * (per_shard + (self.default_row == "learned"))
 
     def table_problems(
@@ -253,7 +256,7 @@ class Dynamic(Vocabulary):
     def feature_problems(
         self, feature: "FeatureConfig", owner: str
     ) -> Iterator[Problem]:
-        """Yields settings that require ids to be row numbers."""
+        """Yields problems with settings that require ids to be row numbers."""
         if feature.default_id is not None:
             yield Problem(
                 "FeatureConfig.default_id",

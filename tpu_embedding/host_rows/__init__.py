@@ -1,1 +1,1 @@
-"""Tables larger than device memory: all rows on hosts, some cached on devices."""
+"""Tables larger than device memory. Hosts keep all rows, and devices cache some."""

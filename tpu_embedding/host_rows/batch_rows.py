@@ -1,8 +1,9 @@
-"""Finds, on the host, which rows a batch reads, before its step runs.
+"""Finds on the host which rows a batch reads, before its step runs.
 
-Repeats in NumPy the rules of `inputs/shard_inputs.py` (padding, truncated sequences)
-and `lookup/_forward.py` (ids outside the table, weights, default ids). It makes few
-passes over the ids and compiles nothing. Tests compare it with the compiled stages.
+The NumPy code follows the rules in `inputs/shard_inputs.py` (padding, truncated
+sequences) and `lookup/_forward.py` (ids outside the table, weights, default ids). It
+makes few passes over the ids and compiles nothing. Tests compare it with the compiled
+stages.
 """
 
 import math
@@ -31,7 +32,7 @@ _SMALLEST_NORMAL: Final = np.finfo(np.float32).tiny
 
 
 RowsOfShards = list[np.ndarray]
-"""Sorted unique local rows, int32, one array per shard."""
+"""Sorted unique local rows, one int32 array per shard."""
 
 
 @moves_arrays
@@ -42,7 +43,8 @@ def rows_of_batch(
 
     `features` is a global batch, prepared or not, as NumPy or JAX arrays. If JAX arrays
     span several processes, only the samples on this process's devices are read. A wrong
-    dtype, form or shape raises, as in a lookup. Results don't share the batch's memory.
+    dtype, form or shape raises, as in a lookup. The results don't share memory with the
+    batch.
 
     Example:
       >>> import numpy as np
@@ -76,19 +78,19 @@ def rows_of_batch(
 
 
 def united_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Merges arrays that are already sorted and unique."""
+    """Merges arrays that are each sorted and unique."""
     return rows[0] if len(rows) == 1 else unique_rows(rows)
 
 
 def unique_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Sorts and deduplicates int32 arrays of any shape, without `PADDING_ROW_ID`."""
+    """Sorts and deduplicates int32 arrays of any shape. Drops `PADDING_ROW_ID`."""
     unique = _unique(np.concatenate([_NO_ROWS, *(x.reshape(-1) for x in rows)]))
     has_padding = len(unique) and unique[-1] == PADDING_ROW_ID
     return unique[:-1] if has_padding else unique
 
 
 def _unique(values: np.ndarray) -> np.ndarray:
-    """Deduplicates an array, which it sorts in place."""
+    """Sorts an array in place, and copies its distinct values."""
     # With vector instructions (AVX2 or newer), a sort takes 2 to 3 ns per value.
     # `np.unique` hashes, and takes 40 to 160 ns. Sorting slices in threads and merging
     # them is not faster.
@@ -107,7 +109,7 @@ def _rows_by_shard(
     if stack.num_shards == 1:
         return [unique_rows([rows])]
     # One sort by (shard, local row) deduplicates the rows and splits them by owner.
-    # Unsigned, since a stack of 2**31 rows and its padding need 32 bits.
+    # Keys are unsigned, since a stack of 2**31 rows and its padding need 32 bits.
     rows = rows.view(np.uint32)
     num_shards, size = np.uint32(stack.num_shards), np.uint32(stack.rows_per_shard)
     local = rows // num_shards
@@ -124,7 +126,7 @@ def _own_samples(array: Any) -> Any:
     """Copies the samples on this process's devices to the host."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return array
-    # By position: several devices may hold the same samples, in any order.
+    # By position, because several devices may hold the same samples, in any order.
     data = {x.index[0].start or 0: x.data for x in array.addressable_shards}
     return np.concatenate([np.asarray(data[start]) for start in sorted(data)])
 
@@ -135,8 +137,8 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
     if values.dtype.itemsize < 4:  # NumPy can't compare int4, for example.
         values = values.astype(np.int32)
     # Ids beyond int32 match no row, as in a lookup outside `jax.jit`. Inside, without
-    # `jax_enable_x64`, JAX truncates them before this library sees them, so the lookup
-    # can differ. `prepare_features` replaces such ids.
+    # `jax_enable_x64`, JAX truncates such ids before this library sees them, so a
+    # lookup may read other rows. `prepare_features` replaces these ids.
     is_row = (values >= 0) & (values < feature.num_rows)
     if feature.config.out_of_range_ids == "clip" and not is_row.all():
         is_row = values != PADDING_ROW_ID  # Padding must not become the last row.
@@ -146,12 +148,12 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
         with np.errstate(over="ignore", under="ignore"):
             weights = weights.astype(np.float32, copy=False)
         # CPUs and TPUs flush weights below the smallest normal float32 to zero, and so
-        # drop the id; other devices may keep it. So find both rows: the id's own, and
-        # the default that the sample reads if it has no other ids.
-        # Comparisons with NaN are false, so ids with a NaN weight are kept.
+        # drop the id. Other devices may keep it. So find both the id's row and the
+        # default id's row, which the sample reads if it has no other ids. Comparisons
+        # with NaN are false, so ids with a NaN weight are kept.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)
         is_row = is_row & ~(weights <= 0)
-    # Several times faster than `values[is_row]` if padding is mixed in.
+    # `np.compress` is several times faster than `values[is_row]` for mixed padding.
     rows = values if is_row.all() else np.compress(is_row, values)
     if shape.default_id is not None:
         rows_before = np.zeros(values.size + 1, np.int32)

@@ -1,4 +1,4 @@
-"""Opens feeds and brings rows, for NNX, Linen and functional `host_rows` alike."""
+"""Opens feeds and brings rows, for the NNX, Linen and functional `host_rows`."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,8 +44,8 @@ def open_feed(
     feed = Feed(batches, hosts, rows_of)
     try:
         yield feed
-        # Only after the last batch, because it waits for messages from all processes,
-        # and an exception or a `break` may happen in one process alone.
+        # Only after the last batch, because `check_end` waits for messages from all
+        # processes, and an exception or a `break` may happen in just one process.
         feed.check_end()
     finally:
         feed.close()
@@ -58,10 +58,10 @@ def rows_brought(
     fetched: Mapping[Key, FetchedRows] | None,
     lost_reads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Brings fetched rows into tables and slot variables, both donated.
+    """Brings fetched rows into tables and slot variables, which are donated.
 
-    `slots` may lack layers. If `fetched` is None, this only checks the steps so far.
-    `lost_reads` counts missing rows that the latest lookup read, by layer and stack.
+    `slots` may omit layers. If `fetched` is None, this only checks the steps so far.
+    `lost_reads` counts uncached rows that the latest lookup read, by layer and stack.
     """
     stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
     new_slots = {path: dict(states) for path, states in slots.items()}
@@ -71,7 +71,7 @@ def rows_brought(
         for name, rows in tables.stacks.items()
         if isinstance(rows, MappedRows)
     ]
-    # All checks come before the first exchange, because it donates its arrays.
+    # All checks come before the first exchange, because an exchange donates its arrays.
     for path, name, rows, state in on_host:
         lost = ((lost_reads or {}).get(path) or {}).get(name, np.int32(0))
         coming = None if fetched is None else fetched[path, name]

@@ -1,7 +1,7 @@
-"""Rows on the host, and the slots in which each device caches some of them.
+"""Rows that are stored on the host, with slots that cache some of them on devices.
 
 Only `locate`, which lookups and updates call once per round, turns row ids into slots.
-All other code sees the same row ids and owners as with all rows on the devices, so
+All other code sees the same row ids and owners as if all rows were on the devices, so
 sums, rules and random bits are equal bit for bit.
 """
 
@@ -29,12 +29,12 @@ class CachedRows(PackedRows):
 
     # Static, so a step recompiles for a different model's rows.
     host: "HostStack"
-    # Index in the host's records; the table has index 0.
+    # Column of the host's records. The table is column 0.
     column: int
-    # int32 `[1]` per shard. Each exchange increments it, and the host keeps the same
-    # count to detect stale copies, whose slots may hold other rows by now.
+    # int32 `[1]` per shard. Each exchange increments the version. The host keeps the
+    # same count, to detect stale copies, whose slots may hold other rows by now.
     version: Any
-    # Number of the optimizer state that this belongs to; 0 for the table.
+    # Number of the optimizer state that the rows belong to, or 0 for the table.
     owner: int = 0
 
     def read_windows(self, windows, exchange, receivers):
@@ -45,7 +45,8 @@ class CachedRows(PackedRows):
 
     def tree_flatten_with_keys(self):
         leaves, static = self.tree_flatten()
-        # A checkpointer that matches arrays by name must not take a cache for a table.
+        # A checkpointer that matches arrays by name must not mistake a cache for a
+        # whole table.
         names = f"cached_{self.layout.leaf_name}", *self.ARRAYS[1:]
         keys = map(jax.tree_util.GetAttrKey, names)
         return tuple(zip(keys, leaves, strict=True)), static
@@ -70,23 +71,24 @@ class CachedRows(PackedRows):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedRows(CachedRows):
-    """A table's cached rows, with the slot of each row. Per shard or global."""
+    """A table's cached rows, and each row's slot. Shapes are per shard or global."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version", "slot_of_row", "num_lost")
 
-    # int32 by local row; -1 for rows that aren't cached.
+    # int32 slot by local row, or -1 for rows that aren't cached.
     slot_of_row: Any
-    # int32 `[1]` per shard: updates dropped so far because the row wasn't cached.
+    # int32 `[1]` per shard: updates dropped so far because their rows weren't cached.
     num_lost: Any
 
     def locate(self, row_ids):
-        """Finds cache slots, and counts rows without one in the returned copy."""
+        """Finds cache slots. The returned copy also counts rows without a slot."""
         last = self.slot_of_row.shape[0] - 1
         slots = gather_in_bounds(self.slot_of_row, jnp.minimum(row_ids, last))
         slots = jnp.where(row_ids <= last, slots, PADDING_ROW_ID)
         num_lost = self.num_lost + jnp.sum(slots < 0, dtype=jnp.int32)
-        # Writes drop this id, and `read_rows` gives NaN for it. A gather at -1 would be
-        # out of bounds, which `gather_in_bounds` doesn't allow.
+        # `PADDING_ROW_ID` marks rows without a slot. Writes drop it, and `read_rows`
+        # gives NaN for it. A gather at -1 would be out of bounds, which
+        # `gather_in_bounds` doesn't allow.
         places = jnp.where(slots >= 0, slots, PADDING_ROW_ID)
         return dataclasses.replace(self, num_lost=num_lost), places
 

@@ -40,11 +40,11 @@ def _swap_rows(
     records: UInt32[Array, "rows words"],
     plan: EmbeddingPlan,
 ) -> tuple[MappedRows, list[CachedRows], UInt32[Array, "rows words"]]:
-    """Swaps rows in place, and returns the previous records. Global.
+    """Swaps rows in place, and returns the previous records. Shapes are global.
 
     Per shard, `moves` has `3 * K` integers: the slots, the local rows that enter, and
-    the local rows that leave, each padded with `PADDING_ROW_ID`. `records` has one
-    record per slot. The table and `slots` are donated.
+    the local rows that leave. Each part is padded with `PADDING_ROW_ID`. `records` has
+    one record per slot. The table and `slots` are donated.
     """
     spec = plan.sample_spec
     arrays = [table, *slots]
@@ -85,8 +85,9 @@ def _words_of_rows(rows: Float[Array, "rows *row"], layout: RowLayout) -> Any:
     words = words.reshape(words.shape[0], layout.dim)
     if layout.narrow_dtype is None:
         return words
-    # bfloat16 rows were read as float32, so their bits are the upper half. Two elements
-    # share a word, with the first in the lower half, as in `words_of_file_rows`.
+    # bfloat16 rows were read as float32, so the upper half of each word has their bits.
+    # Two elements then share a word, with the first in the lower half, as in
+    # `words_of_file_rows`.
     words = jnp.pad(words >> 16, ((0, 0), (0, layout.dim % 2)))
     return words[:, ::2] | words[:, 1::2] << 16
 

@@ -1,8 +1,8 @@
 """Prefetches the rows of upcoming batches while a step computes.
 
 Only the main thread runs programs on the devices, so that all processes run them in the
-same order. Other threads find, plan, read and write rows: `Feed.__iter__` lists what
-happens in a turn, and `stack.py` the rules that keep them in order.
+same order. Other threads find, plan, read and write rows. `Feed.__iter__` lists what
+happens in a turn, and `stack.py` states the rules that keep the threads in order.
 """
 
 import collections
@@ -25,10 +25,11 @@ from tpu_embedding.host_rows.worker import ENDING, Worker
 from tpu_embedding.transfers import moves_arrays
 
 BATCHES_PLANNED: Final = 3
-"""How many batches have plans: the next batch, and two more for the threads."""
+"""Number of batches with plans: the next batch, and two more to keep the threads
+busy."""
 
 BATCHES_FETCHED: Final = 3
-"""Most batches whose rows are read before their turn."""
+"""Maximum number of batches whose rows are read before their turn."""
 
 _NO_ROWS: Final = np.zeros(0, np.int32)
 _loops: Final = itertools.count()
@@ -37,11 +38,11 @@ Batch = TypeVar("Batch")
 Key = tuple[str, str]
 """Layer path and stack name."""
 Plans = dict[Key, list[BatchPlan]]
-"""Plans for the own shards, by stack."""
+"""Plans for this process's shards, by stack."""
 
 
 class _Coming(NamedTuple):
-    """A drawn batch and its rows."""
+    """A batch that was drawn, and its rows."""
 
     batch: Any
     # Rows that this process's samples read, for all shards.
@@ -54,8 +55,8 @@ class Feed(Generic[Batch]):
     """An iterable of batches and the exchanges that bring their rows.
 
     The caller must run a batch's exchanges before drawing the next batch, and call
-    `close` at the end. A thread calls `rows_of`, in batch order. It finds the rows that
-    this process's samples read, for all shards.
+    `close` at the end. `rows_of` finds the rows that this process's samples read, for
+    all shards. A thread calls it in batch order.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Feed(Generic[Batch]):
         self._fetched: collections.deque[Future[dict[Key, list[Exchange]]]] = (
             collections.deque()
         )
-        # Two batches, since a loop may draw a batch before training on the last.
+        # Two batches, since a loop may draw the next batch before training on a batch.
         self._handed_out: collections.deque[dict[Key, RowsOfShards]] = (
             collections.deque(maxlen=2)
         )
@@ -83,11 +84,12 @@ class Feed(Generic[Batch]):
         self.is_closed = False
         self._stopped = threading.Event()
         self._thread = threading.get_ident()
-        # All processes open their loops in the same order, so they agree on the number.
+        # All processes open loops in the same order, so they agree on a loop's number.
         self._messenger = Messenger(next(iter(hosts.values())).plan, next(_loops))
         self._planner = Worker("host_rows_planner")
         self._reader = Worker("host_rows_reader")
-        # One thread, since processes may agree on sizes in `features_of`, in order.
+        # One thread, so that `features_of`, which may exchange sizes between processes,
+        # is called in batch order.
         self._finder = Worker("host_rows_finder")
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
@@ -95,12 +97,12 @@ class Feed(Generic[Batch]):
         #   finder thread   find what this process reads in batch `t + window + 4`
         #   main thread     receive last turn's messages: the rows of `t + window + 2`,
         #                   and how many exchanges `t` needs; send the rows of
-        #                   `t + window + 3` and the numbers of `t + 1`; exchange `t`
+        #                   `t + window + 3` and the sizes of `t + 1`; exchange `t`
         #   planner thread  plan `t + 2`
         #   reader thread   read the rows of `t + 1`, and start their transfer
         #   writer thread   write the rows that left with `t - 1`
         #
-        # A generator, because a StopIteration of `rows_of` must not end the loop.
+        # A generator, because a StopIteration from `rows_of` must not end the loop.
         while True:
             has_batch = self._draw()
             for key, rows in self._brought_last.items():
@@ -133,25 +135,26 @@ class Feed(Generic[Batch]):
         self._has_ended = True
 
     def _draw(self) -> bool:
-        """Draws batches ahead. False means that none is left."""
+        """Draws batches ahead, and tells whether any batch is left."""
         if any(host.feed is not self for host in self._hosts.values()):
             self._claim()
         while len(self._coming) < self._window + 5:
             found: Future[dict[Key, RowsOfShards]] = Future()
             # `next` may wait for processes that have no more batches, for example in
-            # `prepare`. The watch thread compares this number with theirs.
+            # `prepare`. The watch thread compares this number with the other processes'
+            # batch counts.
             self._messenger.num_awaited = self._turn + len(self._coming) + 1
             try:
                 batch = next(self._source)
                 found = self._finder.submit(self._find, batch)
             except StopIteration:
-                self._source = iter(())  # Its iterator may block after its end.
+                self._source = iter(())  # The iterator may block after its end.
                 if not self._has_drawn_all:
                     number = self._messenger.num_awaited - 1
                     self._messenger.post_last("batches", number)
                 self._has_drawn_all = True
                 break
-            except Exception as error:  # Raised after the batches before it.
+            except Exception as error:  # Raised after earlier batches.
                 batch, self._source = None, iter(())
                 found.set_exception(error)
             finally:
@@ -161,7 +164,7 @@ class Feed(Generic[Batch]):
 
     @moves_arrays
     def _claim(self) -> None:
-        """Starts, or resumes after another pipeline ran or the tables changed."""
+        """Starts, or resumes after another feed ran or after the tables changed."""
         for host in self._hosts.values():
             host.claim(self)
         self._next_to_enter = {
@@ -174,7 +177,7 @@ class Feed(Generic[Batch]):
         num_received = self._num_listed - self._turn - self._has_sent
         for coming in itertools.islice(self._coming, max(0, num_received)):
             self._planner.submit(self._enter, coming)
-        if self._has_sent:  # Its rows are still needed, but not its numbers.
+        if self._has_sent:  # The sent rows are still needed.
             self._receive()
 
     def _start(self) -> None:
@@ -186,12 +189,12 @@ class Feed(Generic[Batch]):
         self._send(self._plans[0] if self._plans else None, lists=False)
 
     def _work_ahead(self, least: int) -> None:
-        """Starts to plan batches, and to read rows for `least` of them or more."""
+        """Starts to plan batches, and to read the rows for at least `least` of them."""
         while len(self._plans) < min(BATCHES_PLANNED, len(self._coming)):
             coming = self._coming[len(self._plans)]
             self._plans.append(self._planner.submit(self._plan, coming, self._stopped))
-        # Processes agree on K with the first batch that has rows. Until then, read only
-        # a batch whose numbers have arrived.
+        # Processes agree on the exchange size with the first batch that has rows. Until
+        # then, read only batches whose sizes have arrived.
         if all(host.exchange_rows for host in self._hosts.values()):
             least = BATCHES_FETCHED
         while len(self._fetched) < min(least, len(self._plans)):
@@ -204,7 +207,7 @@ class Feed(Generic[Batch]):
     def _send(self, plans: Future[Plans] | None, *, lists: bool = True) -> None:
         """Sends the sizes of a batch's plans, and the rows of a later batch."""
         # An error travels in the header, and `_receive` raises it in all processes.
-        # Raised here, it would leave other processes waiting for this message.
+        # Raising it here would leave other processes waiting for this message.
         self._own_error = None
         numbers, found = [0] * 2 * len(self._hosts), {}
         try:
@@ -223,7 +226,7 @@ class Feed(Generic[Batch]):
             self._num_listed += 1
         if coming is not None:
             self._messenger.num_awaited = self._num_listed
-            with contextlib.suppress(Exception):  # Its plan will raise this.
+            with contextlib.suppress(Exception):  # `_plan` raises it.
                 found = coming.found.result()
             self._messenger.num_awaited = 0
         nothing = [_NO_ROWS] * len(self._messenger.processes)
@@ -233,7 +236,7 @@ class Feed(Generic[Batch]):
 
     @moves_arrays
     def _receive(self) -> list[int]:
-        """Counts exchanges by stack, or raises in all processes if any has an error."""
+        """Counts exchanges by stack. If a process has an error, all processes raise."""
         headers, rows = self._messenger.receive()
         self._has_sent = False
         has_error, has_batch, *sizes = zip(*headers, strict=True)
@@ -241,7 +244,7 @@ class Feed(Generic[Batch]):
             self._has_ended = True
             for host in self._hosts.values():
                 host.wait_for_writer()
-                with contextlib.suppress(Exception):  # All reads lost so far, once.
+                with contextlib.suppress(Exception):  # Lost reads raise only once.
                     host.check_error()
             raise_together(self._own_error, self._messenger.plan)
         number = self._num_listed - 1 - self._turn
@@ -256,7 +259,8 @@ class Feed(Generic[Batch]):
             coming = self._coming[number]
             self._planner.submit(self._merge, coming, rows, unequal)
             self._planner.submit(self._enter, coming)
-        # The busiest process decides, since all must run equally many programs.
+        # The busiest process decides, since all processes must run equally many
+        # programs.
         most = iter(map(max, sizes))
         return [host.agree(next(most), next(most)) for host in self._hosts.values()]
 
@@ -306,7 +310,7 @@ class Feed(Generic[Batch]):
         }
 
     def stop(self) -> None:
-        """Cancels pending fetches, and waits. The caller must undo their plans."""
+        """Cancels pending fetches, and waits. The caller must undo the plans."""
         self._stopped.set()
         for host in self._hosts.values():
             host.wake()
@@ -331,7 +335,8 @@ class Feed(Generic[Batch]):
         if not self._has_ended:
             self._messenger.post_last("messages", self._messenger.num_sent)
         # The garbage collector may call this in any thread, while the main thread runs
-        # another pipeline. Then only stop the fetches; the next `claim` does the rest.
+        # another pipeline. In that case, only stop the fetches. The next `claim` undoes
+        # the plans.
         if threading.get_ident() == self._thread:
             for host in self._hosts.values():
                 if host.feed is self:
@@ -341,11 +346,11 @@ class Feed(Generic[Batch]):
             for worker in (self._finder, self._planner, self._reader):
                 worker.end()
         self._stopped.set()
-        # Last, since the threads above may wait for a lost process, which only the
-        # messenger's watch notices.
+        # The messenger closes last. The threads above may wait for a lost process, and
+        # only the messenger's watch thread notices that.
         self._messenger.close()
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
-    """Finds the most rows on a shard, and the most that must enter."""
+    """Finds the maximum number of rows on a shard, and of rows that must enter."""
     return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

@@ -21,8 +21,8 @@ def host_rows(
 ) -> Iterator[tuple[Batch, Callable[..., tuple[Any, Any]]]]:
     """Yields each batch with a function that brings its rows into tables and slots.
 
-    Before each step, call `tables, slots = bring(tables, slots)`. Note that it donates
-    its arguments, so you can use only the results. See `te.host_rows`.
+    Before each step, call `tables, slots = bring(tables, slots)`. Note that `bring`
+    donates its arguments, so use only its results afterwards. See `te.host_rows`.
 
     Args:
       batches: see `te.host_rows`.

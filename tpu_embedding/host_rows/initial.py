@@ -1,8 +1,9 @@
 """Fills a stack's stores with initial rows and slot variables, block by block.
 
-Results equal `te.functional.init_tables` and `init_slots` bit for bit, although the
-devices hold only one block at a time. For this, totals add the same blocks as in
-`init_state`, in the same order. `fill_tables` names an exception.
+Results equal those from `te.functional.init_tables` and `init_slots` bit for bit,
+although the devices hold only one block at a time. To achieve this, totals are summed
+over the same blocks as in `init_state`, in the same order. `fill_tables` explains one
+exception.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from tpu_embedding.update import totals
 from tpu_embedding.xla import run_if
 
 _BLOCK_BYTES: Final = 2**22
-"""Float32 rows, in bytes, that a device computes at once."""
+"""Bytes of float32 rows that a device computes at once."""
 
 
 def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
@@ -42,8 +43,8 @@ def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
     size = packed_rows.round_up(size, stack.layout.rows_per_line)
     groups: list[tuple[list[TablePlan], int]] = [(by_row, size)] if by_row else []
     # Other initializers need all rows at once, so they compute a whole table, sharded
-    # over the devices. XLA may then round differently than in `init_tables`. The table
-    # may begin and end in the middle of a local row, hence + 2.
+    # over the devices. XLA may then round differently than in `init_tables`. The
+    # table's first and last local rows may be on only some shards, hence + 2.
     groups += [([table], table.num_rows // stack.num_shards + 2) for table in others]
     for tables, num_rows in groups:
         layout = dataclasses.replace(stack.layout, num_rows=num_rows)
@@ -60,7 +61,7 @@ def fill_tables(shards: OwnShards, plan: EmbeddingPlan, key: jax.Array) -> None:
         last = -(-end // stack.num_shards)
         for first in range(begin // stack.num_shards, last, num_rows):
             lines = program(key, np.int32(first)).lines
-            # A block may reach into neighboring tables, whose rows must stay.
+            # A block may reach into neighboring tables, whose rows must not change.
             shards.write_rows(first, lines, layout, 0, (begin, end))
 
 
@@ -116,7 +117,7 @@ def _initial_values_and_slots(
 
 
 def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]:
-    """Finds totals over the stores, like `totals.find_totals`. Global."""
+    """Finds totals over all stores, like `totals.find_totals`."""
     stack: Any = shards.stack
 
     def add(total: Any, block: PackedRows, start: Array, known: list[Array]) -> Any:
@@ -133,7 +134,7 @@ def _totals_of_stores(shards: OwnShards, plan: EmbeddingPlan) -> list[jax.Array]
             return {reduction: values[None] for values, reduction in request()}
         ((reduction, so_far),) = total.items()
         combine = totals.ACROSS_PARTS[reduction]
-        # Runs in a loop, as in `init_state`. Outside of a loop, XLA:CPU sums a
+        # `run_if` is a loop, as in `init_state`. Outside of a loop, XLA:CPU sums a
         # matrix-vector product in a different order.
         return {
             reduction: run_if(

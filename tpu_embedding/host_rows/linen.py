@@ -19,7 +19,7 @@ def host_rows(
 ) -> Iterator[tuple[Batch, Callable[[TrainState], TrainState]]]:
     """Yields each batch with a function that brings its rows into a Linen state.
 
-    Before each step, call `state = bring(state)`. It donates the tables and slot
+    Before each step, call `state = bring(state)`. `bring` donates the tables and slot
     variables in your state. See `te.host_rows`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Sends arrays from each process to each device's process, and a header to all.
+"""Sends arrays to each device's process, and a header to all processes.
 
 Each turn runs one small all-to-all, in which the i-th device in a process carries piece
 `i` of each message. Only the main thread sends, so that all processes run programs in
@@ -24,25 +24,25 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 
 _FEWEST_WORDS: Final = 1024
-"""Minimum words from one device to another. Larger sizes are powers of two, because
-each new size compiles a program."""
+"""Minimum number of words from one device to another. Larger sizes are powers of two,
+because each new size compiles a program."""
 
 _SECONDS_BETWEEN_LOOKS: Final = 1.0
 _SECONDS_TO_NOTICE: Final = 8.0
-"""Time in which a process may end by itself after another has failed."""
+"""Time in which a process may end by itself after another process has failed."""
 
 _FAILURES: Final = "host_rows_failed"
 
 
 ReceivedRows = list[list[list[np.ndarray]]]
-"""For each stack and each own device, in mesh order, an array from each process."""
+"""Arrays by stack, by own device (in mesh order), and by sending process."""
 
 
 class Messenger:
     """Sends messages between processes, in turns.
 
-    `loop` numbers the loop over batches, the same in all processes. `processes` lists
-    the process that each device belongs to, in mesh order.
+    `loop` is the number of the loop over batches, the same in all processes.
+    `processes` lists each device's process, in mesh order.
     """
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
@@ -63,7 +63,7 @@ class Messenger:
             self._watch.submit(self._end_with_others)
 
     def send(self, header: Sequence[int], rows: Sequence[Sequence[np.ndarray]]) -> None:
-        """Sends a header to all processes, and int32 rows by stack and device.
+        """Sends a header to all processes, and `rows[stack][device]` to each device.
 
         All processes must send equally long headers.
         """
@@ -100,7 +100,7 @@ class Messenger:
         self._arriving = self._waiter.submit(lambda: list(map(np.asarray, own_data)))
 
     def receive(self) -> tuple[list[list[int]], ReceivedRows]:
-        """Waits for the headers from all processes, and the rows for own devices.
+        """Waits for the headers from all processes, and for the rows for own devices.
 
         Raises RuntimeError if another process has failed, or has left the loop.
         """
@@ -109,7 +109,7 @@ class Messenger:
         if not self._is_shared:
             return [list(header)], [[[x] for x in of_stack] for of_stack in rows]
         width = 2 + len(header)
-        # int32 `[devices, words]` for each own device: a row from each device.
+        # For each own device, int32 `[devices, words]` with a row from each device.
         words_by_device = self._wait()
         while (size := int(words_by_device[0][:, 0].max())) > self._num_words:
             self._num_words = 1 << (size - 1).bit_length()
@@ -131,13 +131,13 @@ class Messenger:
         return headers, received
 
     def _wait(self) -> list[np.ndarray]:
-        """Waits for int32 `[devices, words]`, by own device."""
+        """Waits for the words to each own device, int32 `[devices, words]`."""
         while True:
             try:
                 return self._arriving.result(_SECONDS_BETWEEN_LOOKS)
             except Exception as error:
-                # A collective may fail because a process has ended. What that process
-                # posted is the cause to show.
+                # A collective may fail because a process has ended. Then show what that
+                # process posted, which is the cause.
                 if absences := self._absences():
                     text = f"te.host_rows can't go on: {absences}"
                     raise RuntimeError(text) from error
@@ -145,7 +145,7 @@ class Messenger:
                     raise
 
     def _absences(self) -> str:
-        """Explains which processes won't go on with this one; '' if all will."""
+        """Explains which processes won't go on with this one. Empty if all will."""
         absences = [
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
@@ -161,7 +161,7 @@ class Messenger:
         return "; ".join(f"process {p} {text}" for p, text in absences if p != own)
 
     def post_last(self, kind: Literal["messages", "batches"], number: int) -> None:
-        """Tells other processes how many messages or batches there are in all."""
+        """Tells other processes this process's total number of messages or batches."""
         if self._is_shared:
             distributed.post(self._name_of(kind), str(number))
 
@@ -175,7 +175,7 @@ class Messenger:
             self._watch.close()
 
     def _end_with_others(self) -> None:
-        """Ends this process if another is gone and the main thread can't notice."""
+        """Ends this process if another is gone and the main thread can't notice it."""
         # The main thread may wait forever in a step that the other process doesn't run.
         # It first gets some seconds to raise the error itself, in `_wait`.
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
@@ -184,8 +184,9 @@ class Messenger:
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
-                    # Otherwise JAX's barrier at exit would keep other processes waiting
-                    # for this one. In a thread, since the barrier may also block.
+                    # Without this, JAX's barrier at exit would keep other processes
+                    # waiting for this one. A thread runs it, since the barrier may also
+                    # block.
                     shutdown = threading.Thread(
                         target=jax.distributed.shutdown, daemon=True
                     )
@@ -218,7 +219,7 @@ def _decode(words: np.ndarray, width: int, count: int) -> list[np.ndarray]:
 def is_shared(plan: EmbeddingPlan) -> bool:
     """Tells whether several processes share the mesh.
 
-    Raises ValueError if these are some processes of the job, but not all.
+    Raises ValueError if several, but not all, processes of the job share it.
     """
     processes = {device.process_index for device in plan.mesh.devices.flat}
     if 1 < len(processes) < distributed.num_processes():
@@ -247,7 +248,7 @@ def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
 
 @functools.cache
 def exchange_program(plan: EmbeddingPlan) -> Any:
-    """Makes a program that sends row `i * devices + j` from device `i` to `j`."""
+    """Makes a program that sends row `i * devices + j` on device `i` to device `j`."""
 
     def exchange(words: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)
@@ -259,7 +260,7 @@ def exchange_program(plan: EmbeddingPlan) -> Any:
 @atexit.register
 def _post_failure() -> None:
     """Tells other processes that an exception ends this one."""
-    # Python sets these for an uncaught exception. `last_exc` is new in 3.12.
+    # Python sets these attributes for an uncaught exception. `last_exc` is new in 3.12.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and distributed.num_processes() > 1:
         distributed.post(_FAILURES, f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """The shards on this process's devices, and their rows on the host.
 
 Each shard has a store with all its rows, and a planner for its cache. This module moves
-rows between stores and devices; `stack.py` keeps the order.
+rows between stores and devices; `stack.py` decides when.
 """
 
 import functools
@@ -29,11 +29,11 @@ from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.types import PADDING_ROW_ID
 
 _CHUNK_BYTES: Final = 2**24
-"""Cached lines, in bytes, that a device sends to its host at once."""
+"""Bytes of cached lines that a device sends to its host at once."""
 
 
 class Exchange(NamedTuple):
-    """Local rows that enter and leave the same slots, by own shard."""
+    """Local rows that enter and leave the same slots. Lists are by own shard."""
 
     slots: list[np.ndarray]
     fetched: list[np.ndarray]
@@ -64,7 +64,7 @@ class OwnShards:
 
     @functools.cached_property
     def stores(self) -> list[RowStore]:
-        """Records by shard. All processes must first call this together."""
+        """Records by shard. All processes must make the first call together."""
         # Lazy, because a model made of shapes needs no memory yet.
         directory = self.stack.storage.directory  # type: ignore[attr-defined]
         shape = self.stack.rows_per_shard, self.columns[-1].stop
@@ -84,13 +84,13 @@ class OwnShards:
     @functools.cached_property
     def held(self) -> list[np.ndarray]:
         """The local row in each cache slot, by shard; -1 if empty."""
-        # After the latest exchange. A planner's `row_of` is some batches ahead, so a
-        # flush must not use it.
+        # The state after the latest exchange. A planner's `row_of` is some batches
+        # ahead, so a flush must not use it.
         shape = self.stack.layout.num_rows
         return [np.full(shape, -1, np.int32) for _ in self.numbers]
 
     def parts_of(self, array: jax.Array) -> list[jax.Array]:
-        """Finds the parts on own devices."""
+        """Finds an array's parts on own devices."""
         size = array.shape[0] // self.stack.num_shards
         parts = {
             (x.index[0].start or 0) // size: x.data for x in array.addressable_shards
@@ -110,7 +110,7 @@ class OwnShards:
     def plan(self, rows: Sequence[np.ndarray]) -> list[BatchPlan]:
         """Plans the next batch.
 
-        Raises ValueError, and changes nothing, if its rows don't fit.
+        If the batch's rows don't fit, this raises ValueError and changes nothing.
         """
 
         def plan(planner: Planner, rows: np.ndarray) -> BatchPlan | CacheTooSmallError:
@@ -144,7 +144,7 @@ class OwnShards:
     ) -> Exchange:
         """Reads the records for exchange `number`, and sends them to the devices.
 
-        Past the last rows, nothing moves.
+        An exchange past the last rows moves nothing.
         """
         part = slice(number * size, (number + 1) * size)
         slots = [plan.slots[part] for plan in plans]
@@ -152,7 +152,8 @@ class OwnShards:
         evicted = [plan.evicted[part] for plan in plans]
         moves, records = [], []
         for store, *moved in zip(self.stores, slots, fetched, evicted, strict=True):
-            # All exchanges have one static size, so that they run one compiled program.
+            # All exchanges have the same static size, so that they share one compiled
+            # program.
             padded = np.full((3, size), PADDING_ROW_ID, np.int32)
             padded[:, : len(moved[0])] = moved
             padded[2][padded[2] < 0] = PADDING_ROW_ID
@@ -174,10 +175,10 @@ class OwnShards:
                 words = slice(0, values.shape[1])
                 store.write_words(rows[rows >= 0], values[rows >= 0], words)
 
-    # Ranges of local rows, the same on all shards.
+    # These methods move a range of local rows, the same on all shards.
 
     def lines_of_rows(self, first: int, layout: RowLayout, column: int) -> jax.Array:
-        """Sends store rows from `first` on to the devices, padded with zeros."""
+        """Sends stored rows from row `first` on, padded with zeros, to the devices."""
         row, size = rows_of_record(self.stack)[column], layout.row_of(layout.num_lines)
         end = min(first + size, self.stack.rows_per_shard)
 
@@ -197,7 +198,7 @@ class OwnShards:
         column: int,
         stack_rows: tuple[int, int] | None = None,
     ) -> None:
-        """Inverts `lines_of_rows`. `stack_rows` limits the rows that are replaced."""
+        """Inverts `lines_of_rows`. Replaces only rows in the range `stack_rows`."""
         stack_rows = stack_rows or (0, self.stack.num_rows)
         for number, store, part in zip(
             self.numbers, self.stores, self.parts_of(lines), strict=True
@@ -236,27 +237,27 @@ class OwnShards:
         return lines
 
     def _chunks(self, rows: PackedRows) -> Iterator[tuple[int, int]]:
-        """Yields cache chunks: first line and line count."""
+        """Yields the first line and the line count of each cache chunk."""
         num_lines = rows.layout.num_lines
         size = min(num_lines, max(1, _CHUNK_BYTES // (4 * rows.layout.lanes_per_line)))
-        # All chunks have one size, so that a program compiles once. The last two chunks
-        # may overlap.
+        # All chunks have the same size, so that a program compiles once. The last two
+        # chunks may overlap.
         for start in range(0, num_lines, size):
             yield min(start, num_lines - size), size
 
     def _held_in(
         self, number: int, start: int, size: int, layout: RowLayout
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the local rows in a chunk, and its used slots."""
+        """Finds the local rows in a chunk, and which of its slots are used."""
         held = self.held[number][layout.row_of(start) : layout.row_of(start + size)]
         return held, held >= 0
 
 
 class _LinePrograms(NamedTuple):
-    """Programs on some lines of each shard. Global.
+    """Programs that copy or replace some lines of each shard. Shapes are global.
 
-    `read(lines, start, num_lines=n)` copies them. `write(lines, new_lines, start)`
-    replaces them in place.
+    `read(lines, start, num_lines=n)` copies lines. `write(lines, new_lines, start)`
+    replaces lines in place.
     """
 
     read: Any

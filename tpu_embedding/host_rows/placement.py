@@ -41,8 +41,8 @@ class HostRows(Placement):
 
     Use it if your tables don't fit in device memory. `te.host_rows` brings each batch's
     rows to the devices before the step, and evicts other rows to make room. Row values,
-    slot variables and activations are the same as with `te.Sharded()`, bit for bit on
-    CPU.
+    slot variables and activations are the same as with `te.Sharded()`. On CPU, they are
+    equal bit for bit.
 
     Slot variables are stored with their rows. However, each table row still takes 4
     bytes on its device, for the map from rows to cache slots. On several hosts, each
@@ -50,13 +50,13 @@ class HostRows(Placement):
 
     Attributes:
       cache_rows: how many rows all devices cache together, rounded up to a multiple of
-        the device count. The rows for three batches must fit. With a cache a few times
-        larger, most lookups find their rows in it.
-      directory: where to put memory-mapped files, on a local disk of each host, if your
-        tables are larger than host memory. The files have no names, so several
-        processes may share a directory, and they are freed at the end. If None, rows
-        stay in memory.
-      window: batches to read ahead, 1 to 64. Their cached rows are evicted last.
+        the device count. The rows for three batches must fit. A cache a few times
+        larger already holds most rows of each batch.
+      directory: path on each host's local disk for memory-mapped files, if your tables
+        are larger than host memory. The files have no names, so several processes may
+        share a directory. The files are freed at the end. If None, rows stay in memory.
+      window: how many batches to read ahead, 1 to 64. Their cached rows are evicted
+        last.
 
     Example:
       >>> import tpu_embedding as te
@@ -130,7 +130,7 @@ class HostStorage(RowStorage):
 
 
 def _problem(stack: StackPlan) -> str | None:
-    """Explains why a stack's rows can't be on the host; None if they can."""
+    """Explains why a stack's rows can't be on the host, or returns None."""
     config, optimizer = stack.tables[0].config, stack.trained_by
     if not config.vocabulary.ids_are_rows:
         return (

@@ -1,7 +1,8 @@
 """Decides which rows a shard caches, in which slots, and when they change.
 
-A `Planner` plans batches in training order, before the devices run them, in time
-proportional to a batch's unique rows. Each shard has its own, and they run in threads.
+A `Planner` plans batches in training order, before the devices run them. A plan takes
+time proportional to the batch's unique rows. Each shard has its own planner, and
+planners run in threads.
 """
 
 from typing import Final, NamedTuple
@@ -11,7 +12,8 @@ import numpy as np
 UNFINISHED_BATCHES: Final = 3
 """When a batch is planned, it and the two batches before it may still be untrained."""
 
-# With 8, a prototype fetched 3,394 rows per batch of zipf ids, an exact LRU 3,403.
+# With 8, a prototype fetched 3,394 rows per batch of zipf ids, and an exact LRU fetched
+# 3,403 rows.
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
 """Minimum number of slots to choose victims from."""
@@ -35,14 +37,14 @@ class BatchPlan(NamedTuple):
     slots: np.ndarray
     evicted: np.ndarray  # The row that leaves each slot, -1 if the slot was empty.
     # Latest batch that evicted a fetched row, or -1. The store has the row's latest
-    # values once that batch's evicted rows are written.
+    # values only after that batch's evicted rows are written.
     wait_for: int
     num_rows: int  # Unique rows in the batch.
     undo: "_Undo"
 
 
 class _Undo(NamedTuple):
-    """Planner state before a plan, without stamps."""
+    """The planner state before a plan, except for stamps."""
 
     used: np.ndarray  # Slots of the batch's rows that were already cached.
     users: np.ndarray
@@ -53,18 +55,18 @@ class _Undo(NamedTuple):
 
 
 class Planner:
-    """Plans a shard's cache, batch by batch, the same on every machine.
+    """Plans a shard's cache, batch by batch. Plans are the same on every machine.
 
-    A missing row takes a slot that was never filled. If there is none, it evicts a row
-    that no unfinished batch uses: the row with the oldest stamp among the next slots
-    after a clock hand (a sampled LRU). `rows` are always sorted unique local rows,
-    int32.
+    A missing row takes a slot that was never filled. If all slots were filled, it
+    evicts the row with the oldest stamp among the next slots after a clock hand (a
+    sampled LRU), but never a row that an unfinished batch uses. In all methods, `rows`
+    are sorted unique local rows, int32.
 
     Attributes:
       place: slot of each row, `-(t + 2)` if batch `t` evicted it, or -1 if it was never
         cached.
       row_of: row in each slot, or -1.
-      stamp: last batch known to use the row in each slot, planned or not.
+      stamp: last batch, planned or not, that is known to use the row in each slot.
       user: last planned batch that uses the row in each slot.
     """
 
@@ -90,8 +92,8 @@ class Planner:
     def plan(self, rows: np.ndarray) -> BatchPlan:
         """Plans the next batch.
 
-        Raises CacheTooSmallError, and changes nothing, if its rows don't fit together
-        with the pinned rows and the two batches before it.
+        If the batch's rows don't fit together with the pinned rows and the rows of the
+        two batches before it, this raises CacheTooSmallError and changes nothing.
         """
         assert not len(rows) or (rows[0] >= 0 and rows[-1] < len(self.place))
         batch = self.next_batch
@@ -130,7 +132,8 @@ class Planner:
 
     def undo(self, plan: BatchPlan) -> None:
         """Undoes the latest plan, whose exchanges never ran."""
-        # Stamps stay. They only rank victims, so a wrong one costs at most a fetch.
+        # Stamps don't change. They only rank victims, so a wrong stamp costs at most a
+        # fetch.
         assert plan.batch == self.next_batch - 1
         undo, stayed = plan.undo, plan.evicted >= 0
         self.place[plan.fetched] = undo.left
@@ -142,14 +145,14 @@ class Planner:
         self.next_batch = plan.batch
 
     def pin(self, rows: np.ndarray) -> None:
-        """Keeps a batch's rows, where cached, in the cache until `unpin_all`."""
+        """Protects a batch's cached rows from eviction until `unpin_all`."""
         self._pinned.append(rows)
 
     def unpin_all(self) -> None:
         self._pinned.clear()
 
     def _take_slots(self, count: int, batch: int) -> np.ndarray | None:
-        """Finds slots for new rows; None if too few rows may leave."""
+        """Finds slots for new rows, or returns None if too few rows may leave."""
         begin = self._num_filled
         end = min(begin + count, len(self.row_of))
         slots = np.arange(begin, end)
@@ -162,14 +165,14 @@ class Planner:
         return slots
 
     def _victims(self, need: int, num_filled: int, batch: int) -> np.ndarray | None:
-        """Chooses slots to evict; None if too few may be evicted."""
+        """Chooses slots to evict, or returns None if too few may be evicted."""
         users, stamps = self.user[:num_filled], self.stamp[:num_filled]
         hand = self._hand
         size = max(_FEWEST_SLOTS, _SLOTS_PER_VICTIM * need)
         while True:
             size = min(size, num_filled)
             stays = _ring(users, hand, size) > batch - UNFINISHED_BATCHES
-            # Several times faster than `np.where`.
+            # `np.maximum` is several times faster than `np.where`.
             ages = np.maximum(_ring(stamps, hand, size), stays * np.int32(_NEVER))
             last = np.partition(ages, need - 1)[need - 1] if need <= size else _NEVER
             if last < _NEVER:
@@ -178,7 +181,8 @@ class Planner:
                 return None
             size *= 4
         is_victim = ages < last
-        # Ties go by position, so that plans don't depend on how NumPy partitions.
+        # Ties are broken by position, so that plans don't depend on how NumPy
+        # partitions.
         ties = np.flatnonzero(ages == last)
         is_victim[ties[: need - np.count_nonzero(is_victim)]] = True
         self._hand = (hand + size) % num_filled
@@ -186,9 +190,9 @@ class Planner:
 
 
 def _cached(places: np.ndarray) -> np.ndarray:
-    """Keeps the places that are slots."""
-    # Several times faster than indexing with a mask. NumPy would convert other types to
-    # `intp` at each use.
+    """Selects the places that are slots."""
+    # `np.compress` is several times faster than indexing with a mask. NumPy would
+    # convert other types to `intp` at each use.
     return np.compress(places >= 0, places).astype(np.intp)
 
 

@@ -1,4 +1,4 @@
-"""Lays out records. They hold the bits of a table row, then of its slot variables."""
+"""Lays out records, which join the bits of a table row and of its slot variables."""
 
 import math
 
@@ -17,7 +17,7 @@ def rows_of_record(stack: StackPlan) -> list[jax.ShapeDtypeStruct]:
 
 
 def columns_of(stack: StackPlan) -> list[slice]:
-    """Locates the file rows in a record, in words.
+    """Finds the words that each file row takes in a record.
 
     Example:
       >>> import tpu_embedding as te
@@ -34,7 +34,7 @@ def columns_of(stack: StackPlan) -> list[slice]:
 
 def words_of_file_rows(rows: np.ndarray) -> np.ndarray:
     """Casts file rows `[rows, *shape]` to words, uint32 `[rows, words]`."""
-    # NumPy can't infer a dimension for zero rows, so pass their size.
+    # If there are zero rows, NumPy can't infer their size, so pass it.
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:]))
     flat = flat.view(np.uint8)
     return np.pad(flat, ((0, 0), (0, -flat.shape[1] % 4))).view(np.uint32)

@@ -49,7 +49,7 @@ _SECONDS_BETWEEN_LOOKS: Final = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class FetchedRows:
-    """A batch's plans and exchanges for own shards, with arrays on the devices."""
+    """A batch's plans and exchanges for own shards. Their arrays are on the devices."""
 
     plans: list[BatchPlan]
     exchanges: list[Exchange]
@@ -59,14 +59,15 @@ class FetchedRows:
 class HostStack:
     """All rows of a stack on the host, and the order of exchanges with the devices.
 
-    Equal only to itself: it is a static field of `CachedRows`, shared by all copies.
+    It equals only itself, because all copies of `CachedRows` share it as a static
+    field.
 
     Attributes:
-      owner: optimizer states made so far.
+      owner: number of optimizer states made so far.
       feed: the active pipeline.
-      exchange_rows: K, the rows per shard in an exchange; 0 until a batch has rows.
+      exchange_rows: K, the rows per shard in an exchange. 0 until a batch has rows.
       num_ids: unique rows, summed over batches and own shards.
-      num_fetched: how many of these were not cached.
+      num_fetched: how many of these rows were not cached.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
@@ -76,16 +77,18 @@ class HostStack:
         self.feed: Feed | None = None
         self._paused: list[Feed] = []
         self.num_ids = self.num_fetched = 0
-        # By column of the records: the table, then each slot variable.
+        # The lists have an entry per column of the records: the table, then slot
+        # variables.
         num_columns = len(self.shards.columns)
-        # Random, so that copies from another run are stale; equal in all processes.
+        # A random number, so that copies from another run are stale. It is the same in
+        # all processes.
         first = exchange_values("host_rows_version", secrets.randbits(30), plan)[0]
         self._versions = np.full(num_columns, first, np.int32)
         self._is_filled = [False] * num_columns
         self._is_empty = True
         self._is_verified = False
-        # The latest batch whose exchanges ran, and the latest whose evicted rows are in
-        # the stores.
+        # The latest batch whose exchanges ran, and the latest batch whose evicted rows
+        # are in the stores.
         self._executed = self._landed = -1
         # Appended by the planner's thread, popped by the main thread.
         self._planned: list[list[BatchPlan]] = []
@@ -143,7 +146,8 @@ class HostStack:
     def init_state(self, table: MappedRows, kept: Any) -> Any:
         """Makes an optimizer state, with new slot variables unless a state is `kept`.
 
-        New ones make earlier states invalid. Otherwise, this only adds up the totals.
+        New slot variables make earlier states invalid. With `kept`, this only computes
+        new totals.
         """
         stack: Any = self.stack
         if kept is not None:
@@ -193,10 +197,11 @@ class HostStack:
         return plans
 
     def agree(self, most_rows: int, most_fetched: int) -> int:
-        """Counts a batch's exchanges from the most rows on any shard in any process."""
+        """Counts a batch's exchanges, from the maxima over all processes' shards."""
         if not self.exchange_rows and most_rows:
-            # Half the rows of the busiest shard: usually fewer rows are missing. K then
-            # never changes, since each new size would recompile the exchange.
+            # Half the rows on the busiest shard, because usually fewer rows are
+            # missing. K then never changes, since each new size would recompile the
+            # exchange.
             slots = round_up(self.stack.layout.num_rows, 8)
             self.exchange_rows = min(round_up(-(-most_rows // 2), 256), slots)
         return -(-most_fetched // self.exchange_rows) if most_fetched else 0
@@ -204,7 +209,7 @@ class HostStack:
     def fetch(
         self, plans: Sequence[BatchPlan], stopped: threading.Event
     ) -> list[Exchange]:
-        """Reads the rows that a planned batch lacks, unless `stopped`."""
+        """Reads the uncached rows of a planned batch, unless `stopped`."""
         # Rule 2: the stores have old values until the rows that batch `wait_for`
         # evicted are written.
         wait_for = max(plan.wait_for for plan in plans)
@@ -233,9 +238,10 @@ class HostStack:
         lost_reads: Any,
         fetched: FetchedRows | None = None,
     ) -> None:
-        """Checks the rows before an exchange, or at the end, without `fetched`.
+        """Checks the rows before an exchange, or at the end if `fetched` is None.
 
-        `lost_reads`, an int32 scalar, counts missing rows read since the last check.
+        `lost_reads`, an int32 scalar, counts uncached rows that were read since the
+        last check.
         """
         slots = slots_of(state)
         if fetched is not None:
@@ -245,10 +251,10 @@ class HostStack:
             versions, table.num_lost, lost_reads
         )
         # Stale copies and lost updates are only known after the devices have run the
-        # steps so far. So the writer looks for them, and the pipeline raises its error
-        # in the next turn or at the end. The writer looks before it writes what this
-        # exchange evicts, which may come from a stale copy. `_versions` changes in
-        # place, so copy it.
+        # steps so far. So the writer looks for them, and the pipeline raises the
+        # writer's error in the next turn or at the end. The writer looks before it
+        # writes the rows that this exchange evicts, which may come from a stale copy.
+        # `_versions` changes in place, so copy it.
         expected = self._versions[: len(versions), None].copy()
         self._writer.submit(self._check_facts, facts, expected)
 
@@ -264,7 +270,7 @@ class HostStack:
                 f"latest optimizer of these tables has {num_slots} of its own. Pass "
                 "the model together with the optimizer that was made last for it."
             )
-        if not self._is_verified:  # Waits for the devices, so once per pipeline.
+        if not self._is_verified:  # Once per pipeline, as it waits for devices.
             for rows in (table, *slots):
                 self._check_filled(rows.column)
                 self.check_current(rows)
@@ -316,7 +322,7 @@ class HostStack:
 
     def _nothing(self, plans: Sequence[BatchPlan]) -> Exchange:
         """Makes an exchange without rows."""
-        # A process without rows left must still run the program.
+        # A process that needs fewer exchanges must still run the program.
         if self._empty_exchange is None:
             last = self.stack.layout.num_rows
             self._empty_exchange = self.shards.exchange_of(
@@ -329,11 +335,11 @@ class HostStack:
     ) -> None:
         try:
             for exchange, records in left:
-                if self._error is None:  # Else they may come from a stale copy.
+                if self._error is None:  # Otherwise, rows may be stale.
                     self.shards.write(exchange, records)
         except BaseException as error:
             self._error = self._error or error
-        # Also after an error, or the reader and `_flush` would wait forever.
+        # Runs also after an error, or the reader and `_flush` would wait forever.
         with self._changed:
             self._landed = batch
             self._changed.notify_all()
@@ -362,7 +368,7 @@ class HostStack:
         )
 
     def end_writer(self) -> None:
-        """Ends the writer after its queued calls, until the next write."""
+        """Ends the writer after its queued calls. The next write starts it again."""
         if writer := vars(self).pop("_writer", None):
             writer.wait()
             writer.end()
@@ -373,8 +379,8 @@ class HostStack:
 
     def check_error(self) -> None:
         """Raises an error that the writer found."""
-        # Lost reads raise once. After lost updates, each call raises until all rows are
-        # replaced.
+        # Lost reads raise only once. After lost updates, each call raises until all
+        # rows are replaced.
         error, self._lost_reads = self._error or self._lost_reads, None
         if error is not None:
             raise error
@@ -427,7 +433,7 @@ class HostStack:
             "te.save."
         )
 
-    # Streams over all rows, for checkpoints, exports and users.
+    # These methods stream over all rows, for checkpoints, exports and users.
 
     def read_windows(
         self,
@@ -472,11 +478,11 @@ class HostStack:
         is_lost = any(exchange_values("host_rows_lost", is_lost, self.plan))
         if is_partial or not is_table or not is_lost:
             self._flush(rows)
-        else:  # A whole new table replaces lost rows, so don't save any.
+        else:  # A whole new table replaces lost rows, so don't save cached rows.
             self.empty()
             no_slots = jnp.full_like(rows.slot_of_row, -1)
             rows = dataclasses.replace(rows, slot_of_row=no_slots)
-        self._error = self._incomplete()  # Stays if a write fails halfway.
+        self._error = self._incomplete()  # This error stays if a write fails halfway.
         for first, near, facts in _near_windows(windows, exchange):
             lines = self.shards.lines_of_rows(first, facts.layout, rows.column)
             block = PackedRows(lines=lines, layout=facts.layout)
@@ -524,7 +530,8 @@ def _near_windows(
 ) -> Iterator[tuple[int, list[Window], LineExchange]]:
     """Groups neighboring windows, about one per device.
 
-    Yields the first local row, then windows and facts of a stack that begins there.
+    For each group, yields its first local row, then its windows and facts, shifted to a
+    stack that begins at this row.
     """
     num_shards = exchange.num_shards
     layout = dataclasses.replace(exchange.layout, num_rows=exchange.window_rows + 1)

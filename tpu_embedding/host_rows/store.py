@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 _SLICE_BYTES: Final = 2**20
-"""Minimum bytes per thread in memory, since starting threads takes 20 to 50 us."""
+"""Minimum bytes per thread without a file, since starting threads takes 20 to 50 us."""
 
 _FILE_THREADS: Final = 32
 _FILE_SLICE_ROWS: Final = 64
-"""Minimum rows per thread of a file, where each row may wait for the disk."""
+"""Minimum rows per thread with a file, where each row may wait for the disk."""
 
 
 class RowStore:
@@ -33,7 +33,8 @@ class RowStore:
     def __init__(self, num_rows: int, words: int, directory: str | None = None):
         self._map = None
         if directory is None:
-            # Totals also read padding rows. Linux allocates pages of zeros lazily.
+            # Zeros, because totals also read padding rows. Linux allocates zero pages
+            # lazily.
             self._records = np.zeros((num_rows, words), np.uint32)
             return
         self._map = _mapped_file(directory, 4 * num_rows * words)
@@ -140,7 +141,10 @@ class RowStore:
 def in_threads(
     function: Callable[..., Any], *arguments: Sequence[Any], num_threads: int = 0
 ) -> Iterator[Any]:
-    """Maps in threads, by default one per core. Calls must not wait for each other."""
+    """Maps a function in threads, by default one per core.
+
+    Calls must not wait for each other.
+    """
     if len(arguments[0]) == 1:
         return map(function, *arguments)
     threads = _threads_of_process(os.getpid(), num_threads or _num_cores())
@@ -149,7 +153,7 @@ def in_threads(
 
 @functools.cache
 def _threads_of_process(process_id: int, count: int) -> ThreadPoolExecutor:
-    del process_id  # A fork can't use the threads of its parent.
+    del process_id  # A forked process can't use its parent's threads.
     return ThreadPoolExecutor(count, "host_rows")
 
 

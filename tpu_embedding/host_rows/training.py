@@ -26,12 +26,12 @@ def host_rows(
     """Yields batches after bringing their `te.HostRows` rows to the devices.
 
     Updates `model` and `optimizer` in place before yielding each batch. Train on each
-    batch before you draw the third batch after it. Evaluation batches also need their
-    rows; you can run an evaluation loop in the middle of a training loop.
+    batch before you draw the third batch after it. Evaluation batches also need this
+    function. You can run an evaluation loop in the middle of a training loop.
 
     Args:
       batches: batches on the host. They must not depend on the model state, because
-        each is drawn `HostRows.window + 4` batches early.
+        each batch is drawn `HostRows.window + 4` batches early.
       model: model with at least one `TPUEmbedding`. If no table uses `te.HostRows`, the
         loop only yields your batches.
       optimizer: the model's optimizer, or None if it has none.
@@ -42,9 +42,9 @@ def host_rows(
       The batches.
 
     Raises:
-      ValueError: if the rows of a batch don't fit in the cache, at that batch. Also if
-        a step used rows that were not on their device, at the next batch or at the end
-        of the loop.
+      ValueError: if a batch's rows don't fit in the cache, raised at that batch. Also
+        if a step used rows that were not on their device, raised at the next batch or
+        at the end of the loop.
 
     Example:
       >>> import jax.numpy as jnp

@@ -25,7 +25,8 @@ class Worker:
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # The thread must not refer to this object, which could then never be collected.
+        # The thread must not refer to this object, or the object would never be
+        # collected.
         arguments = (self._calls,)
         thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         thread.start()

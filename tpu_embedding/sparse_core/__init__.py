@@ -1,4 +1,4 @@
-"""XLA's SparseCore operations, driven from raw ids inside `jit`.
+"""XLA's SparseCore operations, called with raw ids inside `jit`.
 
 `partition_ids` sorts a device's ids into the buffers that the operations read. `lookup`
 and `update` run the operations, `row_rule` lowers an optimizer to arithmetic on rows,

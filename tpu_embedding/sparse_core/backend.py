@@ -1,4 +1,4 @@
-"""The SparseCore backend: options, choice, lookup and update for a stack.
+"""The SparseCore backend, with its options, lookup and update.
 
 One XLA operation looks up rows. Another sums gradients on the SparseCores that own the
 rows, and applies the optimizer in place. If ids exceed the limits, the XLA backend runs
@@ -67,31 +67,32 @@ _EMULATED_CORES: Final = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCore(BackendOptions):
-    """XLA's embedding operations on a TPU's SparseCores, with options.
+    """Options for XLA's embedding operations on a TPU's SparseCores.
 
     TensorFlow's TPUEmbedding and jax-tpu-embedding use the same operations, which look
-    up, pool and exchange rows, and apply the optimizer. Here they read your raw ids
-    inside the step. Ids that don't fit in one operation are split into up to 64
+    up, pool and exchange rows, and apply the optimizer. Here the operations read your
+    raw ids inside the step. Ids that don't fit in one operation are split into up to 64
     minibatches. If that isn't enough, the step runs XLA's gathers and scatters on the
     same rows, so ids are never dropped.
 
     Attributes:
-      max_ids: maximum ids, and distinct rows, that the samples on one SparseCore may
-        look up on each SparseCore in a minibatch; a multiple of 8. A smaller limit is
-        used if memory requires it. The limit changes speed, never results. Defaults to
-        the mean plus a few standard deviations, with room for hot rows.
+      max_ids: maximum number of ids that the samples on one SparseCore may look up on
+        each SparseCore in a minibatch, a multiple of 8. Also limits the number of
+        distinct rows. A smaller limit is used if memory requires it. The limit changes
+        speed, never results. Defaults to the mean number of ids plus a few standard
+        deviations, with room for hot rows.
       cores: SparseCores per device. Defaults to the actual number, or to 2 on CPUs and
-        GPUs, which emulate the operations in plain JAX, for tests. Only these accept a
-        different number.
+        GPUs, which emulate the operations in plain JAX, for tests. Only CPUs and GPUs
+        accept a different number.
       exchange: whether to compile XLA's gathers and scatters into the program, for
-        steps that 64 minibatches can't hold. They are most of the code and the compile
-        time. Without them, such a step returns NaN activations, and so a NaN loss, and
-        reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then skips the whole
-        step: tables, slot variables, dense parameters and counts don't change. In your
-        own loop, `te.gradients.is_whole(gradients)` is False. The training command
-        stops at a NaN loss. A step with a NaN or infinite weight fails in the same way.
-        However, stacks that SparseCores can't update, and updates from summed
-        gradients, always keep the exchange.
+        steps that 64 minibatches can't hold. This exchange takes most of the program's
+        code and compile time. Without it, such a step returns NaN activations, and so a
+        NaN loss, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then
+        skips the whole step: tables, slot variables, dense parameters and counts don't
+        change. In your own loop, `te.gradients.is_whole(gradients)` is False. The
+        training command stops at a NaN loss. A step with a NaN or infinite weight fails
+        in the same way. However, the exchange is always compiled for stacks that
+        SparseCores can't update, and for updates from summed gradients.
 
     Raises:
       ValueError: if an option is out of range.
@@ -120,7 +121,8 @@ class SparseCore(BackendOptions):
     def choose(self, stack: StackPlan, mesh: Mesh) -> StackPlan:
         """Chooses the backend and row layout for a stack; see `BackendOptions`."""
         hardware = stack.hardware
-        # A TPU's own number comes first: if the user's differs, the stack keeps XLA.
+        # A TPU's actual number takes precedence. If the user's number differs, the
+        # stack keeps the XLA backend.
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = unavailable_reason(hardware, mesh.size, num_slices_of(mesh))
         has_other_cores = self.cores not in (None, hardware.cores_per_device)
@@ -162,7 +164,7 @@ class SparseCore(BackendOptions):
 
 
 def _lookup_problem(stack: StackPlan, cores: int) -> str:
-    """Explains why SparseCores can't look up a stack; empty if they can."""
+    """Explains why SparseCores can't look up a stack. The text is empty if they can."""
     dtype_name = stack.tables[0].config.dtype_name
     if dtype_name != "float32":
         return f"SparseCores look up float32 rows, not {dtype_name}"
@@ -199,9 +201,9 @@ def _notes(
 
 
 _ROW_ALIGNMENT: Final = 128
-"""A SparseCore's rows are padded to a multiple of this.
+"""A SparseCore's rows are padded to a multiple of this number.
 
-At any dim, this many rows are whole TPU tiles."""
+At any dim, this many rows fill whole TPU tiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,18 +300,20 @@ class SparseCoreBackend(Backend):
         is_finite = rates_are_finite(stack.optimizer, stack.dim, values_of(state))
         if is_finite is not None:
             may_run &= is_finite
-        # No lookup has reported whether joined ids fit, so they keep the exchange.
+        # No lookup has reported whether joined ids fit, so their update keeps the
+        # exchange.
         if ids.are_joined or not self.must_run_all:
 
             def update_all(arrays: tuple[PackedRows, Any]) -> tuple[PackedRows, Any]:
-                # Both branches write to the donated arrays, so XLA copies neither.
+                # Both branches write to the donated arrays, so XLA doesn't copy them.
                 return jax.lax.cond(may_run, update_rows, otherwise, *arrays)
 
             if only_if is None:
                 return update_all((table, state))
-            # A branch that only returned the arrays would copy them.
+            # `run_if`, because a `cond` branch that only returned the arrays would copy
+            # them.
             return run_if(only_if, update_all, (table, state))
-        # Without ids, the operation changes no row.
+        # With empty buffers, the operation changes no row.
         if only_if is not None:
             may_run &= only_if
         table, new = update_rows(table, state, ids.ids.where(may_run))

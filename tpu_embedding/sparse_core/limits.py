@@ -1,7 +1,7 @@
 """Chooses how many ids a SparseCore may send to a partition in one minibatch.
 
-Limits are static, and operations are undefined beyond them. A step is cut into
-minibatches that fit, so limits change speed, never results.
+Limits are static. If ids exceed them, an operation's results are undefined. So a step's
+ids are cut into minibatches that fit, and limits change speed, never results.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ ALIGNMENT: Final = 8
 MAX_PARTITIONS: Final = 4096
 """Maximum number of SparseCores that a program may use with libtpu 0.0.50.
 
-A program for 8,192 needs more memory than a SparseCore has."""
+A program for 8,192 SparseCores needs more memory than each of them has."""
 
 MAX_MINIBATCHES: Final = 64
 """Maximum number of minibatches of an operation, as in jax-tpu-embedding."""
@@ -28,7 +28,8 @@ Rows are dealt round-robin, so the number of distinct rows that a core requests 
 partition is nearly Poisson, with a standard deviation of sqrt(mean)."""
 
 _SKEW: Final = 4
-"""Ids per distinct row to make room for, if XLA keeps buffers for every id."""
+"""If XLA keeps buffers for every id, they have room for this many ids per distinct
+row."""
 
 _BYTES_PER_UNIQUE: Final = 36
 """Memory per distinct row: 8 columns of its gradient, and one word.
@@ -37,16 +38,17 @@ XLA processes as many columns of the rows at once as fit in memory, but at least
 limits therefore don't depend on the rows' width."""
 
 _IDS_PER_BYTE: Final = 8
-"""Ids per byte of memory, which holds at most 1/128 of the 12-byte ids at once."""
+"""Number of ids per byte of memory. At most 1/128 of the 12-byte ids are in memory at
+once."""
 
 _RESERVED_BYTES: Final = 32 * 1024
-"""Memory that the operations need for everything else."""
+"""Memory that the operations need besides their ids, rows and partitions."""
 
 _BYTES_PER_PARTITION: Final = 64
 """Memory that the operations need per partition."""
 
 _MIN_SPARE_ROOM: Final = 4096
-"""Minimum spare positions for later minibatches, unless they need fewer."""
+"""Minimum number of spare positions for later minibatches, unless fewer are enough."""
 
 _MIN_BYTES_PER_ID: Final = 12
 """Memory per id (row, sample and gain) if a lookup of wide rows reads a whole partition
@@ -59,9 +61,9 @@ class Limits:
 
     Attributes:
       max_ids: ids that one core may send to one partition in a minibatch.
-      max_unique: distinct rows among them. XLA keeps buffers for this many rows, or
-        for `max_ids` if it sends a row for every id.
-      room: id positions on a device.
+      max_unique: distinct rows among these ids. XLA keeps buffers for this many rows,
+        or for `max_ids` rows if it sends a row for every id.
+      room: id positions in a device's buffers.
     """
 
     max_ids: int
@@ -74,7 +76,7 @@ class OperationSizes(NamedTuple):
 
     Attributes:
       num_samples: samples on this device, a multiple of `8 * cores`.
-      axes: mesh axes that shard the table; on TPUs, all axes in the program.
+      axes: mesh axes that shard the table. On TPUs, these are all axes in the program.
     """
 
     num_samples: int
@@ -94,12 +96,13 @@ def choose_limits(
     sends_rows_once: bool = True,
     max_ids: int | None = None,
 ) -> Limits:
-    """Chooses limits that hold the skew in most batches.
+    """Chooses limits with enough room for the skew in most batches.
 
-    `num_ids` is the maximum for one core, and `device_ids` for one device, without
-    padding. `num_samples` are on one core. `num_partitions` counts the cores of all
-    devices that share the table. `memory_bytes`, the memory of a vector subcore, also
-    bounds a `max_ids` set by the user.
+    `num_ids` and `device_ids` are the maximum numbers of ids on one core and on one
+    device, without padding. `num_samples` counts the samples on one core.
+    `num_partitions` counts the cores of all devices that share the table.
+    `memory_bytes`, the memory of a vector subcore, also bounds a `max_ids` set by the
+    user.
 
     Example:
       >>> choose_limits(
@@ -110,22 +113,23 @@ def choose_limits(
     mean = num_ids / num_partitions
     count = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
     # These bounds follow compiler error E3001, "No viable logical replica count", which
-    # counts 36 bytes per distinct row and 12 per id. They are up to 14 % below what
-    # libtpu 0.0.50 compiles, at widths from 8 to 1,024.
+    # counts 36 bytes per distinct row and 12 per id. The bounds are up to 14 % below
+    # the largest limits that libtpu 0.0.50 compiles, at widths from 8 to 1,024.
     memory = memory_bytes - _RESERVED_BYTES - _BYTES_PER_PARTITION * num_partitions
     if max_ids is not None:
         count = max_ids
     else:
-        # One more id per sample, so that every sample may look up the same row. If XLA
-        # keeps buffers for every id, the two limits stay in proportion instead.
+        # Adds one id per sample, so that every sample may look up the same row. If XLA
+        # keeps buffers for every id, `max_ids` is `_SKEW` times `count` instead.
         max_ids = num_samples + count if sends_rows_once else _SKEW * count
     most_ids = (memory_bytes - _RESERVED_BYTES) // _MIN_BYTES_PER_ID
     max_ids = min(num_ids, max_ids, most_ids)
     max_unique = (memory - max_ids // _IDS_PER_BYTE) // _BYTES_PER_UNIQUE
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
-    # Each group of a minibatch ends with up to 7 unused positions.
+    # Each group in a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
-    # Half of these on average, so `4 * unused` is room for 8 more minibatches.
+    # Half of these positions on average, so `4 * unused` is room for 8 more
+    # minibatches.
     spare = max(
         device_ids // 8,
         min(4 * unused, device_ids),

@@ -1,7 +1,8 @@
-"""XLA's SparseCore operations, which look up and update embedding rows. Per shard.
+"""XLA's SparseCore operations, which look up and update embedding rows.
 
-On a TPU, each is one custom call that exchanges ids and rows between all SparseCores in
-the program. Elsewhere, `reference` computes the same in plain JAX.
+Each operation runs per shard. On a TPU, it is one custom call that exchanges ids and
+rows between all SparseCores in the program. Elsewhere, `reference` computes the same
+results in plain JAX.
 """
 
 import functools
@@ -31,7 +32,7 @@ from tpu_embedding.xla import as_variables
 def unavailable_reason(
     hardware: HardwareInfo, num_devices: int, num_slices: int = 1
 ) -> str | None:
-    """Explains why the operations can't run on these devices; None if they can.
+    """Explains why the operations can't run on these devices, or returns None.
 
     Example:
       >>> from tpu_embedding.hardware import hardware_by_name
@@ -64,15 +65,15 @@ def lookup(
     table: Float[Array, "rows width"],
     sizes: OperationSizes,
 ) -> Float[Array, "num_samples width"]:
-    """Sums gain-weighted rows into samples. Per shard; exchanges.
+    """Sums gain-weighted rows from all devices into the samples on this device.
 
     `ids` must fit on every device. `table` has the rows on this device, core by core.
     Samples without ids are zero.
     """
 
     def on_tpu(ids: PartitionedIds, table: Array) -> Array:
-        # XLA:TPU adds a row and a column in half the cycles of a constant's broadcast,
-        # unless it sees that they are constants.
+        # On XLA:TPU, adding a row and a column takes half the cycles of broadcasting a
+        # constant, unless it sees that they are constants.
         shapes = ((1, table.shape[1]), (sizes.num_samples, 1))
         row, column = as_variables([jnp.zeros(x, jnp.float32) for x in shapes])
         zeros = row + column
@@ -95,9 +96,9 @@ def update(
     rule: RowRule,
     sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
-    """Applies a rule once to each row that was looked up. Per shard; exchanges.
+    """Applies a rule once to each row on this device that was looked up.
 
-    The gradient of a row is the gain-weighted sum of `gradients` over its samples on
+    A row's gradient is the gain-weighted sum of `gradients` over the row's samples on
     all devices. Other rows stay bitwise unchanged. `arrays` are the table and its slot
     variables, in state order. `hyperparameters` come from `rule.values`.
     """

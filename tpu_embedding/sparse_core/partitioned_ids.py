@@ -3,7 +3,8 @@
 Each SparseCore owns the rows in one *partition*, and looks up rows for its share of the
 samples on the device. A *group* holds the ids that one core requests from one
 partition. If a group exceeds the limits, all groups are cut into *minibatches* at the
-same rows, so each row is in one minibatch, and its gradients are summed in one order.
+same rows. Each row is then in only one minibatch, and its gradients are summed in one
+order.
 """
 
 import dataclasses
@@ -26,22 +27,23 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, running_sum
 
 MIN_POINTERS: Final = 8
-"""Minimum pointers per core and minibatch, even with fewer partitions."""
+"""Minimum number of pointers per core and minibatch, even with fewer partitions."""
 
 _WORD: Final = 2**32
-"""Number of values of one sort key."""
+"""Number of values of a sort key."""
 
 _LAST_WORD: Final = np.uint32(_WORD - 1)
 
 _MIN_IDS_ON_SPARSE_CORES: Final = 2**14
-"""Minimum ids to sort on SparseCores. Smaller sorts compile fast on the TensorCore, and
-libtpu aborts when it compiles a sort of 512 ids for tpu7x's SparseCores."""
+"""Minimum number of ids to sort on SparseCores. Smaller sorts compile fast on the
+TensorCore, and libtpu aborts when it compiles a sort of 512 ids for tpu7x's
+SparseCores."""
 
 _SORTED_TILE: Final = 4096
 """Sorts on SparseCores are padded to a multiple of this many ids."""
 
 _BLOCK: Final = 128
-"""Sorted ids per block: the lanes of a TPU vector register."""
+"""Number of sorted ids per block, one for each lane of a TPU vector register."""
 
 SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
 """Maps positions of ids in the batch to their samples."""
@@ -50,18 +52,19 @@ SampleAt = Callable[[Int[Array, " n"]], Int[Array, " n"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionedIds:
-    """The ids on one device, as the SparseCore operations read them. Per shard.
+    """The ids on one device, as the SparseCore operations read them.
 
     Positions are ordered by core, minibatch, partition, row and sample. Each group
-    starts at a multiple of 8. Unused positions hold `PADDING_ROW_ID`, and NaN as gain.
+    starts at a multiple of 8. Unused positions hold `PADDING_ROW_ID`, or NaN in
+    `gains`.
 
     Attributes:
-      pointers: `[cores * 64 * max(8, partitions)]`, position after the last id of each
-        group, by core, minibatch and partition. Each core has `num_minibatches`
-        minibatches, without gaps between cores. Spare pointers hold the end of all
-        earlier positions, rounded up to a multiple of 8.
-      rows: row in the partition.
-      samples: sample in the core.
+      pointers: `[cores * 64 * max(8, partitions)]`, the position after each group's
+        last id, ordered by core, minibatch and partition. Each core has pointers for
+        `num_minibatches` minibatches, without gaps between cores. Spare pointers hold
+        the position after all earlier groups, rounded up to a multiple of 8.
+      rows: row of each id in its partition.
+      samples: sample of each id on its core.
       num_minibatches: `[1]`, from 1 to 64, the same on all devices.
     """
 
@@ -86,10 +89,10 @@ class PartitionedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCoreIds:
-    """Ids in SparseCore buffers, for lookup and update. Per shard.
+    """One device's ids in SparseCore buffers, for lookup and update.
 
     Attributes:
-      fits: `[1]`, whether the buffers hold the ids on all devices.
+      fits: `[1]`, whether the ids on all devices fit in the buffers.
       are_joined: whether several lookups share one summed gradient.
     """
 
@@ -111,28 +114,31 @@ def partition_ids(
     devices: int,
     may_repeat: bool = True,
 ) -> tuple[PartitionedIds, Bool[Array, ""]]:
-    """Sorts ids into the buffers that the operations read. Per shard; reduces.
+    """Sorts one device's ids into the buffers that the operations read.
+
+    A reduction over all devices makes them cut the same minibatches.
 
     Args:
-      partitions: `device * cores + core`. Any other number marks padding.
-      rows: row in the partition.
+      partitions: `device * cores + core` of each id's owner. Numbers out of range mark
+        padding.
+      rows: row of each id in its partition.
       sample_at: maps positions to samples on this device. Sample `s` belongs to core
         `s // (num_samples // cores)`. Ids with equal core and row must be in sample
         order.
-      gains: None means 1 for all ids.
+      gains: gain of each id. None means 1 for all ids.
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and whether they hold the ids on all devices. They are empty if a row
-      has more than `max_ids` ids in a group, if 64 minibatches or the room can't hold
-      all ids, or if a gain isn't finite.
+      The buffers, and whether the ids on all devices fit in them. Otherwise, the
+      buffers are empty. Ids don't fit if a row has more than `max_ids` ids in a group,
+      if 64 minibatches or the room can't hold them, or if a gain isn't finite.
     """
     num_ids, cores, limits = partitions.shape[0], sizes.cores, sizes.limits
     num_partitions = cores * devices
     num_groups, samples_per_core = cores * num_partitions, sizes.num_samples // cores
     is_used = (partitions >= 0) & (partitions < num_partitions)
     core = sample_at(jnp.arange(num_ids, dtype=jnp.int32)) // samples_per_core
-    # Padding becomes a group of its own, the last one.
+    # Padding becomes a separate last group.
     group = jnp.where(is_used, core * num_partitions + partitions, num_groups)
     row = jnp.where(is_used, rows, 0)
     group, row, order = _sort_by_row(group, row, num_groups, rows_per_partition)
@@ -144,14 +150,14 @@ def partition_ids(
     is_counted = group < num_groups
     if may_repeat:
         # As in TensorFlow and jax-tpu-embedding, ids with equal row and sample become
-        # one id with the summed gain.
+        # one id with the sum of their gains.
         is_new_id = is_new_row | _differs(sample) | ~is_counted
         ids_before = _count_before(is_new_id)
         is_counted &= is_new_id
         gain = _sum_repeats(is_new_id, gain)
     is_finite = True
     if gain is not None:
-        # The operations can't take NaN as a gain: it marks unused positions.
+        # The operations can't take NaN as a gain, because NaN marks unused positions.
         is_finite = jnp.all(jnp.isfinite(gain) | ~is_counted)
     ids = _SortedIds(
         bounds=_bounds_of_groups(group, num_groups),
@@ -169,8 +175,8 @@ def partition_ids(
     arrays = [row, sample] if gain is None else [row, sample, gain]
     if may_repeat:
         positions = jnp.arange(num_ids, dtype=jnp.uint32)
-        # Moves repeats past the end. One sort per array, because SparseCores sort two
-        # operands at a time.
+        # Moves repeats past the end, with one sort per array, because SparseCores sort
+        # two operands at a time.
         keys = jnp.where(is_new_id, positions, _LAST_WORD)
         arrays = [sort_words(keys, values)[1] for values in arrays]
     taken = -(-cut.counts // ALIGNMENT) * ALIGNMENT
@@ -194,9 +200,9 @@ class _SortedIds(NamedTuple):
     """Ids sorted by group, row and sample, followed by padding.
 
     Attributes:
-      bounds: start of each group, then of the padding.
-      rows_before: distinct rows before each position, then in total.
-      ids_before: the same for ids without repeats.
+      bounds: start of each group, then start of the padding.
+      rows_before: number of distinct rows before each position, then their total.
+      ids_before: number of ids without repeats before each position, then their total.
     """
 
     bounds: Int[Array, " groups_and_1"]
@@ -210,7 +216,7 @@ class _CutState(NamedTuple):
 
     Attributes:
       next_row: first row of the next minibatch.
-      begin: position of its first sorted id, by group.
+      begin: position of the next minibatch's first sorted id, by group.
       positions: buffer positions in use.
     """
 
@@ -224,11 +230,11 @@ class _CutState(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How groups are cut into minibatches.
+    """The parts into which minibatches cut each group.
 
     Attributes:
-      first: how many sorted ids, without repeats, come before each part of a group.
-      counts: ids in the part.
+      first: number of sorted ids, without repeats, before each part.
+      counts: number of ids in each part.
       is_complete: whether all ids on all devices are in minibatches.
     """
 
@@ -259,13 +265,13 @@ def _sort_by_row(
 def sort_words(
     words: UInt32[Array, " ids"], values: Shaped[Array, " ids"] | None = None
 ) -> tuple[UInt32[Array, " ids"], Shaped[Array, " ids"]]:
-    """Sorts words with their values, or stably with their positions by default.
+    """Sorts words together with values, or by default with their positions.
 
-    If values are given, equal words may come in any order.
+    The default sort is stable. With values, equal words may come in any order.
     """
 
     def sort(words: Array, values: Array | None = None) -> tuple[Array, Array]:
-        # SparseCores sort stably only if one operand is the positions.
+        # SparseCores sort stably only if one operand holds the positions.
         positions = jnp.arange(words.shape[0], dtype=jnp.int32)
         operands = (words, positions if values is None else values)
         words, values = jax.lax.sort(operands, num_keys=1, is_stable=values is None)
@@ -280,7 +286,8 @@ def sort_words(
     operands[1:] = [jnp.pad(x, padding) for x in operands[1:]]
     on_tpu: Any = sort
     if jax.__version_info__ >= (0, 12):
-        # 82,000 ids: compiled in 1.5 s for SparseCores, and in 12 s for the TensorCore.
+        # A sort of 82,000 ids compiles in 1.5 s for SparseCores, and in 12 s for the
+        # TensorCore.
         where = {"out_memory_spaces": jax.memory.Space.Device}
         on_tpu = compute_on(sort, compute_type="tpu_sparsecore", **where)
     words, values = jax.lax.platform_dependent(
@@ -292,7 +299,7 @@ def sort_words(
 def _sum_repeats(
     is_new_id: Bool[Array, " ids"], gain: Float[Array, " ids"] | None
 ) -> Float[Array, " ids"]:
-    """Adds the gains of repeats to the first occurrence of an id.
+    """Adds the gains of an id's repeats to its first occurrence.
 
     `is_new_id` is False for an id that repeats the previous one.
     """
@@ -302,8 +309,8 @@ def _sum_repeats(
         doubled = jnp.concatenate([values, jnp.zeros_like(values)])
         return jax.lax.dynamic_slice(doubled, (distance,), (num_ids,))
 
-    # Each iteration doubles the summed range, until the most frequent id is done.
-    # Batches without repeats skip the loop.
+    # Each iteration doubles how many repeats a sum covers, until it covers the most
+    # frequent id. Batches without repeats skip the loop.
     def has_more(state: tuple[Array, Array]) -> Array:
         return jnp.any(shifted(number, state[0]) == number)
 
@@ -320,8 +327,8 @@ def _sum_repeats(
 def _bounds_of_groups(
     group: Int[Array, " ids"], num_groups: int
 ) -> Int[Array, " groups_and_1"]:
-    # Compares with the last id in each block, then within one block. A binary search
-    # would gather numbers one by one, which is slow on TPUs.
+    # Compares group numbers with the last id in each block, then with all ids in one
+    # block. A binary search would gather numbers one by one, which is slow on TPUs.
     numbers = jnp.arange(num_groups + 1, dtype=jnp.int32)[:, None]
     padding = (0, _BLOCK - group.size % _BLOCK)
     blocks = jnp.pad(group, padding, constant_values=num_groups + 1)
@@ -334,9 +341,10 @@ def _bounds_of_groups(
 def _cut_for_all_devices(
     ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
-    """Cuts like `_cut_into_minibatches`, without collectives in its loop."""
-    # XLA:CPU may deadlock if a collective in a loop runs at the same time as another,
-    # such as another stack's. So each device cuts the ids of all devices.
+    """Cuts like `_cut_into_minibatches`, but without collectives in the loop."""
+    # XLA:CPU may deadlock if a collective in a loop runs at the same time as a
+    # collective elsewhere, such as in another stack. So each device cuts the ids of all
+    # devices.
     gathered = jax.lax.all_gather((ids, is_finite), sizes.axes)
     of_all = {"num_rows": num_rows, "sizes": sizes._replace(axes=("devices",))}
     cut_all = functools.partial(_cut_into_minibatches, **of_all)
@@ -347,12 +355,12 @@ def _cut_for_all_devices(
 def _cut_into_minibatches(
     ids: _SortedIds, is_finite: Bool[Array, ""], *, num_rows: int, sizes: OperationSizes
 ) -> _Cut:
-    """Cuts all groups into minibatches. Per shard; reduces.
+    """Cuts all groups into minibatches, at the same rows on all devices.
 
-    `is_finite` is about the gains on this device.
+    `is_finite` tells whether all gains on this device are finite.
     """
-    # Each minibatch takes as many rows as all groups on all devices have room for, so
-    # the fullest group decides. One minibatch is usually enough.
+    # Each minibatch takes rows until any group on any device is full. One minibatch is
+    # usually enough.
     ends, num_groups = ids.bounds[1:], ids.bounds.shape[0] - 1
     cores, limits = sizes.cores, sizes.limits
 
@@ -383,7 +391,7 @@ def _cut_into_minibatches(
         low = jnp.where(next_row < num_rows, begin, ends)
         end = _first_index(lambda i: ids.row[i] >= next_row, low, ends)
         counts = ids.ids_before[end] - ids_before
-        # Not even one more row fits, or some device asked to stop.
+        # Not even one more row fits, or a device asked to stop.
         is_stuck = next_row <= state.next_row
         taken = -(-counts // ALIGNMENT) * ALIGNMENT
 
@@ -420,7 +428,7 @@ def _first_index(
     low: Int[Array, " n"],
     high: Int[Array, " n"],
 ) -> Int[Array, " n"]:
-    """Finds the first index from `low` where a monotonic condition holds, or `high`."""
+    """Finds the first index from `low` that meets a monotonic condition, or `high`."""
 
     def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state
@@ -438,15 +446,15 @@ def _sources(
     room: int,
 ) -> tuple[Int[Array, " lines"], Int[Array, " lines"]]:
     """Finds the first id in each line of 8 positions, and where its group ends."""
-    # A line belongs to one group, where an id's number minus its position is constant.
-    # So a running sum over the steps between groups replaces a gather. The end is found
-    # in the same way.
+    # Each line belongs to one group, in which an id's number minus its position is
+    # constant. Each group's first line adds the change in this constant, so a running
+    # sum over lines replaces a gather. The ends are found in the same way.
     num_minibatches, num_lines = cut.num_minibatches, room // ALIGNMENT
     values = jnp.stack([cut.first - start, end])
     last = jax.lax.dynamic_index_in_dim(values, num_minibatches - 1, axis=2)
     is_used = jnp.arange(MAX_MINIBATCHES)[:, None] < num_minibatches
     values = jnp.where(is_used, values, last[..., -1:])
-    # The second half continues the running sum of the first.
+    # The ends are the second half, which continues the first half's running sum.
     steps = jnp.diff(values.reshape(-1), prepend=0).reshape(values.shape)
     lines = jnp.stack([start, start + room]) // ALIGNMENT
 
@@ -457,7 +465,8 @@ def _sources(
         )
         return total.at[line].add(step, indices_are_sorted=True, mode="drop")
 
-    # Most batches have few minibatches, so a loop beats one scatter for all 64.
+    # Most batches have few minibatches, so a loop over them is faster than one scatter
+    # for all 64.
     total = jnp.zeros((2 * num_lines,), jnp.int32)
     total = jax.lax.fori_loop(0, num_minibatches, add_steps, total)
     difference, until = running_sum(total).reshape(2, num_lines)
@@ -471,11 +480,11 @@ def _copy_lines(
 ) -> list[Shaped[Array, " positions"]]:
     """Copies unaligned lines of 8 four-byte numbers, and concatenates them.
 
-    Lines start at `source`. Positions from `used_until` get `PADDING_ROW_ID`, or NaN in
-    float32 arrays.
+    Each line starts at its `source`. From its `used_until` on, positions get
+    `PADDING_ROW_ID`, or NaN in float32 arrays.
     """
     # TPUs gather single numbers slowly. One gather for all arrays fetches the two
-    # aligned lines around each line, and shifts move the line to the front.
+    # aligned lines that contain each line. Shifts then move the line to the front.
     padding = ALIGNMENT - arrays[0].size % ALIGNMENT + ALIGNMENT
     lines = jnp.concatenate(
         [
@@ -486,7 +495,7 @@ def _copy_lines(
         ],
         axis=1,
     )
-    # Keeps the padding out of the gather's fusion, where libtpu aborts on tpu7x.
+    # Keeps XLA from fusing the padding into the gather, where libtpu aborts for tpu7x.
     table = computed_apart(jnp.concatenate([lines[:-1], lines[1:]], axis=1))
     found = computed_apart(table.at[source // ALIGNMENT].get(mode="clip").T)
     windows = found.reshape(2, len(arrays), ALIGNMENT, -1)
@@ -516,7 +525,8 @@ def _pointers(
     size = by_core.shape[2]
     pointers = jnp.full((by_core.size,), aligned_ends[-1, -1, -1])
     for core in range(cores):
-        # The next core overwrites what is written after this core's last minibatch.
+        # Pointers after this core's last minibatch are unused. The next core overwrites
+        # them.
         at = core * num_minibatches * size
         pointers = jax.lax.dynamic_update_slice(
             pointers, by_core[core].reshape(-1), (at,)

@@ -1,7 +1,7 @@
 """The SparseCore operations in plain JAX, for devices without SparseCores.
 
-If a SparseCore's result would be undefined, all results are NaN, so tests on CPUs catch
-ids beyond a limit and malformed buffers.
+If a SparseCore's result would be undefined, all results are NaN. Tests on CPUs
+therefore catch malformed buffers, and ids that exceed a limit.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from tpu_embedding.xla import read_before_write, run_if
 def lookup(
     ids: PartitionedIds, table: Float[Array, "rows width"], sizes: OperationSizes
 ) -> Float[Array, "num_samples width"]:
-    """Emulates `operations.lookup`: owners add rows to samples on all devices."""
+    """Emulates `operations.lookup`. Owners add rows to the samples on all devices."""
     num_rows, width = table.shape
     asked = _asked_rows(ids, num_rows, sizes)
-    # Requests to other devices are past the end, and read zeros.
+    # For requests to other devices, the row number is past the end, which reads zeros.
     rows = table.at[asked.rows].get(mode="fill", fill_value=0)
     rows = asked.gains[:, None] * rows
     num_devices = asked.rows.size // ids.rows.size
@@ -46,14 +46,14 @@ def update(
     rule: RowRule,
     sizes: OperationSizes,
 ) -> tuple[Float[Array, "rows width"], ...]:
-    """Emulates `operations.update`: owners sum gradients by row."""
+    """Emulates `operations.update`. Owners sum gradients by row."""
     num_rows, width = arrays[0].shape
     asked = _asked_rows(ids, num_rows, sizes)
     gradients = jnp.where(asked.is_defined, gradients, jnp.nan)
     gradients = jax.lax.all_gather(gradients, sizes.axes, tiled=True)
     gradients = asked.gains[:, None] * gradients[asked.samples]
 
-    # One gradient per row, because the operation applies the rule once to each.
+    # One gradient per row, because the operation applies the rule once to each row.
     rows, order = jax.lax.sort((asked.rows, jnp.arange(asked.rows.size)), num_keys=1)
     is_new = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
     rank = jnp.cumsum(is_new) - 1
@@ -61,14 +61,14 @@ def update(
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[rank].set(rows)
 
     old = [x.at[unique].get(mode="fill", fill_value=0) for x in arrays]
-    # Otherwise XLA may write first, and copy the arrays to keep old rows.
+    # If writes could come first, XLA might copy the arrays to preserve the old rows.
     old, arrays = read_before_write((old, tuple(arrays)))
     new = rule.rows(sums, *old, *hyperparameters)
     results = tuple(
         array.at[unique].set(values, mode="drop")
         for array, values in zip(arrays, new, strict=True)
     )
-    # In place, while `jax.lax.cond` would copy whole tables.
+    # `run_if` works in place, but `jax.lax.cond` would copy whole tables.
     return run_if(
         ~asked.is_defined,
         lambda results: tuple(jnp.full_like(x, jnp.nan) for x in results),
@@ -80,8 +80,9 @@ class _AskedRows(NamedTuple):
     """The rows that all devices request from this device.
 
     Attributes:
-      rows: unused positions, and requests to other devices, hold the row count.
-      samples: numbered over all devices.
+      rows: local rows. Unused positions and requests to other devices hold the row
+        count.
+      samples: sample numbers, counted over all devices.
       gains: 0 in unused positions.
       is_defined: False if a SparseCore's result would be undefined on any device.
     """
@@ -102,7 +103,8 @@ def _asked_rows(
     first_sample = core * (sizes.num_samples // cores)
     samples = jnp.where(is_used, first_sample + ids.samples, 0)
     is_defined = _is_defined(ids, partitions, samples, rows_per_core, sizes)
-    # Makes the collectives below wait for earlier ones; XLA:CPU may deadlock otherwise.
+    # Makes the collectives below wait for the earlier ones. Otherwise, XLA:CPU may
+    # deadlock.
     is_used &= is_defined
     partitions = jnp.where(is_defined, partitions, PADDING_ROW_ID)
     samples = jnp.where(is_defined, samples, 0)
@@ -122,7 +124,7 @@ def _asked_rows(
 def _groups_of_positions(
     ids: PartitionedIds, sizes: OperationSizes
 ) -> tuple[Int[Array, " positions"], Int[Array, " positions"]]:
-    """Finds the core and the partition for each position, or padding."""
+    """Finds each position's core and partition. Unused positions get padding."""
     cores, room = sizes.cores, ids.rows.size
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
     size = max(MIN_POINTERS, num_partitions)
@@ -143,7 +145,7 @@ def _is_defined(
     rows_per_core: int,
     sizes: OperationSizes,
 ) -> Bool[Array, ""]:
-    """Tells every device if results are defined on all devices."""
+    """Tells every device whether results are defined on all devices."""
     # Buffers are well formed if partitioning their ids again gives the same buffers.
     again, fits = partition_ids(
         partitions,

@@ -1,8 +1,8 @@
 """Turns an optimizer rule into per-step values and SparseCore arithmetic.
 
-SparseCores apply a rule to each row as soon as its gradient is summed. Arithmetic on
-rows must therefore be elementwise, and this module evaluates it on scalars. Before
-that, `split_rule` separates the values that are computed once per step.
+First, `split_rule` separates the values that are computed once per step. SparseCores
+apply the remaining arithmetic to each row as soon as its gradient is summed. This
+arithmetic must therefore be elementwise, and this module evaluates it on scalars.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ _ELEMENTWISE: Final = frozenset(
 )
 """Elementwise operations that libtpu compiles for SparseCores.
 
-It rejects `erf`, `lgamma`, `is_finite` and conversions of float16."""
+libtpu rejects `erf`, `lgamma`, `is_finite` and conversions of float16."""
 
 _SAME_ELEMENTS: Final = frozenset(
     "broadcast_in_dim copy expand_dims optimization_barrier reshape squeeze".split()
 )
-"""Operations that change no element if the number of elements stays the same."""
+"""Operations that leave all elements unchanged if their number stays the same."""
 
 _DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
-"""Supported dtypes of the arithmetic on rows."""
+"""Dtypes that SparseCores support in arithmetic on rows."""
 
 
 class _NotElementwiseError(Exception):
@@ -54,13 +54,13 @@ class RowRule:
     """An elementwise rule, split into per-step values and arithmetic on rows.
 
     Attributes:
-      num_hyperparameters: per-step values that rows need, at least 1.
+      num_hyperparameters: number of per-step values that `rows` takes, at least 1.
       values: maps the state leaves that all rows share, in state order, to float32
         hyperparameters and the new leaves.
       rows: maps gradients, rows and slot variables `[n, width]`, then hyperparameters,
         to new rows and slot variables.
-      stablehlo: `rows` as text. Every argument is `[1, width]`, hyperparameters
-        included.
+      stablehlo: `rows` as text. Every argument, including hyperparameters, is
+        `[1, width]`.
     """
 
     num_slots: int
@@ -74,7 +74,7 @@ class RowRule:
 def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
     """Builds the rule for SparseCores, or explains why they can't run it.
 
-    Stored rows have `width` columns, at least `dim`. Columns past `dim` don't change.
+    Stored rows have `width >= dim` columns. Columns past `dim` don't change.
 
     Example:
       >>> import optax
@@ -87,7 +87,7 @@ def row_rule(optimizer: RowOptimizer, dim: int, width: int) -> RowRule | str:
     """
     try:
         _check_declared(optimizer, dim)
-        # `update` calls this while a step is traced, under the mesh of the step.
+        # `on_its_own`, because `update` calls this while a step is traced under a mesh.
         with on_its_own():
             return _elementwise_rule(optimizer, dim, width)
     except _NotElementwiseError as error:
@@ -139,7 +139,7 @@ def _check_rows(closed: ClosedJaxpr, num_slots: int, num_hyperparameters: int) -
     """Rejects arithmetic on rows that needs several elements of an operand."""
     jaxpr = closed.jaxpr
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    # The third input tells whether a row was touched: always True in the operation.
+    # The third input tells whether a row was touched, which is always True here.
     by_row = [True, True, False, *[True] * num_slots, *[False] * num_hyperparameters]
     depends = dependent_values(jaxpr, by_row)
     for equation in jaxpr.eqns:
@@ -210,7 +210,7 @@ def _compute_rows(
         )
         return tuple(jnp.asarray(x) for x in (row + update, *new_slots))
 
-    # By two `vmap`s over scalars, so that nothing can mix elements.
+    # Two `vmap`s apply the rule to scalars, so that nothing can mix elements.
     axes = tuple(0 if x.ndim else None for x in arguments)
     new = jax.vmap(jax.vmap(new_elements, axes), axes)(*arguments)
     if new[0].shape[1] == dim:

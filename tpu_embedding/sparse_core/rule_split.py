@@ -1,6 +1,6 @@
-"""Splits an optimizer rule into scalars per step and arithmetic on rows.
+"""Splits an optimizer rule into per-step scalars and arithmetic on rows.
 
-SparseCores run only the arithmetic:
+SparseCores run only the second call:
 
     hyperparameters, new_scalars = split.values(scalars)
     updates, *new_slots = evaluate(
@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.probe import ProbedRule
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRule:
-    """A rule traced for some rows, in two halves without calls.
+    """A traced rule in two halves, whose function calls are inlined.
 
     Attributes:
       value_jaxpr: maps scalars that all rows share to hyperparameters and new scalars.
@@ -39,14 +39,14 @@ class SplitRule:
     num_hyperparameters: int
 
     def values(self, scalars: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Computes the hyperparameters for a step, and the scalars after it."""
+        """Computes the hyperparameters for a step, and the scalars after the step."""
         results = evaluate(self.value_jaxpr, scalars)
         return results[: self.num_hyperparameters], results[self.num_hyperparameters :]
 
 
 def split_rule(probed: ProbedRule) -> SplitRule:
-    """Splits a rule without totals."""
-    # A function that the rule calls may compute both scalars and rows.
+    """Splits a rule that doesn't use totals."""
+    # Inlines calls, because one function may compute both scalars and rows.
     closed = _with_calls_inlined(probed.update)
     jaxpr = closed.jaxpr
     by_row = [True, True, True, *(slot is not None for slot in probed.leaves)]
@@ -59,8 +59,8 @@ def split_rule(probed: ProbedRule) -> SplitRule:
     def uses_rows(equation: JaxprEqn) -> bool:
         return any(are_among(equation.invars, depends))
 
-    # Only scalars are passed between the halves. Arrays such as a rate broadcast to all
-    # rows are computed with the rows.
+    # Only scalars are passed between the halves. Arrays, such as a rate that is
+    # broadcast to all rows, are computed with the rows.
     results = [x for equation in jaxpr.eqns for x in equation.outvars]
     crossing = [
         *scalars,
@@ -82,8 +82,8 @@ def split_rule(probed: ProbedRule) -> SplitRule:
         given={*scalars, *depends},
         keep=[x for x in jaxpr.eqns if x.effects and not uses_rows(x)],
     )
-    # A conditional may compute both scalars and arrays of rows. The first half drops
-    # the arrays, so their operands may be zeros.
+    # A conditional may compute both scalars and arrays of rows. The first half doesn't
+    # use the arrays, so operands that depend on rows may be zeros.
     value_equations = [
         equation.replace(
             invars=[
@@ -143,7 +143,7 @@ def _with_calls_inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _needed(
     jaxpr: Jaxpr, outputs: Iterable[Any], given: set[Var], keep: Sequence[JaxprEqn]
 ) -> list[JaxprEqn]:
-    """Selects equations that compute outputs from given values, or are to keep."""
+    """Selects the equations in `keep`, and those that lead from `given` to outputs."""
     equations: list[JaxprEqn] = []
     needed = _variables(outputs) - given
     for equation in reversed(jaxpr.eqns):

@@ -1,6 +1,6 @@
-"""Deals a stack's samples to SparseCores, and collects the results. Per shard.
+"""Deals one device's samples to its SparseCores, and collects the results.
 
-Each SparseCore gets an equal part of the samples in every feature, ordered by feature.
+Each SparseCore gets an equal part of every feature's samples, ordered by feature.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, value_of_range
 
 _SAMPLE_ALIGNMENT: Final = 8
-"""A SparseCore's samples are padded to a multiple of this."""
+"""A SparseCore's samples are padded to a multiple of this number."""
 
 _RAGGED_HEADROOM: Final = 2
 """Room for a ragged feature's ids, in multiples of the mean per SparseCore."""
@@ -49,9 +49,10 @@ def ids_by_core(
     max_ids: int | None,
     are_joined: bool,
 ) -> SparseCoreIds:
-    """Sorts ids by SparseCore, and checks the limits on all devices."""
+    """Sorts ids by SparseCore, and checks whether they fit on all devices."""
     layout, keys = stack.layout, _by_sample(keys, poolings)
-    # A key is owner, bank and row in the bank, and a bank is a SparseCore.
+    # A key combines the owner, the bank and the row in the bank. A bank is a
+    # SparseCore.
     owner, row = jnp.divmod(keys, stack.rows_per_shard)
     core, row = jnp.divmod(row, layout.rows_per_bank)
     partitions = jnp.where(keys == PADDING_ROW_ID, keys, owner * cores + core)
@@ -79,7 +80,7 @@ def ids_by_core(
         sizes,
         rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
-        # A sample with one id can't repeat a row, so a sort and a loop are left out.
+        # A sample with one id can't repeat a row, which saves a sort and a loop.
         may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes, are_joined=are_joined)
@@ -124,8 +125,8 @@ def by_core(
 def _max_ids_of_core(pooling: PoolingSpec, cores: int) -> int:
     if pooling.sample_ids is None:
         return -(-pooling.num_samples // cores) * pooling.valence
-    # Ragged ids may be spread unevenly over SparseCores. A batch that needs more room
-    # doesn't fit.
+    # Ragged ids may be spread unevenly over SparseCores. A batch that needs more than
+    # this room doesn't fit.
     return min(pooling.num_ids, _RAGGED_HEADROOM * -(-pooling.num_ids // cores))
 
 
@@ -137,7 +138,7 @@ def _samples_per_core(poolings: Sequence[PoolingSpec], cores: int) -> int:
 def _by_sample(
     values: Shaped[Array, " ids"], poolings: Sequence[PoolingSpec]
 ) -> Shaped[Array, " ids"]:
-    """Makes the ids in a sample contiguous, as `partition_ids` expects them."""
+    """Makes the values of each sample contiguous, as `partition_ids` expects."""
     if all(x.sample_ids is not None or x.valence == 1 for x in poolings):
         return values
     by_feature = split_by_feature(values, [pooling.num_ids for pooling in poolings])
@@ -163,12 +164,14 @@ def _sample_at(poolings: Sequence[PoolingSpec], cores: int) -> SampleAt:
     per_core = _samples_per_core(poolings, cores)
 
     def by_feature(positions: Array, values: Sequence[int]) -> Array | int:
-        # Features often agree, for example in valence: a constant costs nothing per id.
+        # Features often have equal values, for example the same valence. A constant
+        # then costs nothing per id.
         is_same = len(set(values)) == 1
         return values[0] if is_same else value_of_range(positions, first_id, values)
 
     def sample_at(positions: Array) -> Array:
-        # Arithmetic instead of a table: TPUs gather single numbers slowly.
+        # Arithmetic instead of a lookup table, because TPUs gather single numbers
+        # slowly.
         of_feature = positions - by_feature(positions, first_id)
         of_feature = of_feature // by_feature(
             positions, [pooling.valence for pooling in poolings]
