@@ -1,5 +1,6 @@
-"""The command `tpu-embedding`: what a program needs and a library does not.
+"""The command `tpu-embedding`, and the tools that it runs.
 
-The library imports nothing from here. `cli` has the commands, `train` the training
-loop, and `data` the file readers; `compile_report` and `doctor` serve one command each.
+The library imports nothing from here. `cli` has the commands, `train` has the training
+loop, and `data` has the file readers. `compile_report` and `doctor` each serve one
+command.
 """

@@ -1,7 +1,8 @@
-"""The command `tpu-embedding`. `command` parses it, and `arguments` is shared.
+"""The command `tpu-embedding`.
 
-The other modules have the subcommands. Docstrings of command classes and their fields
-are the `--help` texts.
+`command` parses the command line, `arguments` has the options that subcommands share,
+and the other modules have the subcommands. The `--help` texts are the docstrings of
+command classes and their fields.
 """
 
 from collections.abc import Sequence as _Sequence

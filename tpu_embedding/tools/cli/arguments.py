@@ -34,7 +34,8 @@ class ConfigCommand:
 def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
     """Makes a mesh of `count` CPU devices, divided equally among the processes."""
     emulate_devices(count // num_processes)
-    # Fewer than `count` if JAX had already started, for example in a notebook.
+    # JAX has fewer than `count` devices if it had already started, for example in a
+    # notebook.
     devices = jax.devices("cpu")
     if count % num_processes or not 1 <= count <= len(devices):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Parses the command line with tyro, runs a command, and prints errors on one line.
 
-Exit status 1 means that a run failed or a program doesn't fit, 2 that the command, the
-config or the data are wrong, and 75 that a signal stopped a run.
+Exit status 1 means that a run failed or a program doesn't fit. Status 2 means that the
+command, the config or the data are wrong. Status 75 means that a signal stopped a run.
 """
 
 import os
@@ -66,20 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments`, by default from `sys.argv`."""
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # Not with tyro, which would also require a command.
+    # Not parsed with tyro, which would also require a subcommand.
     if arguments == ["--version"]:
         print(f"tpu-embedding {tpu_embedding.__version__}")
         return 0
     status = _run(parse(arguments))
     if is_program and status in (FAILED, WRONG):
-        # At exit, Orbax would wait for the disk, and JAX for the other processes.
+        # At a normal exit, Orbax would wait for the disk, and JAX would wait for other
+        # processes.
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Parses a command, or exits with a text for `--help` and wrong arguments."""
+    """Parses a command. Prints a text and exits for `--help` or wrong arguments."""
     return tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="tpu-embedding",
@@ -97,7 +98,7 @@ def _run(command: Any) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(f"BrokenPipeError: {error}", FAILED)
-        # Otherwise, Python would write the rest at exit, and print an error.
+        # Otherwise, Python would write buffered output at exit, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_OUTPUT
     except Exception as error:
@@ -115,7 +116,7 @@ def _output_is_closed() -> bool:
         descriptor = sys.stdout.fileno()
     except OSError:  # Not a file, as in a notebook.
         return False
-    # A closed pipe has an error condition, which `poll` reports without being asked.
+    # A closed pipe has an error condition, which `poll` always reports.
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

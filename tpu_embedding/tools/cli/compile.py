@@ -29,7 +29,7 @@ class Compile(ConfigCommand):
 
     def run(self) -> int:
         config = self.origin().load()
-        # The program is for another machine, so this one's devices stay untouched.
+        # The program is for another machine, so this machine's devices stay untouched.
         jax.config.update("jax_platforms", "cpu")
         try:
             mesh = topology_mesh(self.topology, num_slices=self.slices)

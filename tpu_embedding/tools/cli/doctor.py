@@ -13,27 +13,28 @@ from tpu_embedding.tools.doctor.examine import examine, parse_expectation
 class Doctor:
     """Checks this machine: versions, variables, devices, memory and training.
 
-    Trains as in production, and compares every row with NumPy: with XLA gathers and
-    scatters, and with SparseCores or, on other platforms, the same operations in plain
-    JAX. This takes a few minutes. On a slice with several hosts, start it on all of
-    them at the same time. The exit status is 1 if a check failed.
+    Trains as in production, and compares every row with NumPy. Trains first with XLA
+    gathers and scatters, and then with SparseCores. On platforms without SparseCores,
+    plain JAX replaces their operations. The checks take a few minutes. On a slice with
+    several hosts, start the command on all hosts at the same time. The exit status is 1
+    if a check failed.
     """
 
     expect: str | None = None
     """Expected devices, such as 8, v5e:8 or v5p:2x2x2."""
 
     seconds: float = 300.0
-    """Time limit in seconds of each child process that uses the devices."""
+    """Time limit, in seconds, for each child process that uses the devices."""
 
     timings: bool = False
-    """Also times the benchmark step of 26 tables with each backend."""
+    """Also times a benchmark step with 26 tables, once per backend."""
 
     output_dir: pathlib.Path | None = None
-    """Directory for doctor-HOST.json, with all findings and figures, and for profiles
-    of the timed steps."""
+    """Directory for doctor-HOST.json, which has all findings and figures.
+    Profiles of the timed steps are also saved there."""
 
     def run(self) -> int:
-        # A typo should not be found only after minutes of checks.
+        # Finds a typo now, instead of after minutes of checks.
         try:
             if self.expect is not None:
                 parse_expectation(self.expect)
@@ -48,7 +49,7 @@ class Doctor:
             if finding.fix:
                 print(f"{'':8} -> {finding.fix}", flush=True)
             if self.output_dir is not None:
-                # A later check may hang, so the file is complete after each.
+                # The file is written after each check, because a later check may hang.
                 self.output_dir.mkdir(parents=True, exist_ok=True)
                 file = self.output_dir / f"doctor-{platform.node()}.json"
                 lines = [dataclasses.asdict(finding) for finding in findings]

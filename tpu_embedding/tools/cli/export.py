@@ -26,9 +26,9 @@ class Export:
     """Exports a run's model for serving, from its best or newest checkpoint.
 
     If the config of the run is in the package, you can leave out --config. Nothing in
-    the run directory is executed, and files outside of it are read only if --data-dir
-    names them. The tables are restored on the devices and streamed to the files. Slot
-    variables are not restored.
+    the run directory is executed. Files outside of the run directory are read only if
+    --data-dir names them. The tables are restored on the devices and streamed to the
+    export. Slot variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -38,28 +38,30 @@ class Export:
     """New directory for the export."""
 
     format: Literal["stablehlo", "savedmodel", "safetensors"] = "stablehlo"
-    """StableHLO program, TensorFlow SavedModel, or the tables alone."""
+    """Exports a StableHLO program, a TensorFlow SavedModel, or only the tables."""
 
     dtype: RowFormat = "float32"
-    """Type of the tables in the files."""
+    """Type of the tables in the export."""
 
     batch_size: int | None = None
-    """Samples per batch. Any number by default."""
+    """Samples per batch. By default, batches can have any size."""
 
     config: str | None = None
-    """Name or Python file of the config, if a script or Python file started the run."""
+    """Config name or Python file.
+    Required if a script started the run, or if the run's config is not in the package.
+    """
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Changes the config as in training: KEY=VALUE."""
+    """Changes the config with KEY=VALUE, as in training."""
 
     data_dir: str | None = None
-    """File or directory of the data, if the run read any."""
+    """File or directory with the data, if the run read files."""
 
     devices: int | None = None
     """Number of CPU devices to emulate, instead of using the machine's devices."""
 
     def run(self) -> int:
-        # All checks come before the tables, which can take long to restore.
+        # All checks come before the tables are restored, which can take long.
         output, run_dir = local_path(self.output), local_path(self.run_dir)
         check_new_directory(output)
         if self.format != "safetensors":
@@ -79,14 +81,14 @@ class Export:
         run_directory.check_vocabularies(data, run_dir)
         plan = run_steps.make_run_plan(config, data, mesh)
         graph, state = run_steps.abstract_model_state(config, data, plan)
-        # Without the optimizer, so slot variables don't take device memory.
+        # Restores only the model, so that slot variables don't take device memory.
         (model,) = nnx.merge(graph, restore(checkpoint, state, plan=plan))
         vocabularies = getattr(data, "vocabularies", {})
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
         else:
             batch = data.train_batch(0)
-            # The program's inputs are what the model itself reads.
+            # The program takes the inputs that the model reads, after `with_inputs`.
             with_inputs = getattr(config.model, "with_inputs", None)
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")

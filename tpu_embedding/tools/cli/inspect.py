@@ -29,15 +29,17 @@ from tpu_embedding.tools.train.run_directory import (
 class Inspect:
     """Lists a checkpoint's tables, or prints the row of one id or string.
 
-    Reads the files without devices or the model.
+    The command reads only files, and needs neither devices nor the model.
     """
 
     checkpoint: Annotated[pathlib.Path, tyro.conf.Positional]
-    """Directory of a checkpoint, or of a run to read its best or newest checkpoint."""
+    """Directory of a checkpoint or a run.
+    For a run, reads the best or newest checkpoint."""
 
     row: tuple[str, str] | None = None
-    """Prints a row and its slot variables, given a table and an id, such as user 17.
-    For a run with a vocabulary, give the string instead of the id."""
+    """Prints an id's row and its slot variables.
+    Pass a table and an id, such as user 17.
+    If the run has a vocabulary for the table, pass a string instead of the id."""
 
     def run(self) -> int:
         directory, run_dir = _find_checkpoint(local_path(self.checkpoint))
@@ -63,9 +65,9 @@ class Inspect:
 
 
 def _find_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
-    """Finds a checkpoint, and its run if it has one."""
-    # The path can be a run, its checkpoints directory, or a checkpoint. It is resolved,
-    # because a link to a run is allowed, unlike links inside it.
+    """Finds a checkpoint, and its run's directory if it belongs to a run."""
+    # The path can be a run, its checkpoints directory, or a checkpoint. A link to a run
+    # is allowed, so the path is resolved. Links inside a run are not allowed.
     checkpoint = path = path.resolve()
     if (path / CHECKPOINTS_DIR).is_dir():
         check_files(path)
@@ -90,7 +92,7 @@ def _format_tables(tables: Mapping[str, TableRecord]) -> str:
 
 
 def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
-    """Looks a string up in the vocabulary, or parses an integer without one."""
+    """Looks up a string in the vocabulary. Without a vocabulary, parses an integer."""
     if vocabulary is None:
         # `int` would also accept spaces and underscores.
         if not re.fullmatch("-?[0-9]{1,20}", text):
@@ -108,7 +110,7 @@ def _parse_id(text: str, name: str, vocabulary: Vocabulary | None) -> int:
 
 
 def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) -> int:
-    """Finds an id's row in the files; in a static table, it is the id itself."""
+    """Finds an id's row in the files. In a static table, the id is the row."""
     if table.dynamic is None:
         if not 0 <= id_ < table.vocabulary_size:
             raise UsageError(
@@ -116,7 +118,7 @@ def _find_row(directory: pathlib.Path, name: str, table: TableRecord, id_: int) 
                 f"{table.vocabulary_size - 1}, got {id_}."
             )
         return id_
-    # Ids are stored as uint64, and negative ones modulo 2**64.
+    # Ids are stored as uint64. Negative ids are stored modulo 2**64.
     ids = read_table(directory, name, slot=":ids")
     (rows,) = np.nonzero(ids == np.uint64(id_ % 2**64))
     if not rows.size:

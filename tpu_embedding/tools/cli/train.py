@@ -26,8 +26,8 @@ from tpu_embedding.tools.train.run_directory import (
 STOPPED = 75
 """Exit status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h.
 
-Neither Python nor a shell uses it for a failure. A launcher that sees it can repeat the
-command with `--resume`."""
+Neither Python nor a shell uses this status for a failure. A launcher that sees it can
+repeat the command with `--resume`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,18 @@ class _Run(ConfigCommand):
     """Options for commands that run a config on devices."""
 
     data_dir: str | None = None
-    """File or directory of the data."""
+    """File or directory with the data."""
 
     devices: int | None = None
-    """Number of CPU devices to emulate over all processes, instead of the machine's."""
+    """Number of CPU devices to emulate, in all processes together.
+    By default, the machine's devices are used."""
 
     output_dir: pathlib.Path | None = None
     """Directory for the run's files. Defaults to runs/NAME."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0.
-    Cloud TPU, GKE, Slurm and Open MPI set this and the next two options."""
+    Cloud TPU, GKE, Slurm and Open MPI set this, --num-processes and --process-id."""
 
     num_processes: int | None = None
     """Number of processes in the job. Each one runs this command."""
@@ -58,9 +59,10 @@ class _Run(ConfigCommand):
 
     def start_devices(self) -> Mesh | None:
         """Starts JAX, and makes the mesh if devices are emulated."""
-        # Orbax logs the traceback of a failed save, and also raises the error.
+        # Hides the traceback that Orbax logs if a save fails. Orbax also raises the
+        # error.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        # Both must come before JAX starts.
+        # Both calls must come before JAX starts.
         if self.devices is not None:
             keep_freed_memory()
             emulate_devices(self.devices // (self.num_processes or 1))
@@ -86,14 +88,15 @@ class Train(_Run):
     """Saves a checkpoint after this step, then stops as if interrupted."""
 
     profile: tuple[int, int] | None = None
-    """Records a profile for xprof between two numbers of steps, such as 100 110."""
+    """Records an xprof profile between two steps, such as 100 110."""
 
     verbose: bool = False
     """Prints the whole plan: each stack's packing, placement and backend."""
 
     def run(self) -> int:
         origin = self.origin()
-        # Before the devices, so a wrong config is reported without waiting for the job.
+        # Before the devices start, so that a wrong config is reported without waiting
+        # for other processes.
         config = origin.load()
         mesh = self.start_devices()
         directory = self.output_dir or pathlib.Path("runs") / config.name
@@ -125,8 +128,8 @@ class Train(_Run):
 class Evaluate(_Run):
     """Evaluates a run's best or newest checkpoint on the held-out data.
 
-    The first argument can also be the run directory, if its config is in the package.
-    The metrics are added to the run records.
+    The first argument can also be the run directory, if the run's config is in the
+    package. The metrics are added to the run's records.
     """
 
     def run(self) -> int:

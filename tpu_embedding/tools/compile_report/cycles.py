@@ -1,7 +1,7 @@
-"""Sums the TPU compiler's estimated cycles, with the iterations of all loops.
+"""Sums the TPU compiler's estimated cycles, counting each iteration of a loop.
 
-XLA's own cost analysis (`optimal_seconds`) counts a loop body once. The sum is not a
-running time, because operations may overlap. Use it to compare programs.
+XLA's own cost analysis (`optimal_seconds`) counts a loop body only once. The sum is not
+a running time, because operations may overlap. Use the sum to compare programs.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tpu_embedding.tools.compile_report.hlo import (
 NOT_CHARGED: Final = "work on SparseCores and waiting for other devices"
 """What the compiler's estimate leaves out."""
 
-# At most 9 digits, which skips unknown estimates: -1, or a huge number.
+# At most 9 digits, because unknown estimates are -1 or a huge number.
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d{1,9})"')
 _SCOPE: Final = re.compile(r'op_name="([^"]*)"')
 _BRANCHES: Final = re.compile(
@@ -32,7 +32,7 @@ _KERNELS: Final = frozenset(
     "copy-start custom-call dynamic-slice dynamic-update-slice fusion gather iota pad "
     "reduce reduce-window scatter select slice sort transpose".split()
 )
-"""Opcodes that start a kernel or a transfer, except a few that XLA fuses."""
+"""Opcodes that start a kernel or a transfer. A few that XLA fuses are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Operation:
     Attributes:
       scope: `jax.named_scope`s and primitive, or "" if the compiler added the
         operation.
-      shape: dimensions of the result, or of its first array.
+      shape: dimensions of the result. If it is a tuple, they are from its first array.
       runs: runs per step, counted as in `Cycles.total`.
       cycles: estimated cycles per run; 0 if the compiler charges nothing.
     """
@@ -63,7 +63,7 @@ class Cycles:
         one iteration of each loop whose length depends on data.
       num_operations: number of kernels and transfers that start, counted as in `total`.
       data_loops: scopes of the loops whose length depends on data.
-      operations: the operations, the most expensive first.
+      operations: all operations, the most expensive first.
 
     Example:
       >>> cycles = count_cycles('''ENTRY %main (a: f32[8]) -> f32[8] {
@@ -127,8 +127,8 @@ def count_cycles(text: str) -> Cycles:
 def _operations_and_runs(
     module: Module, computation: Computation, runs: int
 ) -> Iterator[tuple[Instruction, int, bool]]:
-    """Yields loops and operations, their runs, and if data decide a loop's length."""
-    # Fusions aren't entered, because their cycles are on the fusion itself.
+    """Yields operations, their runs, and whether they are loops that depend on data."""
+    # Instructions in a fusion are skipped, because the fusion itself has their cycles.
     for x in computation.values():
         inside, depends_on_data = [], False
         if x.opcode == "while":
@@ -150,9 +150,9 @@ def _operations_and_runs(
 
 
 def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int | None:
-    """Counts a loop's iterations, or returns None if data decide.
+    """Counts a loop's iterations, or returns None if they depend on data.
 
-    The counter must start at, grow by and stay below constants.
+    The counter's start, step and upper limit must be constants.
     """
     condition = module.computations[loop.called("condition") or ""]
     body = module.computations[loop.called("body") or ""]
@@ -170,12 +170,12 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int 
     first = _constant(outside, start.operands[int(index[1])])
     if first is None or not step:
         return None
-    # Negated twice, because `//` rounds down and a last partial stride also runs.
+    # Negated twice to round up, because a last partial step also runs.
     return max(0, -((first - bound) // step))
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Reads the integer constant that an instruction is or copies."""
+    """Reads an instruction's value if it is an integer constant or a copy of one."""
     instruction = computation.get(name)
     # XLA may copy a loop's start value.
     while instruction is not None and instruction.opcode == "copy":
@@ -199,7 +199,7 @@ def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
     ]
     if cycles.data_loops:
         lines.append("loops whose length depends on data, counted once:")
-        # The innermost scopes come last in a name.
+        # The end of a name has the innermost scopes.
         lines += [f"  {scope[-80:]}" for scope in cycles.data_loops]
     rows = [
         (f"{x.runs * x.cycles:,}", f"{x.runs} x", x.name, str(x.shape), x.scope[-60:])

@@ -1,4 +1,4 @@
-"""Finds in a program's optimized HLO what it does with its tables.
+"""Finds what a program does with its tables, from its optimized HLO.
 
 A train step must update tables and slot variables in place, and must not copy arrays of
 their size. If the chip has SparseCores, they must gather and scatter the rows. Tests
@@ -30,7 +30,7 @@ class Instruction:
     Attributes:
       name: unique within the program.
       dims: shape of each array in the result; tuples are flattened.
-      is_on_chip: True if such an array is in on-chip memory instead of HBM.
+      is_on_chip: True if an array in the result is in on-chip memory instead of HBM.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Instruction:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements in each result array."""
+        """Number of elements in each result array."""
         return tuple(map(math.prod, self.dims))
 
     @property
     def base_opcode(self) -> str:
-        # Some collectives are asynchronous: a start and a done.
+        # Asynchronous collectives have two instructions, a start and a done.
         return self.opcode.removesuffix("-start")
 
     def called(self, name: str) -> str | None:
@@ -62,14 +62,14 @@ the entry, a loop body, the inside of a fusion, and so on."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Module:
-    """A compiled program, which starts in its entry."""
+    """A compiled program. It starts in the computation `entry`."""
 
     computations: dict[str, Computation]
     entry: Computation
 
     def unfused_instructions(self) -> Iterator[Instruction]:
         """Yields the instructions whose results are stored in memory."""
-        # A fusion only writes its final result.
+        # A fusion writes only its final result.
         fused = {
             i.called("calls")
             for computation in self.computations.values()
@@ -124,7 +124,7 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
         name=name,
         opcode=opcode,
         dims=tuple(tuple(map(int, numbers)) for numbers in sides),
-        # Memory space 1 in a layout.
+        # In a layout, S(1) means on-chip memory.
         is_on_chip="S(1)" in result,
         operands=tuple(_NAME.findall(operands)),
         text=text,
@@ -149,9 +149,9 @@ _WITHOUT_COPY: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _MIN_TABLE_SIZE: Final = 2**14
-"""Minimum number of elements per device (64 KiB) of reported table-sized arrays.
+"""Arrays with fewer elements per device (64 KiB) are not reported as table-sized.
 
-Smaller arrays may match a small table's size by chance, and XLA rightly moves small
+Small arrays may match a small table's size by chance, and XLA rightly moves small
 tables to on-chip memory.
 """
 
@@ -164,19 +164,20 @@ class TableAccesses:
       argument_bytes: total size of the inputs.
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: peak size of the temporaries, including what SparseCores write.
-      table_sized_copies: copies within HBM of an array as large as a stacked table, a
-        slot variable or a map of cached rows, or larger than all of them. However, XLA
-        may keep small tables in on-chip memory during a step. Copies between this
-        memory and HBM are not reported, and neither are copies below 64 KiB per device.
-      table_sized_passes: other instructions that write such an array, except in-place
-        scatters. Only an optimizer that updates every row needs them.
-      table_sized_all_gathers: all-gathers that produce such an array.
-      sparse_core_gathers: gathers on SparseCore.
-      sparse_core_scatters: scatters on SparseCore.
-      sparse_core_operations: XLA embedding lookups and updates.
-      sparse_core_relayouts: copies on SparseCore that change the layout of an array.
-        Any such copy is a defect.
-      all_to_alls: all-to-alls, including later rounds.
+      table_sized_copies: copies of table-sized arrays within HBM. Such an array is as
+        large as a stacked table, a slot variable or a map of cached rows, or larger
+        than all of them. However, copies below 64 KiB per device are not reported.
+        Copies between HBM and on-chip memory, where XLA may keep small tables during a
+        step, are not reported either.
+      table_sized_passes: other instructions that write table-sized arrays, except
+        in-place scatters. Only an optimizer that updates every row needs them.
+      table_sized_all_gathers: all-gathers that produce table-sized arrays.
+      sparse_core_gathers: number of gathers on SparseCore.
+      sparse_core_scatters: number of scatters on SparseCore.
+      sparse_core_operations: number of XLA embedding lookups and updates.
+      sparse_core_relayouts: number of copies on SparseCore that change the layout of an
+        array. Any such copy is a defect.
+      all_to_alls: number of all-to-alls, including later rounds.
 
     Example:
       Given the `report` of your own step, from `compile_report`::
@@ -237,7 +238,7 @@ def inspect_program(
 
     large = [i for i in instructions if any(map(is_large, i.sizes))]
     copies = [i for i in large if i.opcode in _COPIES]
-    # XLA names a fusion that updates in place after the scatter inside it.
+    # If a fusion updates in place, XLA names the fusion after the scatter inside.
     passes = (
         i
         for i in large
@@ -269,8 +270,9 @@ def inspect_program(
 
 def temporary_bytes(sizes: Any) -> int:
     """Computes the peak size of temporaries, from `compiled.memory_analysis()`."""
-    # `temp_size_in_bytes` leaves out what SparseCores write, unlike the peak memory. A
-    # gather of 16.7 million rows has 0.12 MiB in the first and 8,938 MiB in the second.
+    # `temp_size_in_bytes` leaves out what SparseCores write, but the peak memory
+    # includes it. For a gather of 16.7 million rows, the former is 0.12 MiB, and the
+    # latter is 8,938 MiB.
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - outputs
     return max(sizes.temp_size_in_bytes, peak)

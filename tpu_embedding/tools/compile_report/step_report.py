@@ -29,12 +29,12 @@ class Memory:
     Attributes:
       arguments: all inputs, including tile padding: tables, slot variables, dense state
         and the batch. 0 if the compiler rejected the program.
-      aliased: inputs with memory that results reuse.
-      outputs: results in new memory.
+      aliased: inputs whose memory is reused for results.
+      outputs: results that need new memory.
       temporaries: peak size of the temporaries, including what SparseCores write.
       code: program code.
-      required: total memory. If the compiler rejected the program, this is None and the
-        error has the figure.
+      required: total memory. If the compiler rejected the program, this is None, and
+        the compiler's error has the figure.
       capacity: device memory, or None if unknown.
 
     Example:
@@ -67,8 +67,8 @@ class CompileReport:
       topology: topology name, as passed by the caller.
       plan: embedding plan.
       memory: memory that the step needs, and whether it fits.
-      accesses: what the program does with its tables. None if the compiler rejected it.
-      cycles: estimated cycles; see `Cycles`. None if the compiler rejected the program.
+      accesses: what the step does with its tables. None if the compiler rejected it.
+      cycles: estimated cycles; see `Cycles`. None if the compiler rejected the step.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time to compile.
       rejection: error from the compiler if it rejected the step, or "".
@@ -191,7 +191,7 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 
 
 def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
-    """Reads the first line of a compiler error; None if memory isn't the reason."""
+    """Reads a compiler error's first line. Returns None if memory isn't the reason."""
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
     return Memory(required=None, capacity=hardware.device_memory_bytes)
@@ -228,7 +228,7 @@ def format_report(report: CompileReport) -> str:
     if accesses is None or report.cycles is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
-    # The plan counts the maps as part of the tables.
+    # The plan counts the maps of cached rows as part of the tables.
     maps = sum(stack.storage.bytes_per_device for stack in plan.stacks)
     sizes = {
         "tables": tables - maps,

@@ -1,4 +1,4 @@
-"""Meshes of TPU topologies to compile programs for, without TPUs.
+"""Meshes of TPU topologies, for compiling programs without TPUs.
 
 `libtpu`, from the `tpu` extra, compiles ahead of time for any named topology. Nothing
 here uses a device.
@@ -32,7 +32,7 @@ _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 # Without the first two, libtpu queries a metadata server and takes a lock file. All
 # variables are restored afterwards, because they would hide a real host's chips from a
 # later process. `ONE_HOST` replaces a real host's variables, because libtpu ends the
-# process if their values are not bounds.
+# process if their values are malformed.
 _HOST: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -50,8 +50,8 @@ def topology_mesh(topology: str, *, num_slices: int = 1) -> Mesh:
       num_slices: number of slices, from 1 to 256, connected by the data-center network.
 
     Returns:
-      A mesh to lower and compile for, as `te.device_mesh` would return it. It cannot
-      hold arrays.
+      A mesh like `te.device_mesh`'s. You can lower and compile programs for it, but it
+      cannot hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
@@ -120,7 +120,7 @@ def _one_host() -> Iterator[None]:
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
-    """Replaces arrays in a train state by shapes with the shardings of a real state.
+    """Replaces the arrays in a train state by shapes, sharded like a real state.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`. Tables
@@ -162,7 +162,7 @@ def _are_rows(leaf: Any) -> bool:
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
-    """Replaces the arrays in a batch by shapes with the shardings from `shard_batch`.
+    """Replaces the arrays in a batch by shapes, sharded like `shard_batch`'s result.
 
     Example:
       >>> import tpu_embedding as te
@@ -187,7 +187,7 @@ MAX_SLICES: Final = 256
 For larger numbers, libtpu may hang or abort the process."""
 
 CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
-"""libtpu's options that make a chip one device, if it can also be several devices."""
+"""libtpu's options that make a chip one device, for chips that can also be several."""
 
 _MAX_SIDE: Final = 256
 
@@ -197,8 +197,8 @@ class SliceShapes:
     """Chip grids that slices can have.
 
     Attributes:
-      cube_side: chips per side of the cubes that make up larger slices. If None, there
-        are no larger slices.
+      cube_side: chips per side of a cube. Slices larger than the `fixed` grids are made
+        of such cubes. If None, only the `fixed` grids exist.
     """
 
     fixed: tuple[tuple[int, ...], ...]
@@ -237,7 +237,7 @@ _SQUARES: Final = SliceShapes(
 
 # Sources: the "Configurations" sections of Google Cloud's pages of each generation, and
 # Google's tool xpk (`generate_tpu_topologies` in `system_characteristics.py`, with 64,
-# 140 and 144 cubes). Slices of one chip are part of a host.
+# 140 and 144 cubes). A slice of one chip is part of a host.
 SLICE_SHAPES: Final = {
     "v4": _cubes(64),
     "v5e": _SQUARES,
@@ -245,6 +245,6 @@ SLICE_SHAPES: Final = {
     "v6e": _SQUARES,
     "tpu7x": _cubes(144),
 }
-"""Grids by generation."""
+"""Allowed grids by generation."""
 
 TPU_GENERATIONS: Final = tuple(SLICE_SHAPES)

@@ -1,5 +1,5 @@
-"""Reads batches from Parquet logs, or draws them from a teacher with a known best loss.
+"""Reads batches from Parquet files, or draws synthetic ones with a known best loss.
 
-A run config names a source, a frozen dataclass whose `open` makes the data set.
-docs/guides/input_data.md shows how to write your own.
+A run config names a source, which is a frozen dataclass. Its `open` method makes the
+data set. docs/guides/input_data.md shows how to write your own source.
 """

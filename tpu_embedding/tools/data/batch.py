@@ -28,10 +28,10 @@ class Batch:
     Attributes:
       features: ids by feature name: an int array `[batch]` or `[batch, valence]`
         (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`. A
-        model may replace them in its `with_inputs`.
-      dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts them
-        to float32, like labels and weights. A dict of arrays `[batch, ...]` is also
-        accepted; its integers become int32. `None` if there are no dense inputs.
+        model config may replace them in its `with_inputs`.
+      dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts dense
+        inputs, labels and weights to float32. A dict of arrays `[batch, ...]` is also
+        accepted; its integers become int32. `None` means no dense inputs.
       labels: finite numbers `[batch]`, in [0, 1] for the loss `"log_loss"`.
       weights: numbers `[batch]`, at least 0. Samples that pad the last evaluation batch
         have weight 0; other samples typically have weight 1.
@@ -53,22 +53,22 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """Batches with one fixed size, as opened by a `DataSource`.
+    """A data set with batches of one fixed size, opened by a `DataSource`.
 
     The training batch must be a pure function of the step. A resumed run then reads the
     same batches as the interrupted run, without any saved reader state.
 
     `ModelConfig.feature_config` and `ModelConfig.build` receive the data set, so you
-    can give it attributes for them, such as vocabulary sizes. The loop itself uses two
-    optional attributes:
+    can add attributes that they need, such as vocabulary sizes. The loop itself uses
+    two optional attributes:
 
     * `vocabularies`: dict from feature name to `Vocabulary`. A run stores them and
       checks them on resuming, and an export includes them.
     * `description`: text printed when a run starts.
 
     In a job with several processes, each process feeds its own devices. If your data
-    set has a method `train_part(step, samples)`, like `BlockDataset`, a process reads
-    only the samples for these devices. Otherwise, it reads the whole batch.
+    set has a method `train_part(step, samples)`, like `BlockDataset`, each process
+    reads only the samples for its devices. Otherwise, it reads the whole batch.
 
     Attributes:
       batch_size: samples per batch, over all devices, as passed to `open`.
@@ -96,14 +96,14 @@ class Dataset(Protocol):
         ...
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out samples once. Weight-0 samples pad the last batch."""
+        """Yields each held-out sample once. Samples of weight 0 pad the last batch."""
         ...
 
 
 class DataError(ValueError):
-    """Raised for missing or damaged data; the message names file and line.
+    """Raised for missing or damaged data. The message says where the problem is.
 
-    Raise it in your own data sets. The training command prints it as one line.
+    Raise it in your own data sets. The training command prints it on one line.
 
     Example:
       >>> try:
@@ -117,7 +117,7 @@ class DataError(ValueError):
 def join_samples(batches: Sequence[Batch], samples: Sequence[np.ndarray]) -> Batch:
     """Joins selected samples from several batches into one batch, in order.
 
-    `samples` has the sample numbers to take from each batch.
+    `samples[i]` has the numbers of the samples to take from `batches[i]`.
 
     Example:
       >>> batch = Batch(features={}, labels=np.array([0, 1, 2]), weights=np.ones(3))
@@ -144,8 +144,8 @@ def _join_ragged(
         splits = np.asarray(ids.row_splits)
         starts, sizes = splits[numbers], splits[numbers + 1] - splits[numbers]
         ends = np.cumsum(sizes)
-        # Value `i` of the result is `i - (ends - sizes)` values after the start of its
-        # sample.
+        # In the result, samples start at `ends - sizes`. A value is equally far from
+        # its sample's start in `ids.values` and in the result.
         places = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
         values.append(np.asarray(ids.values)[places])
         lengths.append(sizes)
@@ -158,7 +158,7 @@ def _join_ragged(
 def padded_batches(
     read: Callable[[np.ndarray], Batch], samples: np.ndarray, batch_size: int
 ) -> Iterator[Batch]:
-    """Yields the numbered samples in batches of equal size, for evaluation.
+    """Yields samples, given by number, in batches of equal size for evaluation.
 
     `read` makes a batch from sample numbers. Copies of the last sample, with weight 0,
     pad the last batch.
@@ -180,10 +180,10 @@ def padded_batches(
 
 
 class DataSource(Protocol):
-    """Settings that open a data set: the type of `RunConfig.data`.
+    """Settings that open a data set. `RunConfig.data` has this type.
 
-    Write your source as a frozen dataclass with numbers, strings, paths or tuples of
-    these as fields. The command line can then change them.
+    Write your source as a frozen dataclass, whose fields are numbers, strings, paths or
+    tuples of such values. The command line can then change the fields.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -223,8 +223,8 @@ class DataSource(Protocol):
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
         """Makes a data set with the same sizes, without reading any file.
 
-        Its batches have the real shapes and arbitrary values, for compiling a step.
-        Only `tpu-embedding compile` calls this method.
+        Its batches have the real shapes but arbitrary values, which is enough to
+        compile a step. Only `tpu-embedding compile` calls this method.
         """
         ...
 
@@ -234,7 +234,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
     Args:
       data_dir: the user's path, or None.
-      files: what the source reads, for errors.
+      files: words for the files in errors, such as "click logs".
 
     Returns:
       The path, with `~` expanded.
@@ -254,7 +254,7 @@ def required_files(data_dir: Any, files: str) -> pathlib.Path:
 
 
 def check_counts(settings: Any) -> None:
-    """Raises a ValueError that names each int field less than 1."""
+    """Raises a ValueError if any int fields are less than 1, and names them."""
     counts = [name for name, value in vars(settings).items() if is_int(value)]
     raise_all(broken_rules(settings, dict.fromkeys(counts, int_rule(1))))
 
@@ -290,7 +290,7 @@ class SyntheticSource(abc.ABC):
         return self.draw(batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Makes a data set with the same sizes; by default, the same data set."""
+        """Makes a data set with the same sizes. By default, `draw` makes it."""
         return self.draw(batch_size=batch_size, seed=seed)
 
     @abc.abstractmethod

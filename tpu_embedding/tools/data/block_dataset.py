@@ -1,7 +1,7 @@
-"""A data set over files that need not fit in memory, given a reader of samples.
+"""A data set for files that may be larger than memory, read by a `SampleReader`.
 
-The reader handles the file format. `BlockDataset` adds the order, epochs, held-out
-samples and the parts that processes read.
+The reader handles the file format. `BlockDataset` chooses the order of the samples,
+holds samples out, and lets each process read only its part of a batch.
 """
 
 import functools
@@ -19,8 +19,8 @@ class SampleReader(Protocol):
     """Reads samples by number.
 
     Attributes:
-      block_bounds: int64 `[blocks + 1]`, the first sample in each block, then the
-        sample count. Reading samples from one block together is cheap.
+      block_bounds: int64 `[blocks + 1]`, the number of each block's first sample,
+        followed by the sample count. Samples from one block are cheap to read together.
 
     Example:
       >>> class Squares:
@@ -43,13 +43,13 @@ class SampleReader(Protocol):
           samples: int64 `[num_samples]`, mostly runs of consecutive numbers.
 
         Raises:
-          DataError: if the data are damaged; the message names file and place.
+          DataError: if the data are damaged; the message names the file and the place.
         """
         ...
 
 
 class BlockDataset:
-    """A `Dataset` that visits a reader's samples in an order shuffled by blocks.
+    """A `Dataset` that visits a reader's blocks of samples in shuffled order.
 
     Each epoch uses every training sample once. Note that a batch may span two epochs,
     so every batch is full. The last samples are held out for evaluation.
@@ -92,14 +92,14 @@ class BlockDataset:
           reader: reads the training samples.
           batch_size: samples per batch.
           num_evaluation_samples: how many samples to hold out. They are the last
-            samples in the evaluation reader, or in the training reader if there is no
-            evaluation reader. Defaults to all samples in the evaluation reader.
-          evaluation_reader: reads the held-out samples. If None, `reader` does.
+            samples in `evaluation_reader`, or in `reader` if `evaluation_reader` is
+            None. Defaults to all samples in `evaluation_reader`.
+          evaluation_reader: reads the held-out samples. If None, `reader` reads them.
           seed: seed for the training order, at least 0.
-          num_streams: how many pieces of an epoch a batch mixes; see `BlockOrder`.
+          num_streams: number of epoch pieces that a batch mixes; see `BlockOrder`.
 
         Raises:
-          DataError: if there are not enough samples to hold out.
+          DataError: if there are too few samples to hold out and to train with.
         """
         self.batch_size = batch_size
         self._reader = reader
@@ -115,14 +115,14 @@ class BlockDataset:
             field, fix = "num_evaluation_samples", "Lower it, or set evaluation files."
             raise invalid(field, rule, num_evaluation_samples, fix, DataError)
         bounds = reader.block_bounds
-        # The held-out samples may start within a block, which is then shorter.
+        # If the held-out samples start within a block, training cuts the block there.
         bounds = bounds[bounds < self.num_train_samples]
         self._order = BlockOrder(
             np.append(bounds, self.num_train_samples),
             seed=seed,
             num_streams=num_streams,
-            # A batch takes one run from each stream, because reading consecutive
-            # samples is cheap.
+            # A batch takes one run of samples from each stream, because consecutive
+            # samples are cheap to read.
             stride=max(1, batch_size // num_streams),
         )
 
@@ -154,14 +154,14 @@ class BlockDataset:
 
 
 class BlockOrder:
-    """Sample order that shuffles the blocks again in each epoch.
+    """A sample order that shuffles the blocks again in each epoch.
 
-    A position, counted over all epochs, determines its sample. A run can thus resume
-    anywhere, on any number of processes.
+    A position, counted over all epochs, determines the sample. A run can thus resume at
+    any position, on any number of processes.
 
     An epoch is cut into `num_streams` equal pieces. Each turn takes `stride`
-    consecutive samples from every piece. `bounds` are like the `block_bounds` of a
-    `SampleReader`.
+    consecutive samples from every piece. `bounds` has the form of
+    `SampleReader.block_bounds`.
 
     Example:
       >>> order = BlockOrder(np.array([0, 3, 6, 7]), seed=0)
@@ -177,19 +177,19 @@ class BlockOrder:
         self._seed = seed
         self._num_streams = num_streams
         self._stride = stride
-        # One epoch is enough, because steps are read in order. A cache on the method
-        # would keep every instance alive.
+        # Caching one epoch is enough, because steps are read in order. Decorating the
+        # method itself would keep every instance alive.
         self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def samples(self, positions: np.ndarray) -> np.ndarray:
-        """Maps positions to sample numbers, int64."""
+        """Maps positions to int64 sample numbers."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         turns, turn_offsets = np.divmod(offsets, self._num_streams * self._stride)
         streams, stream_offsets = np.divmod(turn_offsets, self._stride)
         num_turns = self.num_samples // (self._num_streams * self._stride)
         dealt = (streams * num_turns + turns) * self._stride + stream_offsets
-        # Samples after the last full turn keep their offsets, so every sample still
-        # comes once per epoch.
+        # Samples after the last full turn keep their offsets, so that every sample
+        # still occurs once per epoch.
         offsets = np.where(turns < num_turns, dealt, offsets)
 
         samples = np.empty(len(positions), np.int64)
@@ -204,7 +204,7 @@ class BlockOrder:
         return samples
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Shuffles the blocks for an epoch, and finds the end offset of each."""
+        """Shuffles the blocks for an epoch, and finds where each block ends."""
         generator = random_generator(seed=self._seed, stream=TRAIN_STREAM, step=epoch)
         blocks = generator.permutation(len(self._bounds) - 1)
         return blocks, np.cumsum(np.diff(self._bounds)[blocks])

@@ -1,7 +1,7 @@
 """Criteo's click logs: 13 dense inputs and 26 categories per sample.
 
-`scripts/criteo_to_parquet.py` converts their text. Without files, `SyntheticCriteo`
-draws samples.
+`scripts/criteo_to_parquet.py` converts the logs from text to Parquet. Without files,
+`SyntheticCriteo` draws similar samples.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ LABEL: Final = "label"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """Criteo's log from Parquet files, or `SyntheticCriteo` without files.
+    """Criteo's log from Parquet files. Without files, `SyntheticCriteo` draws samples.
 
     The features are named `cat_00`, `cat_01` and so on. Ids from files are taken modulo
     the number of table rows.
 
     Attributes:
       vocabulary_size: number of table rows for each feature.
-      num_evaluation_samples: number of held-out samples, the last ones in the files.
-      vocabulary_sizes: number of table rows for each feature, if they differ.
-        `vocabulary_size` is then an upper limit, so that a small machine can hold the
+      num_evaluation_samples: number of held-out samples, which are the last samples in
+        the files.
+      vocabulary_sizes: number of table rows for each feature, if the numbers differ.
+        `vocabulary_size` then limits each number, so that a small machine can hold the
         tables.
-      valences: ids per sample for each feature. In files, a column contains integers
-        for valence 1, and lists with a fixed size for larger valences.
+      valences: ids per sample for each feature. In the files, the feature's column has
+        integers for valence 1, and lists of this fixed size for larger valences.
       max_valence: upper limit for synthetic valences. By default, there is no limit.
 
     Example:
@@ -62,8 +63,9 @@ class CriteoSource:
     ) -> ParquetClicks | SyntheticCriteo:
         """Opens a log, or draws synthetic rows if `data_dir` is None.
 
-        Otherwise, pass a file that `scripts/criteo_to_parquet.py` wrote, or a directory
-        with such files, named so that they sort by time. See also `DataSource.open`.
+        To open a log, pass a file that `scripts/criteo_to_parquet.py` wrote, or a
+        directory with such files, whose names must sort by time. See also
+        `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.
@@ -86,8 +88,8 @@ class CriteoSource:
                 name=name,
                 vocabulary_size=size,
                 expected_valence=valence if valence > 1 else None,
-                # The converter writes 1 plus a category's 32 bits, far beyond most
-                # tables.
+                # The converter writes a category's 32 bits plus 1, and most tables
+                # have fewer rows than that.
                 out_of_range="modulo",
             )
             for name, size, valence in columns

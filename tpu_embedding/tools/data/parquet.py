@@ -1,7 +1,7 @@
 """Reads Parquet files that may be larger than memory, with one column per feature.
 
 The training order shuffles row groups, the smallest parts that can be read separately.
-A few decoded ones stay in memory.
+Only a few decoded row groups stay in memory.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ class ParquetFeature:
       vocabulary_size: number of table rows.
       column: column name. Defaults to the feature name.
       expected_valence: mean number of ids per row, for a column with lists of integers.
-        The compile report sizes buffers with it; training accepts lists with any
-        length. Leave it out for a column with integers, one id per row.
+        The compile report sizes buffers with this mean, but training accepts lists with
+        any length. Leave it out if the column has one integer per row.
       out_of_range: how to handle ids outside `[0, vocabulary_size)`. `"error"` raises
-        an error that names file and row. `"modulo"` takes ids modulo the size. `"keep"`
-        leaves them to `FeatureConfig.out_of_range_ids`; all ids are then int64, or
-        uint64 if the column is uint64.
+        an error that names the file and the row. `"modulo"` takes ids modulo
+        `vocabulary_size`. `"keep"` lets `FeatureConfig.out_of_range_ids` decide; all
+        ids are then int64, or uint64 if the column is uint64.
 
     Example:
       >>> ParquetFeature(name="user", vocabulary_size=1000, column="uid").column_name
@@ -70,8 +70,8 @@ class RowGroup:
     Attributes:
       path: file that contains the group.
       number: position among all row groups in the file, from 0.
-      first_row: number of the first row in the file, from 0.
-      num_rows: number of rows.
+      first_row: number of the group's first row, counted from 0 in the file.
+      num_rows: number of rows in the group.
 
     Example:
       >>> path = pathlib.Path("clicks.parquet")
@@ -86,7 +86,7 @@ class RowGroup:
     num_rows: int
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Reads columns as Arrow arrays, by name.
+        """Reads columns into a dict from name to Arrow array.
 
         Raises:
           DataError: if the row group is damaged.
@@ -102,7 +102,7 @@ class RowGroup:
         return {name: table.column(name).chunk(0) for name in names}
 
     def numbers(self, array: Any, column: str) -> np.ndarray:
-        """Converts a column to NumPy; nulls and other types raise a DataError."""
+        """Converts a column to NumPy. Nulls and non-numeric types raise a DataError."""
         # `to_numpy` would turn nulls into NaN.
         if array.null_count:
             row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
@@ -121,7 +121,7 @@ class RowGroup:
 
 
 class ParquetRows:
-    """Reads all rows in one or more files, as a `SampleReader`."""
+    """A `SampleReader` for all rows in one or more files."""
 
     def __init__(self, paths: Sequence[pathlib.Path], source: "ParquetSource"):
         self._source, self._paths = source, paths
@@ -130,14 +130,15 @@ class ParquetRows:
         if not self._groups:
             raise DataError(f"{paths[0]} must have rows, but has none.")
         self.block_bounds = np.cumsum([0, *(group.num_rows for group in self._groups)])
-        # A batch mixes `num_streams` row groups. One of them may end within the batch.
+        # A batch mixes `num_streams` row groups. If one of them ends within the batch,
+        # the batch also needs the next one.
         self._decoded = functools.lru_cache(source.num_streams + 1)(self._decode)
         self._array_types: dict[str, tuple[Any, ...]] = {}
 
     def read(self, samples: np.ndarray) -> Batch:
         groups = np.searchsorted(self.block_bounds, samples, side="right") - 1
         rows = samples - self.block_bounds[groups]
-        # Consecutive samples in a row group are taken together.
+        # Consecutive samples from the same row group are taken together.
         breaks = np.flatnonzero(np.diff(groups)) + 1
         run_groups = groups[np.append(0, breaks)].tolist()
         batches = [self._decoded(number) for number in run_groups]
@@ -155,7 +156,8 @@ class ParquetRows:
         for feature in source.features:
             column = feature.column_name
             ids = _read_ids(arrays[column], feature, group)
-            # Batches join row groups, and NumPy would join int64 and uint64 as floats.
+            # A batch joins ids from several row groups, and NumPy would join int64 and
+            # uint64 arrays as floats.
             is_ragged = isinstance(ids, RaggedIds)
             kind = (ids.values.dtype,) if is_ragged else (ids.dtype, ids.shape[1:])
             if self._array_types.setdefault(column, kind) != kind:
@@ -177,7 +179,7 @@ class ParquetRows:
 
 
 def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
-    """Lists the row groups in a file that have rows.
+    """Lists the nonempty row groups in a file.
 
     The file must have the given columns.
 
@@ -214,7 +216,7 @@ def load_pyarrow(module: str) -> Any:
 
 @contextlib.contextmanager
 def _data_errors(owner: str) -> Iterator[None]:
-    """Turns pyarrow errors into a `DataError` that names the data's owner."""
+    """Turns pyarrow errors into a `DataError` that begins with `owner`."""
     pyarrow = load_pyarrow("pyarrow")
     try:
         yield
@@ -236,8 +238,8 @@ def _read_ids(
     if feature.expected_valence is None:
         return _check_ids(array, np.arange(len(array) + 1), feature, group)
     compute = load_pyarrow("pyarrow.compute")
-    # `list_flatten` skips the values under a null list, unlike `array.values`. So a
-    # null list must count as empty.
+    # Unlike `array.values`, `list_flatten` skips the values that a null list may have,
+    # so a null list must have length 0.
     lengths = compute.list_value_length(array).fill_null(0).to_numpy()
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
@@ -267,8 +269,9 @@ def _check_ids(
     if ids.dtype.kind not in "iu":
         raise group.error(column, 0, f"ids must be integers, got {values.type}")
     if feature.out_of_range != "error":
-        # `size` would overflow in an int8 column. As int64, ids from 2**63 on would be
-        # negative. NumPy's remainder is never negative.
+        # `size` could overflow the column's type, such as int8. uint64 columns stay
+        # uint64, because int64 can't hold ids from 2**63 on. NumPy's remainder by
+        # `size` is never negative.
         is_wide = ids.dtype == np.uint64
         ids = ids.astype(np.uint64 if is_wide else np.int64, copy=False)
         return ids if feature.out_of_range == "keep" else (ids % size).astype(np.int32)
@@ -289,12 +292,12 @@ NUM_STREAMS: Final = 8
 
 
 class ParquetClicks(BlockDataset):
-    """Rows from Parquet files, in an order shuffled by row groups.
+    """Rows from Parquet files, with the row groups in shuffled order.
 
-    Features are int32: `[batch]` for integers, `[batch, size]` for lists with a fixed
-    size, and `RaggedIds` for other lists. With `out_of_range="keep"`, they are int64 or
-    uint64. A null list is empty or full of `PADDING_ROW_ID`; any other null is an
-    error.
+    Ids are int32, or int64 or uint64 with `out_of_range="keep"`. Columns of integers
+    become arrays `[batch]`, lists with a fixed size become arrays `[batch, size]`, and
+    other lists become `RaggedIds`. A null list has no ids: it is empty, or full of
+    `PADDING_ROW_ID` if its size is fixed. Any other null is an error.
     """
 
     def __init__(self, source: "ParquetSource", reader: SampleReader, **options: Any):
@@ -305,19 +308,19 @@ class ParquetClicks(BlockDataset):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetSource:
-    """Parquet files with training data; columns not named here are skipped.
+    """Parquet files with training data. Columns that you don't name are skipped.
 
     Attributes:
       features: columns with ids.
       label: label column.
       dense: columns with dense inputs.
       weight: column with sample weights. By default, all weights are 1.
-      num_evaluation_samples: number of held-out rows: the last rows in the evaluation
-        files, or in the training files without `evaluation_files`. Defaults to all rows
-        in the evaluation files.
-      files: pattern for training files in the data directory, read in name order.
+      num_evaluation_samples: number of held-out rows. They are the last rows in the
+        evaluation files, or in the training files if you don't set `evaluation_files`.
+        Defaults to all rows in the evaluation files.
+      files: pattern for training files in the data directory, which are sorted by name.
       evaluation_files: pattern for files with held-out rows, or None.
-      num_streams: number of row groups that a batch mixes. One more is in memory.
+      num_streams: number of row groups that a batch mixes. One more is kept in memory.
 
     Example:
       >>> source = ParquetSource(
@@ -344,7 +347,7 @@ class ParquetSource:
 
     @property
     def column_names(self) -> list[str]:
-        """Columns to read, each once."""
+        """Names of the columns to read, without repetitions."""
         ids = [feature.column_name for feature in self.features]
         weight = [] if self.weight is None else [self.weight]
         return list(dict.fromkeys([*ids, *self.dense, self.label, *weight]))
@@ -392,9 +395,9 @@ class ParquetSource:
 
 
 class _Zeros:
-    """Zeros in the declared shapes."""
+    """A `SampleReader` that makes zeros in the declared shapes."""
 
-    # Without files, the row count is unknown; this one allows any batch size.
+    # Without files, the row count is unknown. This number allows any batch size.
     block_bounds = np.array([0, 2**31])
 
     def __init__(self, source: ParquetSource):
@@ -404,7 +407,7 @@ class _Zeros:
         source, features = self._source, {}
         for feature in source.features:
             ends = np.arange(len(samples) + 1) * (feature.expected_valence or 1)
-            # A fractional valence is a mean, so lengths differ between samples.
+            # The mean valence may be a fraction, so lengths differ between samples.
             splits = np.ceil(ends).astype(np.int64)
             ids = values = np.zeros(splits[-1], np.int32)
             if feature.expected_valence is not None:

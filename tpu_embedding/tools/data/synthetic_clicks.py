@@ -1,6 +1,6 @@
-"""Synthetic click logs with a known best log loss: a small one, and one like Criteo's.
+"""Synthetic click logs with a known best log loss: a small log, and one like Criteo's.
 
-Without files, the configs for Criteo's log train on the second one.
+If you have no files, the configs for Criteo's log train on the second log.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ VOCABULARY_SIZES: Final = dict(
 """Table rows per feature, 3,620 in total."""
 
 EFFECT_SCALES: Final = dict(user=0.8, item=0.9, category=0.5, device=0.4, tags=1.5)
-"""Standard deviation of the effects that a feature's ids have on the logit."""
+"""For each feature, the standard deviation of its ids' effects on the logit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticClicksSource(SyntheticSource):
-    """Small synthetic click log with a known best log loss; reads no file.
+    """A small synthetic click log with a known best log loss. It reads no files.
 
     Attributes:
       num_evaluation_samples: number of held-out samples.
@@ -56,7 +56,7 @@ class SyntheticClicksSource(SyntheticSource):
 
 
 class SyntheticClicks(TeacherDataset):
-    """Clicks by users on items, from a teacher that an embedding model can match.
+    """Clicks by users on items, drawn by a teacher that an embedding model can match.
 
     The teacher's logit for a sample is
 
@@ -66,8 +66,8 @@ class SyntheticClicks(TeacherDataset):
     `ZipfIds`.
 
     Tags are int32 `[batch, valence]`, padded on the right; other features are int32
-    `[batch]`. With the defaults, the log loss is about 0.50 for a constant and about
-    0.365 for the teacher.
+    `[batch]`. With the defaults, a constant prediction has a log loss of about 0.50,
+    and the teacher has about 0.365.
 
     Example:
       >>> source = SyntheticClicksSource(num_evaluation_samples=10)
@@ -94,8 +94,8 @@ class SyntheticClicks(TeacherDataset):
             name: generator.normal(0.0, scale, VOCABULARY_SIZES[name])
             for name, scale in EFFECT_SCALES.items()
         }
-        # The standard deviation of a product of independent centered normals is the
-        # product of their standard deviations.
+        # If two independent normals have mean 0, their product's standard deviation is
+        # the product of their standard deviations.
         factor_scale = np.sqrt(INTERACTION_SCALE / np.sqrt(INTERACTION_RANK))
         self._factors = {
             name: generator.normal(0.0, factor_scale, (size, INTERACTION_RANK))
@@ -132,7 +132,7 @@ EFFECT_SCALE: Final = 0.3
 
 LOG_COUNT_MEAN: Final = 1.0
 LOG_COUNT_DEVIATION: Final = 1.5
-"""Parameters of the log-normal numbers that are rounded down to synthetic counts.
+"""Parameters of a log-normal distribution, whose numbers are rounded down to counts.
 
 A quarter of the counts are 0.
 """
@@ -146,9 +146,9 @@ class SyntheticCriteo(TeacherDataset):
         b + 0.3 * sum over features f of sum_j e_f(id_fj) / sqrt(valence_f)
           + sum over dense inputs k of w_k x_k
 
-    `e_f(id)` hashes feature and id, uniformly with mean 0 and standard deviation 1. The
-    weights `w_k` are normal with standard deviation 0.3. Ids follow `ZipfIds`; they are
-    int32 `[batch]` for valence 1, otherwise `[batch, valence]`.
+    `e_f(id)` is a hash of feature and id, uniform with mean 0 and standard deviation 1.
+    The weights `w_k` are normal with standard deviation 0.3. Ids follow `ZipfIds`. They
+    are int32, `[batch]` for valence 1 and otherwise `[batch, valence]`.
 
     Example:
       >>> from tpu_embedding.tools.train import CriteoSource
@@ -184,8 +184,9 @@ class SyntheticCriteo(TeacherDataset):
             valence = self._valences[number]
             shape = (num_samples, valence)
             drawn = ZipfIds(vocabulary_size=size).draw(generator, shape)
-            # Hashes need no table of effects, so vocabularies can be large. The upper
-            # half of a key separates equal ids in different features.
+            # Hashed effects need no table, so vocabularies can be large. The upper half
+            # of a key has the feature's number, so that equal ids in different features
+            # have different effects.
             keys = (np.uint64(number + 1) << np.uint64(32)) + drawn.astype(np.uint64)
             hashes = splitmix64(keys ^ self._salt)
             # A uniform number in [-1, 1) has the standard deviation 1 / sqrt(3).

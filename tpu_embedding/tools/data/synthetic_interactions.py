@@ -30,15 +30,15 @@ _CATEGORY_SALT: Final = np.uint64(2 << 32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InteractionsSource(SyntheticSource):
-    """Synthetic retrieval log with users who choose items; reads no file.
+    """A synthetic retrieval log, in which users choose items. It reads no files.
 
     Attributes:
       num_users: rows in the user table.
-      num_items: rows in the item table, which "item" and "history" share.
+      num_items: rows in the item table, which the features "item" and "history" share.
       history_length: maximum number of items in a history.
-      num_evaluation_samples: number of held-out samples. New samples with weight 0 pad
-        the last batch.
-      num_groups: number of hidden groups into which users and items fall, at most
+      num_evaluation_samples: number of held-out samples. Newly drawn samples with
+        weight 0 pad the last batch.
+      num_groups: number of hidden groups that users and items belong to, at most
         `num_users` and `num_items`. More groups are harder to learn.
       noise: share of choices that don't depend on the user, in (0, 1).
       zipf_exponent: skew in the ids; 0 is uniform.
@@ -68,17 +68,17 @@ class InteractionsSource(SyntheticSource):
 class Interactions:
     """Users, their histories and the next item that each user chooses.
 
-    Users and items belong to `num_groups` hidden groups with equal weight. A user in
-    group `g` chooses an item in group `g` with probability
+    Users and items belong to `num_groups` hidden groups, which are equally likely. A
+    user in group `g` chooses an item in group `g` with probability
 
         p = (1 - noise) + noise / num_groups
 
-    and an item in each other group with probability `noise / num_groups`. Within a
-    group, popularity follows `ZipfIds`.
+    and an item in any other given group with probability `noise / num_groups`.
+    Within a group, popularity follows `ZipfIds`.
 
-    Features are int32 `[batch]`; "history" is `[batch, history_length]`, padded on the
-    right. Dense is float32 `[batch, 1]`, the item's natural log probability over all
-    samples. Labels are 1.
+    Features are int32 `[batch]`, except "history", which is `[batch, history_length]`,
+    padded on the right. `Batch.dense` is float32 `[batch, 1]`. It has the natural
+    logarithm of the probability that a sample contains the item. Labels are 1.
 
     Example:
       >>> source = InteractionsSource(
@@ -122,7 +122,7 @@ class Interactions:
     def teacher_log_loss(self) -> float:
         """Computes the lowest expected in-batch softmax loss, in nats.
 
-        It depends on the batch size, which is the number of candidates.
+        The loss depends on the batch size, which is the number of candidates.
         """
         num_groups, noise = self._source.num_groups, self._source.noise
         # Relative to the item's log probability over all users, the best score is
@@ -131,7 +131,8 @@ class Interactions:
         same = math.log(num_groups * (1 - noise) + noise)
         total = 0.0
         for batch, user_groups, item_groups in self._held_out():
-            # A user has only two distinct scores, so candidate counts suffice.
+            # A user has only two distinct scores, so it's enough to count the
+            # candidates with each score.
             counts = np.bincount(item_groups, minlength=num_groups)
             num_same = counts[user_groups]
             num_others = self.batch_size - num_same
@@ -144,8 +145,8 @@ class Interactions:
         for start in range(0, self.num_evaluation_samples, self.batch_size):
             draw = self._draw(EVALUATION_STREAM, start // self.batch_size)
             places = start + np.arange(self.batch_size)
-            # Padding is drawn like any sample. Its items are candidates in the softmax,
-            # so copies of one item would distort the loss.
+            # Padding samples are drawn, not copied. Their items are candidates in the
+            # softmax, so copies of one item would distort the loss.
             weights = (places < self.num_evaluation_samples).astype(np.float32)
             yield dataclasses.replace(draw[0], weights=weights), *draw[1:]
 
@@ -156,8 +157,8 @@ class Interactions:
         num_groups = self._source.num_groups
 
         def rows(places: np.ndarray, groups: np.ndarray) -> np.ndarray:
-            # A row modulo `num_groups` is its group, so groups need no table. int64
-            # groups would widen the ids.
+            # A row modulo `num_groups` is the row's group, so groups need no table.
+            # With int64 groups, ids would also be int64.
             return places * num_groups + groups.astype(np.int32)
 
         user_groups = generator.integers(num_groups, size=size)
@@ -170,8 +171,8 @@ class Interactions:
         history = rows(self._items.draw(generator, earlier.shape), earlier)
         num_earlier = generator.integers(length + 1, size=(size, 1))
         history[np.arange(length) >= num_earlier] = PADDING_ROW_ID
-        # `in_batch_softmax` corrects for popularity with these. For a real log,
-        # estimate them from counts.
+        # `in_batch_softmax` corrects for popularity with these probabilities. For a
+        # real log, estimate them from counts.
         log_probabilities = np.log(self._items.probabilities(ranks))
         log_probabilities -= math.log(num_groups)
         devices = generator.integers(NUM_DEVICE_KINDS, size=size, dtype=np.int32)
@@ -179,7 +180,7 @@ class Interactions:
             features={
                 "user": users,
                 "history": history,
-                # Hashes say nothing about the hidden groups.
+                # Hashes don't reveal the hidden groups.
                 "country": _hashed(users, _COUNTRY_SALT, NUM_COUNTRIES),
                 "device": devices,
                 "item": items,
@@ -196,7 +197,7 @@ class Interactions:
     ) -> np.ndarray:
         any_group = generator.integers(self._source.num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._source.noise
-        # Noise may choose the user's own group, hence the second term in `p`.
+        # Noise may choose the user's own group, hence the second term in `p` above.
         return np.where(is_noise, any_group, groups)
 
 

@@ -1,6 +1,6 @@
 """Synthetic click log whose ids come and go, for tables with 64-bit ids.
 
-A dynamic table with a place per living id can learn them all. In a static table with
+A dynamic table with one place per living id can learn all ids. In a static table with
 the same size, ids collide.
 """
 
@@ -26,25 +26,25 @@ EFFECT_SCALE: Final = 1.0
 """Standard deviation of an id's effect on the logit, for users and for items."""
 
 DIRECTORY_BYTES: Final = 16
-"""Bytes of key and score per place of a dynamic table."""
+"""Bytes that a dynamic table needs per place, for key and score."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticStreamSource(SyntheticSource):
-    """Synthetic click log whose ids come and go; reads no file.
+    """A synthetic click log whose ids come and go. It reads no files.
 
     Attributes:
-      num_users: number of users alive at a time.
-      num_items: number of items alive at a time.
-      life_steps: id lifetime in training steps.
-      evaluation_step: training step whose living ids the held-out samples use; at least
-        the last training step.
+      num_users: number of users alive at the same time.
+      num_items: number of items alive at the same time.
+      life_steps: number of training steps that an id is alive.
+      evaluation_step: training step, at least the last one. The held-out samples use
+        the ids that are alive at this step.
       num_evaluation_samples: number of held-out samples.
-      vocabulary: table kind: `"dynamic"`, `"hashed"` with the same memory, or
-        `"unlimited"` with a row for every id.
+      vocabulary: table kind. `"hashed"` tables use the same memory as `"dynamic"`
+        tables, and `"unlimited"` tables have a row for every id.
       capacity_ratio: dynamic table capacity, divided by the number of living ids.
-      row_bytes: bytes for a row and its slot variables, which determine the size of
-        hashed tables.
+      row_bytes: bytes for a row and its slot variables. The size of hashed tables
+        depends on this number.
       zipf_exponent: skew in the ids; 0 is uniform.
 
     Example:
@@ -75,7 +75,7 @@ class SyntheticStreamSource(SyntheticSource):
         return SyntheticStream(self, batch_size=batch_size, seed=seed)
 
     def table_size(self, living_ids: int) -> int | Dynamic:
-        """Chooses how many rows a table has, or its dynamic vocabulary."""
+        """Computes a table's number of rows, or its dynamic vocabulary."""
         if self.vocabulary == "unlimited":
             # Ids born after the evaluation step don't need rows.
             last_life = (self.evaluation_step + self.life_steps - 1) // self.life_steps
@@ -88,15 +88,17 @@ class SyntheticStreamSource(SyntheticSource):
 
 
 class SyntheticStream(TeacherDataset):
-    """Clicks by users on items that live for `life_steps` training steps each.
+    """Clicks by users on items, whose ids live for `life_steps` training steps each.
 
-    A feature has as many places as living ids, with `ZipfIds` popularity. Each place
-    has an id for one lifetime, and then a new id. The teacher's logit for a sample is
+    A feature has one place per living id, and popularity of places follows `ZipfIds`.
+    Each place has an id for one lifetime, and then a new id. The teacher's logit for a
+    sample is
 
         b + e_user + e_item + <f_user, g_item>
 
     Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. Features
-    are `[batch]`, uint64 ids or int32 rows. Only these values depend on `vocabulary`.
+    are `[batch]`: uint64 ids for dynamic tables, otherwise int32 rows. Only the
+    features of a sample depend on `vocabulary`.
     """
 
     click_rate = 0.3
@@ -119,17 +121,19 @@ class SyntheticStream(TeacherDataset):
         for salt, name in enumerate(("item", "user")):
             popularity = self._popularity[name]
             places = popularity.draw(generator, num_samples).astype(np.int64)
-            # Ages at step 0 spread the births over the steps.
+            # Ids have different ages at step 0, so that births are spread over the
+            # steps.
             ages = (places * GOLDEN_RATIO % 1.0 * life_steps).astype(np.int64)
             num_predecessors = (step + ages) // life_steps
             numbers[name] = places + num_predecessors * popularity.vocabulary_size
-            # Each seed and feature counts from its own start; uint64 wraps around.
+            # Each pair of seed and feature counts from its own start. uint64 sums wrap
+            # around.
             first = _hash(np.array([2 * self.seed + salt], np.uint64))
             # `_hash` is a bijection, so different numbers have different ids.
             ids[name] = _hash(first + numbers[name].astype(np.uint64))
 
         users, items = ids["user"], ids["item"]
-        # Salt 1 gives an id's effect. Salts from 2 on give its vector's elements.
+        # Salt 1 is for an id's effect. Salts from 2 on are for its vector's elements.
         products = np.zeros(num_samples)
         for salt in range(2, 2 + INTERACTION_RANK):
             products += _uniform(items, salt) * _uniform(users, salt)
@@ -148,7 +152,7 @@ class SyntheticStream(TeacherDataset):
 
 
 def _hash(words: np.ndarray) -> np.ndarray:
-    # `WORD` is odd, so the product is a bijection, like `mix64`.
+    # `WORD` is odd, so multiplying by it is a bijection, like `mix64`.
     return mix64(words * WORD)
 
 

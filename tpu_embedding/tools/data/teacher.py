@@ -1,7 +1,7 @@
-"""Random streams, popular ids and the teacher for synthetic data sets.
+"""Random streams, skewed ids and the teacher for synthetic data sets.
 
-The teacher's click probabilities give the lowest expected log loss, so the gap to
-`teacher_log_loss()` shows how well a model has learned.
+The teacher's click probabilities have the lowest expected log loss, because the labels
+are drawn from them. The gap to `teacher_log_loss()` shows how well a model has learned.
 """
 
 import abc
@@ -28,8 +28,8 @@ def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Gene
 
     Args:
       seed: data set seed, at least 0.
-      stream: stream number, at least 0. Streams with one seed are independent.
-      step: step in the stream, at least 0. You can draw any step on its own.
+      stream: stream number, at least 0. Streams with the same seed are independent.
+      step: step in the stream, at least 0. Steps don't depend on earlier steps.
 
     Example:
       >>> round(random_generator(seed=0, stream=1, step=5).random(), 3)
@@ -63,7 +63,7 @@ Source: Knuth, The Art of Computer Programming, volume 3, section 6.4.
 """
 
 
-# Click logs are skewed, and uniform ids would not exercise an embedding layer.
+# Ids in click logs are skewed, so uniform ids would not be a realistic test.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZipfIds:
     """A bounded Zipf law over feature ids.
@@ -146,12 +146,18 @@ INTERACTION_SCALE: Final = 0.6
 """Standard deviation of the user-item interaction's contribution to the logit."""
 
 CALIBRATION_SAMPLES: Final = 16_384
-"""Samples that fit the bias. The click rate's standard error is below 0.004."""
+"""Number of samples that the bias is fitted to.
+
+The click rate's standard error is then below 0.004.
+"""
 
 
 Inputs = tuple[dict[str, np.ndarray], np.ndarray | None, np.ndarray]
-"""Ids by feature name; dense inputs, float32 `[samples, num_dense]`, or None without
-any; and the teacher's logits without the common bias, float64 `[samples]`."""
+"""Ids by feature name, dense inputs and the teacher's logits.
+
+Dense inputs are float32 `[samples, num_dense]`, or None. Logits are float64 `[samples]`
+and don't include the common bias.
+"""
 
 
 class TeacherDataset(abc.ABC):
@@ -159,8 +165,8 @@ class TeacherDataset(abc.ABC):
 
     Attributes:
       click_rate: expected mean label.
-      evaluation_step: training step with the ids that the held-out samples use, if ids
-        change during training.
+      evaluation_step: training step whose ids the held-out samples use, if ids change
+        during training.
     """
 
     click_rate: float
@@ -201,8 +207,8 @@ class TeacherDataset(abc.ABC):
 
     @functools.cached_property
     def _bias(self) -> float:
-        # Fitted on first use, because subclasses set up their teacher after this
-        # `__init__`. The stream's step 0 is for the teacher itself.
+        # Fitted on first use, because subclasses set up their teacher after
+        # `super().__init__`. Step 0 of this stream is for the teacher itself.
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
         *_, logits = self._draw_inputs(
             generator, CALIBRATION_SAMPLES, self.evaluation_step
@@ -211,8 +217,7 @@ class TeacherDataset(abc.ABC):
 
     @functools.cached_property
     def _held_out(self) -> tuple[Batch, np.ndarray]:
-        # Drawn at once from their own stream, so the samples don't depend on the batch
-        # size.
+        # All samples are drawn at once, so they don't depend on the batch size.
         generator = random_generator(seed=self.seed, stream=EVALUATION_STREAM)
         return self._draw_samples(
             generator, self.num_evaluation_samples, self.evaluation_step
@@ -235,7 +240,7 @@ class TeacherDataset(abc.ABC):
 
 
 def bias_of_rate(logits: np.ndarray, rate: float) -> float:
-    """Finds the number to add to all logits to make the mean probability `rate`.
+    """Finds the number that, added to all logits, makes `rate` the mean probability.
 
     Example:
       >>> round(bias_of_rate(np.array([1.0, 1.0]), 0.5), 3)

@@ -1,4 +1,4 @@
-"""Checks a machine, from its variables to the trained rows (docs/guides/doctor.md).
+"""Checks a machine, from environment variables to trained rows (docs/guides/doctor.md).
 
-`examine` runs all checks. `child` touches the devices, in a process of its own.
+`examine` runs all checks. `child` is a separate process that uses the devices.
 """

@@ -1,7 +1,7 @@
 """Train steps as in production, compared with NumPy row by row.
 
 Each case trains one table on this host's devices. Every SparseCore asks every
-SparseCore for equally many ids, so a case can set a limit relative to their number.
+SparseCore for the same number of ids, so a case can set a limit relative to it.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tpu_embedding.hardware import MEBIBYTE, hardware_of_device
 from tpu_embedding.types import PADDING_ROW_ID
 
 Values = dict[str, np.ndarray]
-"""The table and its slot variables by name, float32 `[rows, dim]`; the table first."""
+"""The table, then its slot variables, by name. Arrays are float32 `[rows, dim]`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Case:
       valence: ids per sample. If more than 1, ids have weights, and some are padding.
       is_permuted: whether the mesh orders the devices differently from JAX.
       max_ids: `te.SparseCore.max_ids`, divided by the number of ids that one SparseCore
-        asks another for. If 0, the plan chooses the limit.
+        asks another for. With 0, the plan chooses the limit.
     """
 
     dim: int
@@ -57,9 +57,9 @@ CASES: Final = {
     "dim 128, Adagrad, no exchange": Case(dim=128, exchange=False),
 }
 
-# Ids and bytes of the table per device. On a TPU, there are so many ids that
-# SparseCores sort them, and the table exceeds the vector memory of a TensorCore, which
-# has up to 128 MiB. A step takes a few milliseconds, and its dispatch takes 0.1 ms.
+# The number of ids and the table's bytes, per device. On a TPU, there are so many ids
+# that SparseCores sort them, and the table exceeds a TensorCore's vector memory, which
+# is at most 128 MiB. A step takes a few milliseconds, and its dispatch takes 0.1 ms.
 _SIZES_ON_TPU: Final = 2**17, 160 * MEBIBYTE
 _SIZES_ELSEWHERE: Final = 2**10, 2**18
 _CORES_ELSEWHERE: Final = 2
@@ -68,19 +68,20 @@ _CHECKED_STEPS: Final = 2
 _TIMED_STEPS: Final = 10
 
 # Largest relative and absolute difference that rounding can cause. A missing gradient
-# changes a row by at least 1e-2.
+# would change a row by at least 1e-2.
 _TOLERANCE: Final = 1e-4
 
 _RATE: Final = 0.5
 _ACCUMULATOR: Final = 0.1
 _BETAS: Final = 0.9, 0.99
-_EPSILON: Final = 0.1  # Large, so that rounded gradients barely change a step.
+_EPSILON: Final = 0.1  # Large, so that rounding of gradients barely changes a step.
 
 
 def run_case(name: str, backend: str) -> dict[str, Any]:
     """Runs a few training steps, and compares all values with NumPy.
 
-    `problem` is None if all rows are right; `step` and `dispatch` are milliseconds.
+    In the result, `problem` is None if all rows are right, and `step` and `dispatch`
+    are milliseconds.
     """
     case, devices = CASES[name], np.array(jax.local_devices())
     hardware = hardware_of_device(devices[0])
@@ -119,7 +120,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     dense = te.DenseIds(ids=ids, weights=weights if case.valence > 1 else None)
     batch = te.inputs.shard_batch(({"ids": dense}, {"ids": cotangents}), plan)
     before, after, answer = _train(plan, batch)
-    # The exchange took over, so the comparison would say nothing about SparseCores.
+    # If the exchange took over, the comparison would say nothing about SparseCores.
     if backend == "sparse_core" and answer["rounds"] > 0:
         return {"problem": "the ids exceed the limit of an operation"}
     rows, expected = _expected(case, before, ids, weights, cotangents)
@@ -137,13 +138,14 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
 def make_step(plan: te.EmbeddingPlan) -> Any:
     """Jits `(tables, slots, ids, cotangents) -> (state, activations, rounds)`."""
 
-    # Donated, as in production: a step that reads rows too late then shows wrong ones.
+    # Arguments are donated, as in production. The comparison can thus find a step that
+    # reads rows after they were overwritten.
     @functools.partial(
         jax.jit, donate_argnums=(0, 1), compiler_options=plan.compiler_options
     )
     def step(tables, slots, ids, cotangents):
         result = te.functional.lookup(tables, ids, plan)
-        # As in a model, cotangents are computed after the activations.
+        # The barrier puts cotangents after the activations, as in a model.
         cotangents, activations = jax.lax.optimization_barrier(
             (cotangents, result.activations)
         )
@@ -157,7 +159,7 @@ def make_step(plan: te.EmbeddingPlan) -> Any:
 def _train(
     plan: te.EmbeddingPlan, batch: tuple[Any, Any]
 ) -> tuple[Values, Values, dict[str, float]]:
-    """Runs the checked steps, then times further ones."""
+    """Runs the checked steps, then times more steps."""
     step = make_step(plan)
 
     def values_of(tables: Any, slots: Any) -> Values:
@@ -191,10 +193,10 @@ def _draw_batch(
     """Draws ids and weights, `[samples, valence]`, and cotangents `[samples, dim]`."""
     random = np.random.default_rng(case.dim)
     shape, rows_per_core = (num_cores, ids_per_core), num_rows // num_cores
-    # Rows are dealt to SparseCores in turn, so an id's remainder is the core that owns
-    # its row. Each core asks every core equally often.
+    # Rows are dealt to SparseCores in turn, so the core that owns an id's row is the id
+    # modulo `num_cores`. Each core asks every core equally often.
     turn, partition = np.divmod(np.arange(ids_per_core), num_cores)
-    # Half of the ids name a few rows, so many ids of a batch update the same row.
+    # Half of the ids are for a few rows, so many ids in a batch update the same row.
     num_hot = max(1, ids_per_core // num_cores // 8)
     hot = random.integers(-num_hot, num_hot, shape) % rows_per_core
     row = np.where(turn % 2, hot, random.integers(0, rows_per_core, shape))
@@ -215,8 +217,8 @@ def _expected(
     weights: np.ndarray,
     cotangents: np.ndarray,
 ) -> tuple[np.ndarray, Values]:
-    """Computes the checked steps in NumPy; also finds the rows they look up."""
-    # Only the rows that are looked up, because the whole table is large.
+    """Computes the checked steps in NumPy. Also finds the rows that they look up."""
+    # Updates only the rows that are looked up, because the whole table is large.
     order = np.argsort(ids, axis=None, kind="stable")
     order = order[ids.ravel()[order] != PADDING_ROW_ID]
     rows, starts = np.unique(ids.ravel()[order], return_index=True)
@@ -224,7 +226,7 @@ def _expected(
     gradient = np.add.reduceat(gradients.astype(np.float64), starts)
 
     table, *slots = (values[rows].astype(np.float64) for values in before.values())
-    # The last step's activations are from the table before its update.
+    # The last step computes activations before it updates the table.
     last_table = table
     for t in range(1, _CHECKED_STEPS + 1):
         last_table = table
@@ -240,7 +242,7 @@ def _expected(
             change *= np.sqrt(1 - second**t) / (1 - first**t)
         table = table - _RATE * change
 
-    # Padding ids get any place, because their weight is 0.
+    # Padding ids can have any place, because their weight is 0.
     place = np.minimum(np.searchsorted(rows, ids), len(rows) - 1)
     pooled: Any = sum(
         weights[:, i, None] * last_table[place[:, i]] for i in range(case.valence)
@@ -254,11 +256,11 @@ def _expected(
 def _difference(
     name: str, actual: np.ndarray, expected: np.ndarray, rows: np.ndarray
 ) -> str | None:
-    """Describes wrong rows, if any; only `rows` may differ, by rounding."""
-    # As integers, because NaN differs from itself, and -0 equals 0.
+    """Describes wrong rows, if any. Only `rows` may differ, and only by rounding."""
+    # Compared as integers, because as floats, NaN differs from itself and -0 equals 0.
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))
-    # Negated, so NaN is wrong.
+    # The comparison is negated, so that NaN counts as wrong.
     is_wrong[rows] = ~(np.abs(actual[rows] - expected[rows]) <= tolerance)
     wrong_rows = np.flatnonzero(is_wrong.any(axis=1))
     if not wrong_rows.size:

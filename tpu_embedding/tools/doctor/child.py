@@ -22,13 +22,13 @@ def main() -> None:
         "sort": check_sort,
         "time": time_step,
     }
-    # Python would write NaN, which other JSON readers reject.
+    # By default, Python would write NaN, which other JSON readers reject.
     answer = json.dumps(functions[question](*arguments), allow_nan=False)
     print(f"{ANSWER}{answer}", flush=True)
 
 
 def describe_devices() -> dict[str, Any]:
-    """Describes all devices, and the memory on this host."""
+    """Describes all devices, and the memory of this host's devices."""
     # CPU devices, for example, have no statistics.
     memory = [(device.memory_stats() or {}) for device in jax.local_devices()]
     return {

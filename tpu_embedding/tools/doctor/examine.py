@@ -1,4 +1,4 @@
-"""Runs all checks, from versions and variables to devices and their rows."""
+"""Runs all checks, from versions and environment variables to devices and rows."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from tpu_embedding.sparse_core.operations import unavailable_reason
 from tpu_embedding.tools.doctor.cases import CASES
 
 ANSWER: Final = "doctor's answer: "
-"""Begins the line of a child's output that has its answer."""
+"""Prefix of the line with the answer in a child's output."""
 
 Status = Literal["ok", "warning", "FAILED"]
 
@@ -67,7 +67,7 @@ _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
 may be set on purpose."""
 
 _SET_BY_GKE: Final = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_BOUNDS")
-"""Variables that GKE sets in each pod with TPUs, with others that name the slice."""
+"""Variables that GKE sets in each pod with TPUs, besides variables for the slice."""
 
 _OFF_VALUES: Final = ("", "0", "false", "False")
 
@@ -80,7 +80,7 @@ class Finding:
     status: Status
     text: str
     fix: str = ""
-    # JSON values.
+    # JSON values by name.
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -92,13 +92,13 @@ def _finding(check: str, is_right: bool, text: str, fix: str) -> Finding:
 
 
 def user_environment() -> dict[str, str]:
-    """Restores the environment from before importing JAX."""
+    """Makes a copy of the environment without JAX's changes."""
     # The kernel keeps the environment that the process started with.
     try:
         text = pathlib.Path("/proc/self/environ").read_text("utf-8", "replace")
     except OSError:
         return dict(os.environ)
-    # Only the variables that JAX changes; the rest counts as it is now.
+    # Restores only variables that JAX changes. Other variables keep their values.
     at_start = (entry.partition("=") for entry in text.split("\0"))
     unchanged = {k: v for k, v in os.environ.items() if k not in _SET_BY_JAX}
     return unchanged | {name: v for name, _, v in at_start if name in _SET_BY_JAX}
@@ -113,7 +113,8 @@ def check_versions() -> Iterator[Finding]:
     listed = (f"{name} {version or 'absent'}" for name, version in installed.items())
     text = ", ".join((f"python {platform.python_version()}", *listed))
     yield Finding("versions", "ok", text, figures=installed)
-    # The extra `tpu` of jax pins libtpu, and pip may still have a different one.
+    # The extra `tpu` of jax pins libtpu's version, but a different version may be
+    # installed.
     for requirement in importlib.metadata.requires("jax") or ():
         name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
         libtpu = installed["libtpu"]
@@ -125,7 +126,7 @@ def check_versions() -> Iterator[Finding]:
 def check_variables(
     environment: Mapping[str, str], chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks variables that change how JAX sees TPUs; without `chips`, all are ok."""
+    """Checks variables that change how JAX sees TPUs. Without `chips`, all are ok."""
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
         if value in _OFF_VALUES or "tpu" in value.split(","):
@@ -140,13 +141,13 @@ def check_variables(
 
 
 _MIN_MEMORY_SHARE: Final = 0.9
-"""Minimum share of a device's memory for programs; the runtime reserves the rest."""
+"""Minimum share of a device's memory that the runtime should leave for programs."""
 
 
 def ask_child(
     question: list[str], environment: Mapping[str, str], seconds: float
 ) -> dict[str, Any] | str:
-    """Asks a child process; the answer is a text if the child failed."""
+    """Asks a child process. If the child failed, the result is a text that says why."""
     # Only one process at a time can use a TPU, and a program may hang or halt it. So
     # all work on the devices happens in child processes with a time limit.
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
@@ -162,7 +163,7 @@ def ask_child(
     except subprocess.TimeoutExpired:
         return f"hangs: no result in {seconds:g} s; killed"
     status = child.returncode
-    # Libraries may print as well, also at the end.
+    # Libraries may also print lines, even after the answer.
     answers = [x for x in child.stdout.splitlines() if x.startswith(ANSWER)]
     if status == 0 and answers:
         return json.loads(answers[-1].removeprefix(ANSWER))
@@ -242,14 +243,17 @@ def check_holders(
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
         except OSError:
-            continue  # It ended, or belongs to another user.
+            continue  # The process ended, or belongs to another user.
         if folder.name != str(os.getpid()) and not opened.isdisjoint(chips):
             text = f"Process {folder.name} uses a TPU, as only one process can"
             yield Finding("TPU in use", "FAILED", text, f"kill {folder.name}")
 
 
 _EMULATED_DEVICES: Final = 4
-"""Devices to emulate in children if JAX has one CPU device, to exchange rows."""
+"""Number of devices that children emulate if JAX has only one CPU device.
+
+Exchanging rows needs several devices.
+"""
 
 
 def examine(
@@ -307,7 +311,7 @@ def examine(
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
-    """Runs each case; returns the milliseconds per step if all rows are right."""
+    """Runs each case. Returns the milliseconds per step of each case without errors."""
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
         question = ["rows", name, backend]

@@ -1,6 +1,7 @@
 """Times the step of `benchmarks/compiler_estimate.py`, and checks a sort.
 
-One id per sample and table, Adagrad, and Zipf-distributed ids modulo the rows.
+The step has one id per sample and table, and uses Adagrad. Ids are drawn from a Zipf
+distribution, modulo the number of rows.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from tpu_embedding.sparse_core.partitioned_ids import sort_words
 from tpu_embedding.tools.doctor.cases import make_step
 
 SHAPES: Final = {"tables": 26, "rows": 100_000, "dim": 128, "batch": 16_384}
-# For devices other than TPUs.
+# Shapes for devices other than TPUs.
 SMALL_SHAPES: Final = {"tables": 3, "rows": 1_000, "dim": 16, "batch": 512}
 
 _ROUNDS: Final = 7
@@ -28,7 +29,7 @@ _NUM_SORTED: Final = 2**17
 
 
 def time_step(backend: Any, profile: str) -> dict[str, Any]:
-    """Times steps, and records them in the directory `profile` unless it is ""."""
+    """Times steps. Unless `profile` is "", records a profile in this directory."""
     is_tpu = hardware_of_device(jax.devices()[0]).is_tpu
     shapes = SHAPES if is_tpu else SMALL_SHAPES
     features = {}
@@ -58,7 +59,8 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
             begin = time.perf_counter()
             for _ in range(_STEPS):
                 state, *_ = step(*state, *batch)
-            # Only here, so the host's own time counts only where it exceeds the step's.
+            # Waits only after all steps, so the host's time counts only if the host is
+            # slower than the devices.
             jax.block_until_ready(state)
             milliseconds.append(1e3 * (time.perf_counter() - begin) / _STEPS)
     updates, num_rounds = plan.stacks[0].backend.updates, max(exchanged.values())
@@ -67,7 +69,7 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
         f"{max(milliseconds):.3f}) on {jax.device_count()} devices, compiled in "
         f"{compile_seconds:.0f} s"
     )
-    # 0 rounds mean that SparseCores looked the rows up, without the exchange.
+    # 0 rounds mean that SparseCores looked up the rows without the exchange.
     if backend == "sparse_core" and not (
         is_tpu and updates == backend and not num_rounds
     ):
@@ -84,8 +86,8 @@ def time_step(backend: Any, profile: str) -> dict[str, Any]:
 
 
 def check_sort() -> dict[str, Any]:
-    """Compares the sort that SparseCores need with NumPy's."""
-    # Many equal words, because the sort must be stable.
+    """Compares the sort that SparseCores need with NumPy's sort."""
+    # Many words are equal, to check that the sort is stable.
     words = np.random.default_rng(0).integers(0, 2**12, _NUM_SORTED, np.uint32)
     on_device, sort = jnp.asarray(words), jax.jit(sort_words)
     expected = np.argsort(words, kind="stable")

@@ -1,7 +1,8 @@
 """The training loop of `tpu-embedding train`, which scripts can also call.
 
-Begin with `run`, the loop, and `run_config`, its settings. `run_steps` has the compiled
-steps; `reporting` writes into a `run_directory`.
+Begin with `run`, which has the loop, and `run_config`, which has its settings.
+`run_steps` has the compiled steps. `reporting` writes files into a run directory, and
+`run_directory` reads them.
 """
 
 from tpu_embedding.tools.data.batch import Batch as Batch

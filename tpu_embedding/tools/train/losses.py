@@ -1,6 +1,7 @@
 """Losses by name, and the metrics that a run reports with each.
 
-Metrics merge on the devices. The host reads them after the last evaluation batch.
+Metrics of several batches are merged on the devices. The host reads the result after
+the last evaluation batch.
 """
 
 import collections
@@ -19,13 +20,16 @@ from tpu_embedding.tools.train.models.click import Outputs
 LossName = Literal["log_loss", "squared_error", "softmax", "in_batch_softmax"]
 
 TOP_K: Final = 10
-"""`k` of recall@k and NDCG@k: the sample's own item should be among the top `k`."""
+"""`k` in recall@k and NDCG@k. A sample's own item should be among the top `k` items."""
 
 MAX_AUC_ERROR: Final = 1e-3
-"""Error of a binned AUC above which the error is also reported."""
+"""If a binned AUC's maximum error is above this number, the error is also reported."""
 
 Metrics = collections.OrderedDict[str, m.Metric]
-"""Metrics by name, the main one first; JAX keeps the order of an `OrderedDict`."""
+"""Metrics by name, with the main metric first.
+
+JAX keeps the order of an `OrderedDict`, but sorts a dict.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,9 @@ class Loss:
     """A loss and its metrics.
 
     Attributes:
-      metrics: possible targets where lower is better, the main metric first.
-      rising_metrics: possible targets where higher is better.
+      metrics: metrics that can be a target, where lower is better. The main metric is
+        first.
+      rising_metrics: metrics that can be a target, where higher is better.
       label_range: minimum and maximum label. `None` allows every finite number.
       per_sample: `(outputs, labels) -> losses [batch]`.
       evaluate: `(outputs, labels, weights) -> Metrics`, for one batch.
@@ -57,7 +62,7 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
         merged = _merge(merged, metrics) if merged else metrics
     result = {}
     for name, metric in jax.device_get(merged).items():
-        # An AUC, for example, needs both classes, and all need a positive weight.
+        # An AUC, for example, needs both classes. Every metric needs a positive weight.
         if metric.is_defined():
             result[name] = float(metric.compute())
             if isinstance(metric, m.AUC) and metric.max_error() > MAX_AUC_ERROR:
@@ -65,7 +70,7 @@ def values_of(batches: Iterable[Metrics]) -> dict[str, float]:
     return result
 
 
-# Jitted, to dispatch one program per batch instead of one for each sum.
+# Jitted, to dispatch one program per batch instead of one program per sum.
 _merge = jax.jit(m.merge)
 
 
@@ -89,7 +94,7 @@ def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metric
 
 
 def _class_loss(outputs: Outputs, labels: Array) -> Array:
-    # `prepare_batch` makes all labels float32.
+    # `prepare_batch` converts all labels to float32, including class numbers.
     return optax.softmax_cross_entropy_with_integer_labels(
         outputs.scores, labels.astype(jnp.int32)
     )

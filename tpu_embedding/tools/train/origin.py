@@ -1,7 +1,7 @@
-"""Records what started a run, from which `tpu-embedding export` loads its config.
+"""Records how a run was started, so that `tpu-embedding export` can load its config.
 
-Anybody may have written the record, so it only selects a package config. It never names
-code to run, an option, or a file to open.
+Anybody may have written a record, so it can only select a package config. No code that
+it names is executed, and no file that it names is opened.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ class RunOrigin:
 
     def record(self) -> dict[str, Any]:
         """Builds the record that `config_of_run` reads."""
-        # Export may run in another folder, and shows these paths in its errors.
+        # Paths are absolute, because export may run in another folder and shows them in
+        # its errors.
         config, data_dir = self.config, self.data_dir
         if config not in list_configs():
             config = str(local_path(config).resolve())
@@ -64,12 +65,12 @@ def config_of_run(
 ) -> RunConfig:
     """Loads a run config, by default the package config that the run recorded.
 
-    All arguments but `directory` come from the user and are trusted.
+    All arguments except `directory` come from the user and are trusted.
     """
     origin, run = latest_start(directory)
     if config is not None:
         loaded = apply_overrides(load_config(config), settings)
-        # The user may change this config on purpose, so a difference is only printed.
+        # Users may have changed this config on purpose, so changes are only printed.
         for change in _model_changes(run, loaded):
             print(f"changed since the run: {change}")
         return loaded
@@ -84,8 +85,8 @@ def config_of_run(
             "Pass it with --config, and its changes with --set."
         )
     name, recorded_dir = origin.get("config"), origin.get("data_dir")
-    # A list, because a damaged record's name may not be hashable, like a JSON array.
-    # Messages cut the name, which can be as long as a record.
+    # A list, because the name in a damaged record may not be hashable, such as a JSON
+    # array. Messages truncate the name, because it can be as long as a record.
     if name not in list(list_configs()):
         raise ConfigError(
             f"{directory} was started with {name!r:.200}, which is not executed "
@@ -109,11 +110,11 @@ def config_of_run(
 def _model_changes(
     run: dict[str, Any], config: RunConfig, settings: Sequence[str] = ()
 ) -> list[str]:
-    """Lists changed model fields, except for the ones that `settings` set."""
+    """Lists changed model fields, except for fields that `settings` change."""
     # `--set` accepts both spellings of a key.
     named = {setting.partition("=")[0].replace("-", "_") for setting in settings}
     before, now = run.get("model"), config.describe()["model"]
-    if before is None:  # A script may record none.
+    if before is None:  # The record may lack the model.
         return []
     return [
         f"{name} {old!r} -> {new!r}"

@@ -1,4 +1,4 @@
-"""Reports a run: printed lines, records, TensorBoard scalars and a plot.
+"""Reports a run with printed lines, records, TensorBoard scalars and a plot.
 
 Records are JSON, one per line: `{"run": ...}` at each start, then `{"step": ...,
 "train": ...}` and `{"step": ..., "evaluation": ...}`, and `{"result": ...}` at the end.
@@ -33,15 +33,15 @@ from tpu_embedding.tools.train.run_steps import StepMetrics
 from tpu_embedding.update.state import abstract_state
 
 STEPS_IN_FLIGHT: Final = 2
-"""Number of steps dispatched before the host waits for the first of them.
+"""Number of dispatched steps that the host does not wait for.
 
-One step in flight overlaps the work of host and devices. Many steps would keep many
-batches in device memory."""
+With steps in flight, host and devices work at the same time. Too many of them would
+keep many batches in device memory."""
 
 _STDERR: Final = 2
 
 HANG_SECONDS: Final = 600
-"""Seconds without a step after which the stack traces of all threads are printed."""
+"""If no step begins for this long, the stack traces of all threads are printed."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -71,7 +71,7 @@ class StepMeter:
         """Yields batches, and measures how long the loop waits for them."""
         while True:
             begin = time.perf_counter()
-            # Replaces the previous timer, so it fires only if the loop hangs.
+            # Replaces the previous timer, which thus fires only if the loop hangs.
             faulthandler.dump_traceback_later(HANG_SECONDS, file=_STDERR)
             batch = next(batches, None)
             self._waited += time.perf_counter() - begin
@@ -80,13 +80,14 @@ class StepMeter:
             yield batch
 
     def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds a dispatched step, and reports when due; raises like `read`."""
+        """Adds a dispatched step, and reports the means if due. Raises like `read`."""
         self._steps.append(metrics)
         if len(self._steps) > STEPS_IN_FLIGHT:
             jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])
         if done % self._config.log_every == 0 or done == self._config.num_steps:
             self.read(done)
-            # After `read` has waited, so `seconds` includes the steps themselves.
+            # Read the clock after `read` has waited, so that `seconds` includes the
+            # steps themselves.
             now = time.perf_counter()
             seconds, steps = now - self._since, len(self._steps)
             means = {
@@ -104,11 +105,12 @@ class StepMeter:
             self._steps, self._waited, self._since = [], 0.0, now
 
     def read(self, done: int) -> None:
-        """Waits for all steps, or raises `TrainingDivergedError`."""
-        # Checking each step at once would keep the host from running ahead.
+        """Waits for all steps. Raises `TrainingDivergedError` if one diverged."""
+        # Checking each step right after its dispatch would keep the host from running
+        # ahead.
         self._steps = jax.device_get(self._steps)
         for step, metrics in enumerate(self._steps, done - len(self._steps) + 1):
-            # First, because such a step also has a NaN loss.
+            # Checked first, because a step that did not run also has a NaN loss.
             if metrics.get("not_run"):
                 raise TrainingDivergedError(
                     f"The ids of step {step} exceed the limit of SparseCores, or a "
@@ -125,7 +127,7 @@ class StepMeter:
 
 
 class RunReport:
-    """Writes lines, records and the plot, on the first process only."""
+    """Writes lines, records and the plot. Only the first process writes."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class RunReport:
             print(text, flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Writes a record at once, so a kill cannot lose it."""
+        """Writes a record immediately, so that killing the run cannot lose it."""
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -173,7 +175,7 @@ class RunReport:
         self.line(f"{group} {step:>{len(str(num_steps))}}/{num_steps}  {text}")
         self.record({"step": step, group: values})
         if self._board is not None:
-            # Here and below: a library of the extra `train`.
+            # tensorboardX and matplotlib come with the extra `train`.
             from tensorboardX import summary
 
             for name, value in values.items():
@@ -182,7 +184,7 @@ class RunReport:
             self._board.flush()
 
     def plot(self, metric: str, teacher: float | None) -> None:
-        """Plots the training loss and a metric, whose `teacher` value is a line."""
+        """Plots the training loss and a metric, with a line at the value `teacher`."""
         if self._file is None:
             return
         # Imported late, because it takes a third of a second.
@@ -192,7 +194,7 @@ class RunReport:
         left, right = figure.subplots(1, 2)
         figure.suptitle(self._config.name)
         directory = self._path.parent
-        # From the records, which include the steps before a resume.
+        # Curves come from the records, which include the steps before a resume.
         left.plot(*_curve(directory, "train", "loss"), linewidth=1)
         left.set(xlabel="step", ylabel="training loss")
         right.plot(*_curve(directory, "evaluation", metric), marker="o")
@@ -216,7 +218,8 @@ def format_tables(plan: EmbeddingPlan) -> str:
         if stack.is_trained:
             named = named_slots(abstract_state(stack), stack)
             slots = ", ".join(x.name for x in named if x.kind == "rows") or "-"
-        # Tables share their stack's arrays, slot variables and padding by rows.
+        # A stack's arrays, including slot variables and padding, are divided among its
+        # tables in proportion to their rows.
         num_bytes = sum(stack.array_bytes)
         for table in stack.tables:
             num_rows = f"{table.config.max_rows:,}"
@@ -245,19 +248,19 @@ def changes(
 def drop_repeated_records(
     directory: pathlib.Path, step: int, *, evaluates: bool
 ) -> None:
-    """Removes records that a run repeats if it resumes after `step`.
+    """Removes the records that a run repeats if it resumes after `step`.
 
-    With `evaluates`, the run first repeats the evaluation after this step.
+    With `evaluates`, the run also repeats the evaluation after `step` itself.
     """
     path = directory / RECORDS_FILE
     kept = ""
     for record in read_records(path):
         done = record.get("step", record.get("result", {}).get("step", 0))
         is_repeated = evaluates and "train" not in record and done == step
-        # Starts stay, because `latest_start` reads them.
+        # Records of starts stay, because `latest_start` reads them.
         if "run" in record or not (done > step or is_repeated):
             kept += json.dumps(record) + "\n"
-    # Atomically, so a kill leaves either the old or the new file.
+    # Written atomically, so that killing the run leaves either the old or the new file.
     if path.exists():
         write_atomically(path, kept)
 
@@ -265,19 +268,19 @@ def drop_repeated_records(
 def _curve(
     directory: pathlib.Path, group: Literal["train", "evaluation"], name: str
 ) -> tuple[list[int], list[float]]:
-    # Some steps may lack a metric, such as an AUC that the samples don't determine.
+    # A step may lack a metric. For example, AUC is undefined if all labels are equal.
     steps = {k: x for k, x in values_by_step(directory, group).items() if name in x}
     return list(steps), [x[name] for x in steps.values()]
 
 
 def _event_file(directory: pathlib.Path, first_step: int) -> Any:
-    # tensorboardX's `SummaryWriter` writes in a thread, so a kill would lose scalars,
-    # and a full disk would not end the run.
+    # tensorboardX's `SummaryWriter` writes in a thread. Killing the run would lose
+    # scalars, and a full disk would not end the run.
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2
 
     directory.mkdir(parents=True, exist_ok=True)
-    # The name has only whole seconds, which two starts can share.
+    # The file's name has a time in whole seconds, which two starts can share.
     suffix = f".{time.time_ns()}"
     file = event_file_writer.EventsWriter(str(directory / "events"), suffix)
     # Makes TensorBoard drop the steps that a resumed run repeats.

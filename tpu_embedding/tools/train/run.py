@@ -1,7 +1,7 @@
 """Runs training (`train`), or only evaluates a saved run (`evaluate`).
 
-All processes in a job call these functions. Each feeds its own devices and writes its
-part of the checkpoints; the first one also prints, records and plots.
+All processes in a job call these functions. Each process feeds its own devices and
+writes its part of the checkpoints. The first process also prints, records and plots.
 docs/guides/training_command.md describes a run.
 """
 
@@ -56,21 +56,21 @@ _SIZES: Final = "buffer_sizes"
 _Item = TypeVar("_Item")
 
 ExistingRun = Literal["refuse", "resume"]
-"""How to handle a checkpoint in the output directory: raise an error, or continue it.
-Without a checkpoint, `"resume"` starts a new run, so a job can always pass it."""
+"""How to handle a checkpoint in the output directory: raise an error, or continue from
+it. Without a checkpoint, `"resume"` starts a new run, so a job can always pass it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The result of a run.
 
-    If a signal stopped the run, after saving its state, only `step` is known.
+    If a signal stopped the run, its state is saved, and only `step` is known.
 
     Attributes:
       step: steps done, including steps before a resume.
-      best_step: step whose checkpoint has these metrics: the best one if the config
-        keeps it.
-      metrics: metrics on the held-out data, the main one first.
+      best_step: step whose checkpoint has these metrics. If the config has `keep_best`,
+        this is the best saved step.
+      metrics: metrics on the held-out data, the main metric first.
       target_met: whether the target is met. It is None without a target, or if the
         teacher value is unknown.
 
@@ -100,9 +100,9 @@ def train(
 ) -> RunResult:
     """Trains and evaluates a model, and writes records, a plot and checkpoints.
 
-    SIGTERM and Ctrl-C save the state after the current step and end the run; a second
-    signal ends it at once. In a multi-process job, a SIGTERM to one process stops all
-    of them at the same step.
+    After SIGTERM or Ctrl-C, the run finishes its current step, saves its state and
+    ends. A second signal ends it immediately. In a multi-process job, a SIGTERM to one
+    process stops all processes at the same step.
 
     Args:
       config: run config.
@@ -111,12 +111,12 @@ def train(
       data_dir: path to your data, if the data source reads files.
       mesh: device mesh. Defaults to all devices.
       existing_run: `"refuse"` raises an error if `output_dir` has a checkpoint, and
-        `"resume"` continues it. Without a checkpoint, both start a new run, so a job
-        can always pass `"resume"`.
+        `"resume"` continues from it. Without a checkpoint, both start a new run, so a
+        job can always pass `"resume"`.
       stop_at: step after which the run stops as if it had received SIGTERM. By default,
         it runs to the end.
-      profile: steps at which an xprof profile starts and ends, recorded in `profile/`
-        in the output directory. By default, nothing is recorded.
+      profile: two steps, between which an xprof profile is recorded into `profile/` in
+        the output directory. By default, nothing is recorded.
       origin: where you loaded the config from, recorded for `tpu-embedding export`.
       verbose: whether to print the whole plan instead of only its tables.
 
@@ -130,28 +130,28 @@ def train(
       MissingExtraError: if a library of the extra `train` is not installed.
 
     Example:
-      For example, change a config and continue a run if there is one::
+      For example, change a config, and start its run or continue it::
 
         config = apply_overrides(load_config("synthetic"), ["num_steps=500"])
         result = train(config, "runs/synthetic", existing_run="resume")
         print(result.metrics)
     """
-    # A run ends with a plot. A missing library should not fail only then.
+    # A run ends with a plot. If a library for it is missing, the run should not start.
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
-        # First, so a signal during the start stops the run after its first step.
+        # First, so that a signal during the start stops the run after its first step.
         stop = stack.enter_context(_stop_on_signals())
-        # Wrong data should not leave a directory behind.
+        # Opened before the directory is created, because the data may be wrong.
         data = open_data(config, data_dir)
         stack.enter_context(run_directory.claimed(directory))
         run = _Run(config, directory, data, mesh)
-        # Entered, because closing the manager waits for a save in progress.
+        # When this context ends, the manager waits for a save in progress.
         stack.enter_context(run.checkpoints)
         run.restore(existing_run)
         if distributed.is_first():
             run.tells_events = True
-            # Replaces the file, so it comes before the report opens it.
+            # Replaces the records file, so it comes before the report opens the file.
             drop_repeated_records(directory, run.step, evaluates=run.evaluates_first)
         run.tell("init")
         run.start_report(origin, verbose=verbose)
@@ -172,10 +172,10 @@ def evaluate(
 ) -> RunResult:
     """Evaluates a run's best or newest checkpoint on the held-out data.
 
-    Adds the metrics to the run records. Arguments and errors are as in `train`.
+    Adds the metrics to the run's records. Arguments and errors are as in `train`.
 
     Example:
-      After a run of `train`::
+      After you have called `train`::
 
         metrics = evaluate(load_config("synthetic"), "runs/synthetic").metrics
     """
@@ -214,8 +214,8 @@ def _stop_on_signals() -> Iterator[threading.Event]:
         # A second signal ends the process, even if the current step hangs.
         signal.signal(number, signal.SIG_DFL)
 
-    # Python sets handlers only in the main thread. In a job, JAX handles SIGTERM and
-    # notifies all processes, see `reached_preemption` below.
+    # Python can set handlers only in the main thread. In a multi-process job, JAX
+    # handles SIGTERM and notifies all processes; see `_Run.train`.
     is_main_thread = threading.current_thread() is threading.main_thread()
     if distributed.num_processes() == 1 and is_main_thread:
         before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -250,7 +250,7 @@ class _Run:
         self.exchanged: dict[str, Any] = {}
 
     def restore(self, existing_run: ExistingRun, step: int | None = None) -> None:
-        """Restores a step, by default the newest one, if any was saved."""
+        """Restores a saved step, by default the newest one, or prepares a new run."""
         config, data, plan = self.config, self.data, self.plan
         graph, abstract = run_steps.abstract_train_state(config, data, plan)
         self.graph, self.abstract = graph, abstract
@@ -266,14 +266,14 @@ class _Run:
             )
         self.state = None
         if self.step:
-            # Before the tables, which can be large.
+            # Checked before reading the tables, which can be large.
             run_directory.check_vocabularies(data, self.directory)
             path = self.directory / CHECKPOINTS_DIR / str(self.step)
             self.state = restore_state(path, RestoreState(abstract, plan=plan))
             with errors_of_reading(f"The description of the checkpoint {path}"):
                 saved = dict(describe(path).description).get(_SIZES)
                 self.sizes = BufferSizes.from_json(saved) if saved else BufferSizes()
-        # A resumed run repeats this step's evaluation and all later ones.
+        # A resumed run repeats this step's evaluation and all later evaluations.
         if step is None:
             recorded = run_directory.values_by_step(self.directory, "evaluation")
             self.evaluations = {s: x for s, x in recorded.items() if s < self.step}
@@ -288,7 +288,7 @@ class _Run:
 
     @property
     def ends_early(self) -> bool:
-        """True if the last `patience` evaluations did not beat an earlier one."""
+        """True if the best evaluation is not among the last `patience` evaluations."""
         best = run_directory.best_step(self.evaluations, self.evaluations) or 0
         num_worse = sum(step > best for step in self.evaluations)
         return 0 < self.config.patience <= num_worse
@@ -296,13 +296,13 @@ class _Run:
     @property
     def evaluates_first(self) -> bool:
         """True if a resumed run evaluates before its next step."""
-        # The run may have stopped or crashed before or during that evaluation.
+        # The earlier run may have stopped or crashed before this evaluation ended.
         return self.step > 0 and self.config.evaluates_after(self.step)
 
     def start_report(
         self, origin: RunOrigin | None = None, *, verbose: bool = False
     ) -> None:
-        """Reports the start, and creates the state of a new run."""
+        """Reports the start. For a new run, also creates the state."""
         config, data, plan = self.config, self.data, self.plan
         record = origin and origin.record()
         self.report = RunReport(self.directory, config, self.step, record)
@@ -313,14 +313,14 @@ class _Run:
         self.report.line(str(plan) if verbose else format_tables(plan))
         if self.state is None:
             _, self.state = run_steps.init_train_state(config, data, plan)
-        # Rows on the host are a static part of the structure, so the step must be made
-        # for the structure that this state has.
+        # Rows on the host are a static part of a state's structure. The step must be
+        # made for this state's structure, not for the abstract state's.
         structure = jax.tree.structure(self.state)
         abstract = structure.unflatten(jax.tree.leaves(self.abstract))
         self.train_step = run_steps.make_train_step(self.graph, abstract, config, plan)
 
     def tell(self, kind: RunEventKind, /, **values: Any) -> None:
-        """Reports event values, and calls `on_event` if this is `train`."""
+        """Reports event values, and calls `on_event` if `tells_events` is True."""
         if kind in ("train", "evaluation"):
             self.report.scalars(self.step, kind, values)
         if self.tells_events:
@@ -343,7 +343,7 @@ class _Run:
         config = self.config
         self.tell("start")
         meter = StepMeter(config, self.tell)
-        # Empty if a resumed run is done, also with fewer `num_steps` than before.
+        # Empty if a resumed run is already done, for example with fewer `num_steps`.
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
@@ -351,8 +351,8 @@ class _Run:
                 return "done"
         ready = run_steps.train_batches(config, self.data, self.plan, steps, self.sizes)
         with_rows = self.with_host_rows(ready)
-        # `break` leaves a generator suspended, so closing it ends the reading thread.
-        # `with_rows` draws from `ready`, so it closes first.
+        # `break` leaves the generators suspended. Closing `ready` ends its reading
+        # thread. `with_rows` reads from `ready`, so `with_rows` must close first.
         with contextlib.closing(ready), contextlib.closing(with_rows) as batches:
             for step, batch, self.sizes_so_far, _ in meter.waiting(batches):
                 if profile is not None and step == profile[0]:
@@ -364,16 +364,16 @@ class _Run:
                     jax.block_until_ready(metrics)
                     jax.profiler.stop_trace()
                 is_last = done == config.num_steps
-                # Not after `or`: every process must call it at every step, so JAX can
-                # choose one step where all of them stop.
+                # `reached_preemption` must not come after `or`. Every process must call
+                # it at every step, so that JAX can choose one step where all stop.
                 stops = self.checkpoints.reached_preemption(done) or stop.is_set()
                 stops = (stops or done == stop_at) and not is_last
                 every = config.checkpoint_every
-                # A best checkpoint can only be kept if each evaluated step has one.
+                # The best checkpoint can be kept only if each evaluation saves one.
                 is_due = config.keep_best and config.evaluates_after(done)
                 is_due = is_due or (every > 0 and done % every == 0)
                 if stops or is_last or is_due:
-                    # Raises if a step diverged, so a checkpoint never has its values.
+                    # `read` raises if a step diverged, so its values are never saved.
                     meter.read(done)
                     self._save()
                 if stops:
@@ -393,12 +393,13 @@ class _Run:
         return "done" if is_done else "stopped"
 
     def with_host_rows(self, batches: Iterable[_Item]) -> Generator[_Item, None, None]:
-        """Yields batches once their `te.HostRows` rows are in the state."""
+        """Yields each batch when its `te.HostRows` rows are in the state."""
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches
             return
         # `host_rows` changes this model in place, but the step is a pure function of
-        # `self.state`, so arrays pass between both around each step.
+        # `self.state`. So arrays move from the model to the state before each step, and
+        # back after it.
         model, optimizer = nnx.merge(self.graph, self.state)
         layers = embedding_layers(model).values()
         tables = [rows for x in layers for rows in x.tables.get_value().values()]
@@ -411,8 +412,9 @@ class _Run:
         before, features_of = total(), operator.attrgetter("features")
         for batch in host_rows(batches, model, optimizer, features_of=features_of):
             num_ids, num_fetched = total() - before
-            # The share of distinct rows that were on this process's devices, and the
-            # bytes that moved for the rest, there and back.
+            # The hit rate is the share of distinct rows that were already on this
+            # process's devices. Bytes of the missing rows count twice, because a row
+            # moves to the devices and back.
             self.exchanged = {
                 "hit_rate": 1 - num_fetched.sum() / max(1, num_ids.sum()),
                 "exchanged_bytes": 2 * num_fetched @ row_bytes,
@@ -421,10 +423,10 @@ class _Run:
             yield batch
             # The step donated the arrays that this model held.
             nnx.update((model, optimizer), self.state)
-            before = total()  # Evaluations also exchange rows.
+            before = total()  # Leaves out rows that evaluations exchange.
 
     def _save(self) -> None:
-        """Starts saving. When this returns, the next step may donate the state."""
+        """Starts to save. After it returns, the next step may donate the state."""
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
             # Without `force`, Orbax's own interval policy decides whether to save.
@@ -460,7 +462,7 @@ class _Run:
         metric, *_ = LOSSES[config.loss].metrics
         if target is not None and target.metric in metrics:
             metric = target.metric
-        # Only synthetic data know their teacher.
+        # Only synthetic data sets have a teacher.
         name = "teacher_auc" if metric == "auc" else "teacher_log_loss"
         teacher = getattr(self.data, name, lambda: None)()
         is_met = None
@@ -494,7 +496,7 @@ class _Kept:
         self._run = run
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """Tells which checkpoints to keep, the oldest first."""
+        """Tells for each checkpoint whether to keep it. The oldest comes first."""
         del context
         config, best = self._run.config, self._run.best_step
         first = len(checkpoints) - config.checkpoints_kept
@@ -504,7 +506,7 @@ class _Kept:
 @contextlib.contextmanager
 def _named_errors(directory: pathlib.Path) -> Iterator[None]:
     """Turns TensorStore errors, such as a full disk, into an OSError."""
-    # The command prints an OSError on one line, and a ValueError with a traceback.
+    # The command prints an OSError on one line, but a ValueError with a traceback.
     try:
         yield
     except ValueError as error:

@@ -1,7 +1,8 @@
 """Run configs, loaded from Python files such as the ones in `configs/`.
 
-A config is plain data that `--set` can change. It has functions that make optimizers,
-because a learning rate schedule depends on `num_steps`, which may also change.
+A config is plain data that `--set` can change. Instead of optimizers, it has functions
+that make them, because learning rate schedules depend on `num_steps`, which `--set` may
+change.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ CONFIGS_DIR: Final = next(
     filter(pathlib.Path.is_dir, (_PACKAGE / "configs", _PACKAGE.parent / "configs")),
     _PACKAGE / "configs",
 )
-"""Folder of the configs: in the installed package, or in a checkout."""
+"""Folder with the configs, either in the installed package or in a checkout."""
 
 
 class ConfigError(ValueError):
@@ -85,12 +86,13 @@ class Target:
     """The metric value that a config promises to reach on the held-out data.
 
     Attributes:
-      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, where lower is
-        better, or `"auc"`. It must belong to the loss.
-      at_most: maximum value, for metrics other than `"auc"`. With `relative_to`, a
+      metric: name of a metric that belongs to the loss. Lower is better for
+        `"log_loss"`, `"rmse"`, `"mae"` and `"softmax_loss"`. Higher is better for
+        `"auc"` and `"accuracy"`.
+      at_most: maximum value, if lower is better. If `relative_to` is set, this is a
         multiple of the reference value.
-      at_least: minimum value, for `"auc"`. With `relative_to`, a share of the teacher's
-        lead over 0.5, which is chance.
+      at_least: minimum value, if higher is better. If `relative_to` is set, this is a
+        share of the teacher's lead over 0.5, the AUC of a random guess.
       relative_to: reference that the limit is relative to. `"teacher"` is the model
         that generated the labels in synthetic data; no trained model can beat it.
         With `None`, the limit is absolute.
@@ -112,7 +114,7 @@ class Target:
             raise invalid("Target: at_most and at_least", rule, limits)
 
     def is_met(self, value: float, teacher: float | None) -> bool | None:
-        """Tells if a value reaches the target, or None if that is unknown.
+        """Tells if a value reaches the target. The result is None if that is unknown.
 
         Args:
           value: metric value.
@@ -124,8 +126,8 @@ class Target:
                 return None
             chance = 0.0 if self.at_least is None else 0.5
             scale = teacher - chance
-        # Only the part above chance is scaled: 0.9 times an AUC of 0.55 is worse than
-        # guessing.
+        # Only the lead over chance is scaled. For example, 0.9 times an AUC of 0.55
+        # would be worse than guessing.
         if self.at_least is not None:
             return value - chance >= self.at_least * scale
         assert self.at_most is not None
@@ -153,7 +155,7 @@ class RunEvent:
 
         * `"init"`: the run begins, or resumes if `step` is positive. A resumed run
           repeats events that an earlier start reported for later steps. It also repeats
-          an evaluation after this step if `config.evaluates_after(step)`.
+          the evaluation after `step` itself if `config.evaluates_after(step)` is True.
         * `"start"`: the state is ready, and the next step follows.
         * `"train"`: progress is reported; the values are means since the last report.
         * `"evaluation_start"`: an evaluation begins.
@@ -181,7 +183,7 @@ class RunEvent:
 
 
 def ignore_event(event: RunEvent) -> None:
-    """Does nothing, the default for `RunConfig.on_event`.
+    """Does nothing. This is the default for `RunConfig.on_event`.
 
     Example:
       >>> load_config("synthetic").on_event is ignore_event
@@ -198,7 +200,7 @@ class RunConfig:
       data: data source, a frozen dataclass; see `DataSource`.
       model: hyperparameters such as layer sizes, a frozen dataclass; see `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for
-        classes (labels are class numbers, scores `[batch, classes]`), or
+        classes (labels are class numbers, and scores are `[batch, classes]`), or
         `"in_batch_softmax"` for choices among the items in the batch.
       loss_weight: positive factor for the training loss; metrics do not use it.
       batch_size: samples per step, over all devices. It need not be divisible by the
@@ -206,38 +208,38 @@ class RunConfig:
       num_steps: steps to train.
       table_learning_rate: learning rate for `make_table_optimizer`.
       dense_learning_rate: learning rate for `make_dense_optimizer`.
-      make_table_optimizer: returns the table optimizer, given this config.
-      make_dense_optimizer: returns the optax optimizer for all other parameters, given
-        this config.
-      max_dense_norm: maximum global norm of the dense gradients. Larger gradients are
-        scaled down; table gradients are neither counted nor scaled. `None` sets no
-        limit.
+      make_table_optimizer: makes the table optimizer from this config.
+      make_dense_optimizer: takes this config, and makes the optax optimizer for all
+        other parameters.
+      max_dense_norm: maximum global norm of the dense gradients. If the norm is larger,
+        the dense gradients are scaled down. Table gradients are neither counted nor
+        scaled. `None` sets no limit.
       target: metric value that the config promises to reach, or None.
       capacity: ids per destination in an exchange round. By default, the plan chooses
-        it. It affects the speed, never the results.
+        the number. It affects the speed, never the results.
       backend: backend for lookups and updates, as in `make_plan`. It affects the speed,
         never the results.
-      tables_split_over: devices that share the rows of a table: `"all"`, or `"slice"`
-        for a copy of the table in each slice. A placement set for a table takes
-        precedence.
-      cache_rows: rows per table that all devices cache together, while the host keeps
-        all rows; see `te.HostRows`. 0 keeps all rows on the devices. A placement set
-        for a table takes precedence.
-      rows_directory: directory for memory-mapped files with the rows on the host, if
-        you set `cache_rows`. By default, these rows are in host memory.
+      tables_split_over: devices that a table's rows are divided among. `"all"` means
+        all devices. With `"slice"`, each slice has a copy of the table, divided among
+        its devices. A table's own placement takes precedence.
+      cache_rows: number of rows per table that all devices together cache, while the
+        host has all rows; see `te.HostRows`. With 0, all rows are on the devices. A
+        table's own placement takes precedence.
+      rows_directory: directory for memory-mapped files with the host's rows, if you set
+        `cache_rows`. By default, these rows are in host memory.
       seed: seed for the data and the initial values, from 0 to 2**32 - 1.
-      log_every: steps per progress line.
+      log_every: steps between progress lines.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
       evaluate_from: first step after which the model may be evaluated.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
       keep_best: whether to also keep the checkpoint with the lowest main metric on the
         held-out data, and make it the result. Every evaluation then saves a checkpoint.
-      patience: number of evaluations in a row after which the run ends if none of them
-        has lowered the main metric; 0 runs all steps.
-      on_event: called with each `RunEvent` in `train` on the first process, for your
-        own logging. If it's a dataclass with `__call__`, you can change its fields with
-        `--set`.
+      patience: ends the run after this many evaluations in a row that don't lower the
+        main metric. With 0, the run does all steps.
+      on_event: function for your own logging. On the first process, `train` calls it
+        with each `RunEvent`. If it's a dataclass with `__call__`, you can change its
+        fields with `--set`.
 
     Example:
       >>> import tpu_embedding as te
@@ -301,10 +303,10 @@ class RunConfig:
 
     def describe(self) -> dict[str, Any]:
         """Converts the fields to JSON values, leaving out functions."""
-        # An event listener may hold open files, which cannot be copied.
+        # `on_event` may hold open files, which cannot be copied.
         fields = dataclasses.asdict(dataclasses.replace(self, on_event=ignore_event))
         fields = {name: field for name, field in fields.items() if not callable(field)}
-        # Tuples become lists, as in the recorded configs that this is compared with.
+        # Tuples become lists, because the result is compared with recorded configs.
         return json.loads(json.dumps(fields, default=str))
 
     def evaluates_after(self, step: int) -> bool:
@@ -360,12 +362,12 @@ def load_config(name_or_path: str) -> RunConfig:
             f"Unknown config {name_or_path!r}. Pass a Python file, or one of "
             f"{', '.join(sorted(known))}."
         )
-    # Other processes cannot import a module of this name either.
+    # The prefix makes the name differ from any module that a process could import.
     module = ModuleType(f"config_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # Dataclasses look up their module.
     sys.path.insert(0, str(path.parent))
-    # Compiles bytes, because Python then reads the encoding that the file declares.
+    # Bytes are compiled, because Python then uses the encoding that the file declares.
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     finally:
@@ -380,7 +382,7 @@ def load_config(name_or_path: str) -> RunConfig:
 
 
 def _type_of_setting(value: Any, hint: Any) -> Any:
-    """Chooses a field type for `--set`, which cannot create sections."""
+    """Chooses a field's type for `--set`, which cannot create nested dataclasses."""
     if dataclasses.is_dataclass(value):
         return type(value)  # The hint may be a protocol.
     # For example, `--set` can set `target` to None, but not to a new `Target`.
@@ -396,7 +398,7 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     keys. The setting `help` prints all keys.
 
     Args:
-      config: a frozen dataclass, whose sections are also dataclasses.
+      config: a frozen dataclass. Its sections, such as `model`, are also dataclasses.
       settings: strings `KEY=VALUE`, such as `num_steps=100` or `model.dim=8`. Spaces
         separate tuple values, and `None` is a valid value.
 
@@ -409,8 +411,8 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     for setting in settings:
         key, _, value = setting.partition("=")
         arguments += [f"--{key}", *shlex.split(value)]
-    # A dataclass made for tyro, because hints such as `DataSource` lack the fields that
-    # users set. Its docstring has the texts for `--set help`.
+    # tyro gets a new dataclass, because hints such as `DataSource` lack the fields that
+    # users set. The docstring is kept, because it has the texts for `--set help`.
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     hints = typing.get_type_hints(type(config))
     types = [
@@ -427,7 +429,7 @@ def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
         # Booleans take a value, and unions don't become subcommands.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
     )
-    # `Settings` is not a `RunConfig`, whose checks run in `replace`.
+    # `Settings` checks nothing, but `replace` runs the checks in `RunConfig`.
     try:
         return dataclasses.replace(config, **vars(changed))
     except ValueError as error:

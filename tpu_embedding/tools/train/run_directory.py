@@ -1,4 +1,4 @@
-"""Reads and locks run directories, which may be downloads that nobody trusts.
+"""Reads and locks run directories, which may be untrusted downloads.
 
 Links in a directory are not followed, and a damaged record raises an error that names
 the file.
@@ -37,7 +37,7 @@ _FILES: Final = (
 )
 
 _MAX_LINE_BYTES: Final = 2**22
-"""Maximum length of a record. Parsed JSON takes up to 25 times as much memory."""
+"""Maximum length of a record. Parsed JSON needs up to 25 times its text's memory."""
 
 _RECORD_FIELDS: Final = {
     "run": dict,
@@ -52,7 +52,7 @@ class RunDirectoryError(ValueError):
     """Raised if a run cannot use its directory, or a file there is damaged.
 
     Example:
-      By default, a run does not continue an earlier one::
+      By default, a run does not continue an earlier run::
 
         try:
             train(config, "runs/clicks")
@@ -63,8 +63,9 @@ class RunDirectoryError(ValueError):
 
 @contextlib.contextmanager
 def claimed(directory: pathlib.Path) -> Iterator[None]:
-    """Creates and locks a directory, and removes it again if it stays empty."""
-    # First, because opening a pipe or a link could hang or write elsewhere.
+    """Creates and locks a directory. A new directory that stays empty is removed."""
+    # Checked first, because opening a pipe could hang, and opening a link could write
+    # elsewhere.
     check_files(directory)
     if not distributed.is_first():
         yield
@@ -85,8 +86,8 @@ def claimed(directory: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
-    # `flock` instead of the file's existence, because the operating system releases the
-    # lock of a killed process.
+    # The lock is a `flock`, not the existence of the file, because the operating system
+    # releases the `flock` of a killed process.
     with contextlib.ExitStack() as stack:
         is_current = False
         while not is_current:
@@ -116,7 +117,7 @@ def check_files(directory: pathlib.Path, names: Iterable[str] = _FILES) -> None:
             if stat.S_ISDIR(mode):
                 unchecked += path.iterdir()
         except FileNotFoundError:
-            continue  # A run in progress deletes old checkpoints.
+            continue  # A run in progress may delete old checkpoints.
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise RunDirectoryError(
                 f"{path} must be a file or directory, got a link, pipe or device. Copy "
@@ -129,7 +130,7 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
     if not directory.is_dir():
         return None
     saved = ocp.utils.checkpoint_steps_paths(directory)
-    # Orbax also lists other names, which could not be compared as numbers.
+    # Orbax also lists names that are not numbers.
     steps = [path.name for path in saved if path.name.isdecimal()]
     return directory / max(steps, key=int) if steps else None
 
@@ -149,7 +150,7 @@ def latest_start(
     directory: pathlib.Path,
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Reads the latest recorded origin, if any, and the latest config."""
-    # A resume by a script records a config without an origin.
+    # A script that resumes a run records a config without an origin.
     origin, run = None, {}
     for record in read_records(directory / RECORDS_FILE):
         origin, run = record.get("origin") or origin, record.get("run") or run
@@ -163,10 +164,10 @@ def values_by_step(
     steps = {}
     for record in read_records(directory / RECORDS_FILE):
         values = list(record.get(group, {}).values())
-        # JSON has integers and strings, and Python's parser also accepts NaN.
+        # JSON can have integers and strings here, and Python's parser accepts NaN.
         if values and all(type(x) is float and math.isfinite(x) for x in values):
             steps[record.get("step", 0)] = record[group]
-    # `evaluate` appends records of earlier steps.
+    # Sorted, because `evaluate` appends records of earlier steps.
     return dict(sorted(steps.items()))
 
 
@@ -180,10 +181,11 @@ def best_step(
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records, or raises `RunDirectoryError` if one is damaged."""
+    """Yields the records. Raises `RunDirectoryError` if a record is damaged."""
     if not path.exists():
         return
-    # Bytes, so a line that is not UTF-8 fails here, where its number is known.
+    # Reads bytes, so that a line that is not UTF-8 fails below, where its number is
+    # known.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -202,7 +204,7 @@ def read_records(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                         raise ValueError(f"the step {step!r:.80}")
             except json.JSONDecodeError:
                 continue  # A killed run may have left half a line.
-            # Deep nesting exceeds the recursion limit of Python's JSON parser.
+            # Deeply nested JSON exceeds the recursion limit of Python's parser.
             except (ValueError, RecursionError) as error:
                 raise RunDirectoryError(
                     f"{path}, line {number}: a record must be a JSON object in UTF-8, "

@@ -1,7 +1,7 @@
 """Builds the plan, state and steps of a run, and reads its batches ahead.
 
-A step is a pure function of a batch and the state, which is the `nnx.State` of the pair
-(model, optimizer). A fixed graph definition rebuilds the pair inside the step.
+A step is a pure function of the state and a batch. The state is the `nnx.State` of the
+pair (model, optimizer), which the step rebuilds with a fixed graph definition.
 """
 
 import collections
@@ -39,7 +39,7 @@ from tpu_embedding.tools.train.models.click import ModelConfig, Outputs
 from tpu_embedding.tools.train.run_config import ConfigError, RunConfig
 
 READ_AHEAD: Final = 2
-"""Batches that are prepared or on the devices before the loop needs them."""
+"""Number of batches that a thread prepares before the loop needs them."""
 
 
 class ReadyBatch(NamedTuple):
@@ -47,8 +47,8 @@ class ReadyBatch(NamedTuple):
 
     step: int
     batch: Batch
-    # `BufferSizes.to_json` after this batch. Checkpoints store it, because the sizes
-    # themselves already include later batches.
+    # `BufferSizes.to_json` after this batch. Checkpoints store this value, because the
+    # `BufferSizes` may already include later batches.
     sizes_so_far: Any
     features: Any
 
@@ -103,8 +103,9 @@ def train_batches(
 def evaluation_batches(
     config: RunConfig, data: Any, plan: EmbeddingPlan
 ) -> Iterator[Batch]:
-    """Yields held-out batches on the host, checked and prepared."""
-    # New buffer sizes each time, so a resumed run sums in the same order.
+    """Checks and prepares held-out batches, and yields them on the host."""
+    # Each evaluation starts with new buffer sizes, so that a resumed run adds numbers
+    # in the same order.
     sizes = BufferSizes()
     for number, batch in enumerate(data.evaluation_batches()):
         check_values(batch, config, f"Evaluation batch {number}")
@@ -119,16 +120,16 @@ def prepare_batch(
     samples: Samples = "global",
     model: ModelConfig | None = None,
 ) -> Batch:
-    """Gives a host batch static shapes, and float32 or int32 values.
+    """Converts a host batch to static shapes, and to float32 or int32 values.
 
-    `model` may change the batch; see `ModelConfig`.
+    Before that, `model.with_inputs` may change the batch; see `ModelConfig`.
     """
     try:
         with_inputs = getattr(model, "with_inputs", None)
         if with_inputs is not None:
             batch = with_inputs(batch, plan, sizes, samples=samples)
         features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
-    # The command prints a DataError on one line, and these with a traceback.
+    # The command prints a DataError on one line, but these errors with a traceback.
     except (TypeError, ValueError) as error:
         raise DataError(str(error)) from error
     dense = batch.dense
@@ -172,26 +173,28 @@ StepMetrics = dict[str, jax.Array]
 """Global scalars of a train step.
 
 * `loss`.
-* `is_finite`: if the loss, all gradients and the tables' learning rates are finite.
+* `is_finite`: whether the loss, all gradients and all learning rates of tables are
+  finite.
 * `rounds`: maximum number of rounds over the stacks.
 * `out_of_range`: number of ids out of range.
-* `beyond_limit`: only if a backend replaces the exchange. 1 if one of its stacks needed
-  the exchange nevertheless, else 0.
-* `not_run`: only if a program lacks the exchange. 1 if one of its stacks needed it.
+* `beyond_limit`: only if a backend replaces the exchange. 1 if a stack with such a
+  backend needed the exchange nevertheless, else 0.
+* `not_run`: only if the program of a stack lacks the exchange. 1 if such a stack needed
+  the exchange, else 0.
 * `table/count`: counts of dynamic tables."""
 
 
 def make_run_plan(
     config: RunConfig, data: Dataset, mesh: Mesh | None = None
 ) -> EmbeddingPlan:
-    """Plans the embedding layer; `data` can be an outline."""
+    """Plans the embedding layer. `data` can come from `DataSource.outline`."""
     mesh = choose_mesh(mesh)
     features = config.model.feature_config(data)
     placement = None
     if config.cache_rows:
         directory = config.rows_directory
         placement = HostRows(cache_rows=config.cache_rows, directory=directory)
-    # Without slices, such a config still runs, with ordinary tables.
+    # Without slices, a config with "slice" still runs, with ordinary tables.
     elif config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
         axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
         placement = Sharded(axes=axes)
@@ -208,13 +211,13 @@ def make_run_plan(
 def init_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Initializes the state, whose values depend on the seed, not on the devices."""
+    """Initializes the state. Its values depend on the seed, but not on the devices."""
     # A jitted function can't write rows into host memory.
     if not all(stack.storage.holds_all_rows for stack in plan.stacks):
         return nnx.split(_build(config, data, plan))
     graphdef, abstract = abstract_train_state(config, data, plan)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # A single program, because each small one takes about 30 ms to compile.
+    # A single program, because each small program takes about 30 ms to compile.
     init = jax.jit(
         lambda: nnx.state(_build(config, data, plan)), out_shardings=shardings
     )
@@ -224,7 +227,7 @@ def init_train_state(
 def abstract_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Like `init_train_state`, but makes shapes, and uses no devices."""
+    """Makes the shapes of `init_train_state`'s result, without using devices."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, abstract_arrays(state, plan)
 
@@ -237,8 +240,9 @@ def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, 
 def abstract_model_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Makes `abstract_train_state` without the optimizer."""
-    # A tuple of one, so the names match the pair's in a checkpoint.
+    """Makes the result of `abstract_train_state`, but without the optimizer."""
+    # A tuple with one item, so that its names match the names of the pair (model,
+    # optimizer) in a checkpoint.
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
     return graphdef, abstract_arrays(state, plan)
@@ -249,7 +253,7 @@ def make_train_step(
 ) -> Any:
     """Jits the train step, `(state, batch) -> (state, StepMetrics)`.
 
-    `state` gives only the shardings, so it can be abstract.
+    Only the shardings of `state` are used, so it can be abstract.
     """
     loss = LOSSES[config.loss]
 
@@ -261,14 +265,15 @@ def make_train_step(
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         model, optimizer = nnx.merge(graphdef, state)
-        # Before the lookup, so the step also trains the rows of new ids.
+        # New ids get rows before the lookup, so that the step also trains these rows.
         if _dynamic_layer(model) is not None:
             features = optimizer.insert_ids(model, batch.features)
             batch = dataclasses.replace(batch, features=features)
         value, gradients = value_and_grad(loss_fn)(model, batch)
         is_finite = jnp.isfinite(value) & all_finite(gradients)
         for path, plan in optimizer.plans:
-            # Such a rate leaves its table unchanged, which the loss may not show.
+            # A rate that is not finite leaves its table unchanged, and the loss may not
+            # show this.
             is_finite &= finite_rates(optimizer.slots.get_value()[path], plan)
         metrics = {"loss": value, "is_finite": is_finite, **_layer_counts(model)}
         # This clipping has no state, so `init` can run in every step.
@@ -279,7 +284,8 @@ def make_train_step(
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), metrics
 
-    # XLA could otherwise choose other shardings, and the second step would recompile.
+    # Without `out_shardings`, XLA could choose other shardings, and the second step
+    # would recompile.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
         train_step,
@@ -294,7 +300,7 @@ def abstract_step(
 ) -> tuple[Any, nnx.State, Batch]:
     """Makes a train step, with an abstract state and batch to compile it for."""
     graphdef, state = abstract_train_state(config, data, plan)
-    # `data` can be an outline, whose first batch determines the shapes.
+    # The first batch determines the shapes, also if `data` is an outline.
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)
     batch = abstract_batch(batch, plan)
     return make_train_step(graphdef, state, config, plan), state, batch
@@ -323,7 +329,7 @@ def make_evaluation_step(
 
 
 def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
-    """Finds dynamic rows, and computes each table's share of known ids."""
+    """Finds the rows of dynamic ids, and computes each table's share of known ids."""
     # Unlike in training, unknown ids don't get rows, so evaluating changes nothing.
     hits: Metrics = collections.OrderedDict()
     layer = _dynamic_layer(model)
@@ -331,21 +337,21 @@ def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
         return batch, hits
     result = find_ids(layer.tables.get_value(), batch.features, layer.plan)
     for name, stats in result.stats.items():
-        # Weighted by its id count, so the mean over batches is a share of all ids.
+        # Shares are weighted by id counts, so their mean is the share of all ids.
         share = stats.hits / jnp.maximum(stats.ids, 1)
         hits[f"hits/{name}"] = Mean.from_batch(share[None], stats.ids[None])
     return dataclasses.replace(batch, features=result.features), hits
 
 
 def _dynamic_layer(model: Any) -> TPUEmbedding | None:
-    # At most one, because `insert_ids` rejects models with more.
+    # At most one layer is dynamic, because `insert_ids` rejects models with more.
     layers = embedding_layers(model).values()
     return next((layer for layer in layers if hasattr(layer, "dynamic_stats")), None)
 
 
 def _call_model(model: Any, batch: Batch, loss_name: LossName) -> Outputs:
-    # Scores `[batch, 1]` and labels `[batch]`, for example, would give a loss of shape
-    # `[batch, batch]`, and train on it without an error.
+    # For example, scores `[batch, 1]` and labels `[batch]` would result in a loss of
+    # shape `[batch, batch]`, and the step would train without an error.
     outputs = model(batch.features, batch.dense)
     shapes = [np.shape(array) for array in jax.tree.leaves(outputs)]
     wanted = batch.labels.shape
@@ -366,7 +372,8 @@ def _layer_counts(model: nnx.Module) -> StepMetrics:
         by_name["rounds"] += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
         for stack in layer.plan.stacks:
-            # Such a backend's lookup counts 0 rounds if it did without the exchange.
+            # A backend that replaces the exchange counts 0 rounds, unless it needed the
+            # exchange.
             is_beyond = (stats.rounds[stack.name] > 0).astype(jnp.float32)
             if stack.backend.replaces_lookup:
                 by_name["beyond_limit"].append(is_beyond)

@@ -1,6 +1,7 @@
-"""Models for the run configs: `click` and `dlrm` predict clicks, `two_tower` retrieves.
+"""Models for the run configs.
 
-`click` also has the model interface and the shared parts.
+`click` and `dlrm` predict clicks, and `two_tower` retrieves items. `click` also has the
+model interface and the parts that models share.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig

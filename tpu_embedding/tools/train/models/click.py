@@ -1,6 +1,6 @@
 """The model interface of the training loop, and a click model.
 
-docs/guides/own_model.md shows how to write another model.
+docs/guides/own_model.md shows how to write your own model.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 class Outputs:
     """Model outputs for the samples in a batch.
 
-    If your model predicts clicks, `click_outputs` makes them from logits.
+    If your model predicts clicks, `click_outputs` makes the outputs from logits.
 
     Attributes:
-      scores: loss inputs: logits `[batch]` or `[batch, classes]`, unclipped ratings, or
-        log-softmax values.
-      predictions: metric inputs: probabilities, ratings clipped to their valid range,
-        or `te.metrics.Ranks`.
+      scores: inputs to the loss. They are logits `[batch]` or `[batch, classes]`,
+        unclipped ratings, or log-softmax values.
+      predictions: inputs to the metrics. They are probabilities, ratings clipped to
+        their valid range, or `te.metrics.Ranks`.
 
     Example:
       >>> ratings = jnp.array([3.5, 5.5])
@@ -42,16 +42,17 @@ class Outputs:
 
 
 class ModelConfig(Protocol):
-    """Model hyperparameters, and how to build the model: the type of `RunConfig.model`.
+    """Model hyperparameters, with methods that build the model.
 
-    A model config is a frozen dataclass, whose fields you can change with `--set`.
+    `RunConfig.model` has this type. A model config is a frozen dataclass, whose fields
+    you can change with `--set`.
 
     `feature_config` is called first, and the plan is made from its result. The plan can
     thus be printed, and compared with a checkpoint's plan, before `build` allocates
     anything.
 
-    If your model needs other features than the data set has, add this method to its
-    config. It runs on the host, with `sizes` and `samples` as in `prepare_features`::
+    If your model needs features that differ from the data set's, add this method to the
+    config. It runs on the host. `sizes` and `samples` are as in `prepare_features`::
 
         def with_inputs(self, batch: Batch, plan, sizes=None, *, samples) -> Batch
     """
@@ -60,7 +61,7 @@ class ModelConfig(Protocol):
         """Defines the features of the embedding layer.
 
         Args:
-          data: data set that the config's source opened.
+          data: data set that `RunConfig.data` opened.
 
         Returns:
           A dict from feature name to config. `Batch.features` uses the same names.
@@ -71,15 +72,15 @@ class ModelConfig(Protocol):
         """Creates the model with initial parameters.
 
         Args:
-          data: data set that the config's source opened.
+          data: data set that `RunConfig.data` opened.
           plan: plan for the embedding layer. Your model creates the layer with
             `TPUEmbedding(None, plan=plan, rngs=rngs)`.
           rngs: random streams for the initial parameters.
 
         Returns:
           An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`.
-          `features` are the prepared features. `dense` are the float32 dense inputs,
-          or None without any.
+          `features` are the prepared features. `dense` has the float32 dense inputs. It
+          is None if the batch has none.
         """
         ...
 
@@ -104,7 +105,7 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Uses He initialization before an activation, and LeCun otherwise."""
+        """Initializes layers before an activation by He's rule, else by LeCun's."""
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
@@ -178,8 +179,8 @@ class ClickModel(nnx.Module):
             len(plan.features) * config.dim,
             (*config.hidden_sizes, 1),
             last_activation=False,
-            # A smooth activation: near 0, a ReLU turns rounding into different
-            # gradients, and runs on different devices would diverge.
+            # A smooth activation. Near 0, a ReLU would turn rounding differences into
+            # different gradients, and runs on different devices would diverge.
             activation=nnx.silu,
             rngs=rngs,
         )
@@ -187,6 +188,6 @@ class ClickModel(nnx.Module):
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
         del dense
         activations = self.embedding(features)
-        # Sorted, so the order is the same without `jit`, which sorts dict keys.
+        # `jit` sorts dict keys. Sorting here makes the order the same without `jit`.
         inputs = [activations[name] for name in sorted(activations)]
         return click_outputs(self.mlp(jnp.concatenate(inputs, axis=1))[:, 0])

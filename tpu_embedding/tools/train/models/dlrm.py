@@ -1,8 +1,8 @@
 """DLRM and DLRM-DCNv2, click models over dense and categorical inputs.
 
-DLRM combines vectors with scalar products (Naumov et al., arXiv 1906.00091), and
-DLRM-DCNv2 with low-rank cross layers (Wang et al., arXiv 2008.13535). MLPerf Training
-has used the latter since round 3.0, as `recommendation_v2/torchrec_dlrm` in
+DLRM combines vectors with scalar products (Naumov et al., arXiv 1906.00091). DLRM-DCNv2
+combines them with low-rank cross layers (Wang et al., arXiv 2008.13535). MLPerf
+Training has used DLRM-DCNv2 since round 3.0, as `recommendation_v2/torchrec_dlrm` in
 github.com/mlcommons/training.
 """
 
@@ -37,7 +37,7 @@ class DLRMConfig:
       dim: dimension of every table and of the bottom MLP output.
       bottom_sizes: widths of the hidden layers in the MLP for dense inputs.
       top_sizes: widths of the hidden layers in the MLP after the interactions.
-      initial_deviation: standard deviation of the initial table values; positive.
+      initial_deviation: standard deviation of the initial table values, above 0.
     """
 
     dim: int
@@ -86,7 +86,7 @@ class _TwoMLPs(nnx.Module):
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
         assert dense is not None
         activations = self.embedding(features)
-        # Sorted, so the order is the same without `jit`, which sorts dict keys.
+        # `jit` sorts dict keys. Sorting here makes the order the same without `jit`.
         vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
         return click_outputs(self.top(self._combine(vectors))[:, 0])
 
@@ -115,8 +115,8 @@ class DLRMDCNv2Config:
       bottom_sizes: widths of the hidden layers in the MLP for dense inputs.
       top_sizes: widths of the hidden layers in the MLP after the cross layers.
       num_cross_layers: number of cross layers.
-      cross_rank: rank of the matrix in each cross layer, typically at most a quarter of
-        the layer width, `(1 + features) * dim`.
+      cross_rank: rank of the matrix in each cross layer. It is typically at most a
+        quarter of the layer width, which is `(1 + features) * dim`.
     """
 
     dim: int
@@ -128,7 +128,7 @@ class DLRMDCNv2Config:
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         features = {}
         for name, size in data.vocabulary_sizes.items():
-            # TorchRec's default.
+            # TorchRec's default initializer.
             limit = 1 / math.sqrt(size)
             initializer = initializers.uniform(-limit, limit)
             options = {"initializer": initializer, "combiner": "sum"}
@@ -163,7 +163,7 @@ def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> FeatureCross:
 def cross_all(
     layers: FeatureCross, first: Float[Array, "batch inputs"]
 ) -> Float[Array, "batch inputs"]:
-    # Not unrolled, because XLA:TPU takes 6 s to compile a layer.
+    # Not unrolled, because XLA:TPU would take 6 s to compile each layer.
     @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
     def cross(crossed, layer, first):
         return layer(first, crossed)

@@ -23,7 +23,7 @@ ITEM_FEATURES: Final = ("item", "category")
 CONTEXT_FEATURES: Final = ("country", "device", "category")
 
 SQUARED_NORM_EPSILON: Final = 1e-12
-"""Added to squared norms, so a zero vector has finite values and gradients."""
+"""Added to squared norms, so that zero vectors have finite results and gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class TwoTower(nnx.Module):
                 sum(map(config.dim_of, names)),
                 sizes,
                 last_activation=False,
-                # A smooth activation: near 0, a ReLU turns rounding into different
-                # gradients.
+                # A smooth activation. Near 0, a ReLU would turn rounding differences
+                # into different gradients.
                 activation=nnx.silu,
                 rngs=rngs,
             )
@@ -85,9 +85,10 @@ class TwoTower(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Scores and ranks items; `dense`, `[batch, 1]`, has their log `q`.
+        """Scores and ranks the items in the batch for each user.
 
-        `q` is the probability that a sample contains the item.
+        `dense`, `[batch, 1]`, has the logarithm of the probability that a sample
+        contains the item.
         """
         assert dense is not None
         activations = self.embedding(features)
@@ -98,7 +99,7 @@ class TwoTower(nnx.Module):
                 (self.item_tower, ITEM_FEATURES),
             )
         )
-        # Cheaper than dividing the `[batch, batch]` scores.
+        # Dividing the users is cheaper than dividing the `[batch, batch]` scores.
         log_softmax, ranks = in_batch_softmax(
             users / self.temperature, items, dense[:, 0]
         )
