@@ -1,5 +1,6 @@
 """Config files of the package and of users, and changes of them."""
 
+import dataclasses
 import operator
 
 import pytest
@@ -56,6 +57,13 @@ def test_settings(setting, field, value):
 )
 def test_targets(target, value, teacher, is_met):
     assert target.is_met(value, teacher) is is_met
+
+
+@pytest.mark.parametrize("target", [None, Target(metric="auc", at_least=0.75)])
+def test_an_unknown_loss_is_rejected(target):
+    config = load_config("synthetic")
+    with rejects(field="loss", value="clicks"):
+        dataclasses.replace(config, loss="clicks", target=target)
 
 
 TINY = dict.fromkeys(["dlrm", "dlrm_dcnv2"], ["data.vocabulary_size=100"])

@@ -292,8 +292,8 @@ class RunConfig:
             fix = "with cache_rows, te.HostRows keeps one copy of each table"
             rules["tables_split_over"] = choice_rule(("all",), fix)
         problems = [*broken_rules(self, rules)]
-        if self.target is not None:
-            loss = LOSSES[self.loss]
+        loss = LOSSES.get(self.loss)
+        if self.target is not None and loss is not None:
             is_rising = self.target.at_least is not None
             rule = choice_rule(loss.rising_metrics if is_rising else loss.metrics)
             owner = f" for the loss {self.loss!r}"
@@ -316,6 +316,7 @@ class RunConfig:
 
 
 _RULES: Final = {
+    "loss": choice_rule(tuple(LOSSES)),
     "batch_size": int_rule(1),
     "num_steps": int_rule(1),
     "cache_rows": int_rule(0),
