@@ -379,9 +379,8 @@ class TableConfig:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and (
-        value == (-1,) or all(is_int(n) and n >= 1 for n in value)
-    )
+    sizes = value if isinstance(value, tuple) else (0,)
+    return value == (-1,) or all(is_int(n) and n >= 1 for n in sizes)
 
 
 _FEATURE_RULES: Final = {

@@ -27,18 +27,15 @@ from tpu_embedding.rows.row_gradients import RowGradients
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.xla import computed_apart, running_sum
 
+# Maximum comparisons of a search that compares each query with each value. Above this
+# limit, a binary search in a loop is faster.
 _MAX_COMPARISONS: Final = 2**23
-"""Maximum comparisons of a search that compares each query with each value.
-
-Above this limit, a binary search in a loop is faster."""
 
 
+# Ids of one or more words, ordered lexicographically. The first word is an int32 key,
+# `owner * keys_per_shard + local key`. If it is the only word, it names a row.
+# Otherwise, it names a bucket, and the words of a 64-bit id follow.
 Words = tuple[Integer[Array, " _"], ...]
-"""Ids of one or more words, ordered lexicographically.
-
-The first word is an int32 key, `owner * keys_per_shard + local key`. If it is the only
-word, it names a row. Otherwise, it names a bucket, and the words of a 64-bit id follow.
-"""
 
 
 def rank_unique(

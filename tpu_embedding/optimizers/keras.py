@@ -116,9 +116,8 @@ def _exponential(step, initial_learning_rate, decay_steps, decay_rate, staircase
 
 
 def _inverse(step, initial_learning_rate, decay_steps, decay_rate, staircase=False):
-    return initial_learning_rate / (
-        1 + decay_rate * _periods(step, decay_steps, staircase)
-    )
+    periods = _periods(step, decay_steps, staircase)
+    return initial_learning_rate / (1 + decay_rate * periods)
 
 
 def _piecewise(step, boundaries, values):

@@ -52,9 +52,8 @@ def device_mesh(
     # If a mesh row had devices from two slices, exchanges along the last axis would
     # cross slices.
     if len({*sizes.values()}) > 1:
-        line = "Pass the same number of devices from each slice."
-        rule = "have slices of equal size"
-        raise invalid("te.device_mesh: devices", rule, dict(sizes), line)
+        rule = "include equally many from each slice"
+        raise invalid("te.device_mesh: devices", rule, dict(sizes))
     num_slices = num_slices or found
     if num_slices == 1:
         return Mesh(np.asarray(chosen), (SHARD_AXIS,))

@@ -54,9 +54,8 @@ def bank_lanes(dim: int) -> int:
 def gather_in_bounds(values: Array, positions: Int[Array, " n"]) -> Array:
     """Gathers along the first axis. Positions must be in bounds."""
     # Without these promises, JAX adds arithmetic on every index.
-    return values.at[positions].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )
+    at = values.at[positions]
+    return at.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 class TableRange(NamedTuple):

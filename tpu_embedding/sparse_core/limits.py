@@ -10,49 +10,45 @@ from typing import Final, NamedTuple
 
 from tpu_embedding.rows.packed_rows import round_up
 
+# Each group's ids start at a position that is a multiple of this.
 ALIGNMENT: Final = 8
-"""Each group's ids start at a position that is a multiple of this."""
 
+# Maximum number of SparseCores that a program may use with libtpu 0.0.50. A program for
+# 8,192 SparseCores needs more memory than each of them has.
 MAX_PARTITIONS: Final = 4096
-"""Maximum number of SparseCores that a program may use with libtpu 0.0.50.
 
-A program for 8,192 SparseCores needs more memory than each of them has."""
-
+# Maximum number of minibatches of an operation, as in jax-tpu-embedding.
 MAX_MINIBATCHES: Final = 64
-"""Maximum number of minibatches of an operation, as in jax-tpu-embedding."""
 
+# Headroom above a partition's mean count, in standard deviations. Rows are dealt
+# round-robin, so the number of distinct rows that a core requests from a partition is
+# nearly Poisson, with a standard deviation of sqrt(mean).
 _HEADROOM_STDDEVS: Final = 6
-"""Headroom above a partition's mean count, in standard deviations.
 
-Rows are dealt round-robin, so the number of distinct rows that a core requests from a
-partition is nearly Poisson, with a standard deviation of sqrt(mean)."""
-
+# If XLA keeps buffers for every id, they have room for this many ids per distinct row.
 _SKEW: Final = 4
-"""If XLA keeps buffers for every id, they have room for this many ids per distinct
-row."""
 
+# Memory per distinct row: 8 columns of its gradient, and one word. XLA processes as
+# many columns of the rows at once as fit in memory, but at least 8. The limits
+# therefore don't depend on the rows' width.
 _BYTES_PER_UNIQUE: Final = 36
-"""Memory per distinct row: 8 columns of its gradient, and one word.
 
-XLA processes as many columns of the rows at once as fit in memory, but at least 8. The
-limits therefore don't depend on the rows' width."""
-
+# Number of ids per byte of memory. At most 1/128 of the 12-byte ids are in memory at
+# once.
 _IDS_PER_BYTE: Final = 8
-"""Number of ids per byte of memory. At most 1/128 of the 12-byte ids are in memory at
-once."""
 
+# Memory that the operations need besides their ids, rows and partitions.
 _RESERVED_BYTES: Final = 32 * 1024
-"""Memory that the operations need besides their ids, rows and partitions."""
 
+# Memory that the operations need per partition.
 _BYTES_PER_PARTITION: Final = 64
-"""Memory that the operations need per partition."""
 
+# Minimum number of spare positions for later minibatches, unless fewer are enough.
 _MIN_SPARE_ROOM: Final = 4096
-"""Minimum number of spare positions for later minibatches, unless fewer are enough."""
 
+# Memory per id (row, sample and gain) if a lookup of wide rows reads a whole partition
+# at once.
 _MIN_BYTES_PER_ID: Final = 12
-"""Memory per id (row, sample and gain) if a lookup of wide rows reads a whole partition
-at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

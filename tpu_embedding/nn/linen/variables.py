@@ -146,12 +146,10 @@ def _state_of_tables(tables: LayerTables) -> dict[str, Any]:
     return {"stacks": serialization.to_state_dict(tables.stacks)}
 
 
-def _tables_of_state(tables: LayerTables, state: dict[str, Any]) -> LayerTables:
+def _with_state(tables: LayerTables, state: dict[str, Any]) -> LayerTables:
     stacks = serialization.from_state_dict(tables.stacks, state["stacks"])
     return dataclasses.replace(tables, stacks=stacks)
 
 
 # Lets Flax save and restore tables; `functional/flax_states.py` does so for a stack.
-serialization.register_serialization_state(
-    LayerTables, _state_of_tables, _tables_of_state
-)
+serialization.register_serialization_state(LayerTables, _state_of_tables, _with_state)

@@ -330,7 +330,6 @@ class ParquetSource:
       ... )
       >>> source.column_names
       ['user', 'clicked']
-      >>> data = source.open("clicks", batch_size=4, seed=0)  # doctest: +SKIP
     """
 
     features: tuple[ParquetFeature, ...]

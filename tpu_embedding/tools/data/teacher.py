@@ -119,9 +119,8 @@ class ZipfIds:
         multiplier = max(1, round(GOLDEN_RATIO * self.vocabulary_size))
         while math.gcd(multiplier, self.vocabulary_size) != 1:
             multiplier += 1
-        return (ranks.astype(np.int64) * multiplier % self.vocabulary_size).astype(
-            np.int32
-        )
+        ids = ranks.astype(np.int64) * multiplier % self.vocabulary_size
+        return ids.astype(np.int32)
 
     def probabilities(self, ranks: np.ndarray) -> np.ndarray:
         """Computes the float64 probability of each rank.
