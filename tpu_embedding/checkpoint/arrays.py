@@ -93,8 +93,8 @@ def array_spec(
 
 
 def rows_per_chunk(num_rows: int, row_shape: Sequence[int], dtype: Any) -> int:
-    """Chooses a chunk's row count: all rows, or a power of two that divides a block."""
-    # A block then covers whole chunks, so two processes never write the same chunk.
+    """Chooses a chunk's row count: all rows, or a divisor of a block's row count."""
+    # Each block covers whole chunks, so two processes never write the same chunk.
     size = rows_per_block(math.prod(row_shape) * np.dtype(dtype).itemsize)
     if num_rows <= size:
         return num_rows
@@ -160,9 +160,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[OpenCheckpoin
     with contextlib.ExitStack() as ends:
         files = root
         if "://" not in os.fspath(root):
-            # On Linux, files are read through a link to the open directory, even if a
-            # new directory gets its name. On other systems, `check_unchanged` raises in
-            # this case.
+            # On Linux, files are read through a link that leads to the open directory,
+            # even if a new directory gets its name. On other systems, `check_unchanged`
+            # raises if a new directory has the name.
             with errors_of_reading(f"The checkpoint {root}"):
                 opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             ends.callback(os.close, opened)
@@ -200,7 +200,7 @@ class SavedArray:
         """
         store = self.opened()
         with errors_of_reading(self._owner):
-            # This compares only sizes, and the checksums at the ends of the files.
+            # `_check_chunks` compares file sizes, and the checksums at the file ends.
             # Tensorstore then compares the values with these checksums.
             self._check_chunks(store, index)
             values = store[index].read().result()
@@ -260,8 +260,8 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _check_chunk_format(metadata: dict[str, Any], chunk_shape: Sequence[int]) -> None:
-    # File sizes limit a read's memory only if chunks are uncompressed, with the file
-    # names that `_check_chunks` expects.
+    # File sizes limit a read's memory only if chunks are uncompressed, and have the
+    # file names that `_check_chunks` expects.
     codecs, shape = metadata["codecs"], metadata["shape"]
     endian = codecs[0].get("configuration", {}).get("endian", "little")
     if (
@@ -399,7 +399,7 @@ class StackToSave:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableToSave:
-    """One table in a stack, which Orbax gets as a leaf."""
+    """One table in a stack, passed to Orbax as a leaf."""
 
     table: str
     rows: StackToSave
@@ -441,8 +441,8 @@ class ArrayWriter(ocp.type_handlers.NumpyHandler):
             )
             if jax.process_index() == 0:
                 created.append(ts.open(spec, create=True))
-            # This open makes no request to the file system, so other processes don't
-            # wait until the first process has created the array.
+            # `assume_metadata` avoids requests to the file system, so other processes
+            # don't wait until the first process has created the array.
             store = ts.open(spec | {"assume_metadata": True}).result()
             if isinstance(value, TableToSave):
                 streams.setdefault(value.rows, {})[value.table] = store

@@ -27,8 +27,8 @@ _ERRORS_OF_FILES = (
     TypeError,
     ValueError,
 )
-"""Errors that damaged files cause: in the libraries that read them, or in our own code
-if a value has a type that `te.save` never writes."""
+"""Errors that damaged files cause. The libraries that read the files raise them, and so
+does our own code if a value has a type that `te.save` never writes."""
 
 
 class CheckpointError(ValueError):
@@ -81,7 +81,7 @@ TABLES: Final = "tables"
 DENSE: Final = "dense"
 
 DIRECTORY_ARRAY: Final = ":"
-"""Name prefix of arrays about a dynamic table's ids. Slot variables don't have it."""
+"""Prefix for names of arrays about a dynamic table's ids. Slot names don't have it."""
 
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
 """Maps a bucket prefix to its tensorstore driver."""
@@ -155,7 +155,7 @@ class TableRecord:
 
     @property
     def arrays(self) -> dict[str | None, ArrayRecord]:
-        """All arrays by name. The values have the name None."""
+        """All arrays by name. The table values have the name None."""
         return {None: self.values, **self.slots, **self.directory}
 
 
@@ -188,7 +188,7 @@ class CheckpointRecord:
 
     @property
     def array_names(self) -> list[str]:
-        """All array names. Each array's directory has the same name."""
+        """All array names, which are also the names of the arrays' directories."""
         keys = [
             array_keys(table, slot)
             for table, record in self.tables.items()
@@ -201,9 +201,10 @@ class CheckpointRecord:
 def array_keys(table: str, slot: str | None = None) -> tuple[str, ...]:
     """Finds an array's keys in the saved tree.
 
-    The keys joined with dots are the name of the array's directory.
+    Joined with dots, the keys form the name of the array's directory.
 
-    If `slot` starts with a colon, the array is about ids. None means the table values.
+    If `slot` starts with a colon, the array is about ids. If `slot` is None, the array
+    holds the table values.
 
     Example:
       >>> array_keys("user/movie"), array_keys("movie", "0/trace")

@@ -59,7 +59,7 @@ class RestoreState(ocp.args.CheckpointArgs):
       state: state to restore into. `te.restore` explains all attributes.
       plan: table plan.
       tables: names of the tables to restore. Defaults to all tables.
-      rename: table name to its name in the checkpoint.
+      rename: maps a table's name to its name in the checkpoint.
 
     Example:
       >>> import tempfile
@@ -101,7 +101,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
             dense = _restored_leaves(checkpoint, state)
             placed = [restore.place_ids() for restore in restores]
             # `_LayerRestore.restored` donates the arrays, so damage must be found
-            # before that. This is not needed for shapes, which have no values to lose.
+            # before that. Shapes are not verified, because they have no values to lose.
             for restore in restores:
                 if not _is_abstract((restore.layer.tables, restore.layer.slots)):
                     restore.verify(checkpoint)
@@ -121,8 +121,8 @@ def _check_arguments(args: RestoreState, layers: Sequence[LayerState]) -> None:
             raise invalid(field, f"name tables of the state {names}", unknown)
     for layer in layers:
         if layer.slots is None:
-            # An optimizer may have derived state from the old rows, which would no
-            # longer match.
+            # An optimizer may have derived state from the old rows. This state would no
+            # longer match the restored rows.
             derived = layer.tables_with_derived_state & set(args.tables_of(layer))
             check_has_slots(derived, "te.restore(directory, (model, optimizer))")
 
@@ -269,7 +269,7 @@ def _restored_leaves(checkpoint: OpenCheckpoint, state: SplitState) -> dict[str,
 def _layer_restore(
     layer: LayerState, checkpoint: OpenCheckpoint, args: RestoreState
 ) -> "_LayerRestore":
-    """Starts to open the arrays to restore into a layer."""
+    """Starts to open the saved arrays that belong to a layer."""
     wanted, saved, arrays = table_records(layer), {}, {}
     for table, saved_name in args.tables_of(layer).items():
         if (record := checkpoint.record.tables.get(saved_name)) is None:
@@ -307,7 +307,7 @@ class _LayerRestore:
         return {name: self.arrays[name, slot] for name in names}
 
     def shared_values(self) -> dict[str, tuple[Any, Any]]:
-        """Finds shared values, such as counts, that differ between stacked tables."""
+        """Finds saved values that differ, although stacked tables must share them."""
         differing = {}
         for stack in self.layer.plan.stacks:
             for slot in slots_of(self.layer, stack):
@@ -315,8 +315,8 @@ class _LayerRestore:
                 if not arrays or slot.kind not in ("shared", "hyperparameter"):
                     continue
                 values = {table: array.read() for table, array in arrays.items()}
-                # Tables that aren't restored keep their count. If it is zero, they are
-                # untrained, and it may be overwritten.
+                # Tables that aren't restored keep their count. A count of zero may be
+                # overwritten, because it means that the tables are untrained.
                 if slot.kind == "shared" and not _is_abstract(slot.leaf):
                     for table in stack.tables:
                         if np.any(slot.leaf):
@@ -410,7 +410,7 @@ class _LayerRestore:
         slot: str | None,
         placed: Mapping[str, PlacedIds],
     ) -> PackedRows:
-        """Restores a stack or slot variable. Shapes become zeros first."""
+        """Restores a stack or slot variable. A shape becomes zeros first."""
         plan, shape = self.layer.plan, packed.lines
         if isinstance(shape, jax.ShapeDtypeStruct) and packed.holds_all_rows:
             sharding = plan.rows_sharding(stack)

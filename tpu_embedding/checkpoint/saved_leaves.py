@@ -121,7 +121,7 @@ def place_saved_ids(
         words = Ids64.of_array(ids)
         first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))
         # A bucket takes its first 64 ids, so `~` sorts the most valuable ids first.
-        # Mixed ids break ties.
+        # Hashes of the ids break ties.
         order = np.lexsort((second, first, ~next_value, ~value))
     placed = place_ids(ids[order], member, natural_rows)
     kept = order[placed.kept]
@@ -144,14 +144,14 @@ def place_saved_ids(
 def _values(
     arrays: Mapping[str, np.ndarray], evict: Eviction | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the values that a policy compares first, and the tie-breakers."""
+    """Computes each id's value for a policy, and a second value that breaks ties."""
     last_used, counts = arrays[LAST_USED], arrays[COUNTS]
     if not isinstance(evict, LeastFrequentlyUsed):
         return last_used, counts
     if evict.half_life is not None:
-        # Decay the counts as in a training step, up to the latest use of any id. The
-        # clock can't be used, because each step advances it by 1, even if the caller's
-        # `now` counts hours.
+        # Decay the counts as a training step would at the time of the latest use. The
+        # clock doesn't tell that time, because each step advances it by 1, even if the
+        # caller's `now` counts hours.
         age = last_used.max(initial=0) - last_used
         counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
     return counts, last_used
@@ -198,7 +198,7 @@ def restored_directory(
     placed: Mapping[str, PlacedIds],
     clocks: Mapping[str, int],
 ) -> IdDirectory:
-    """Puts saved ids into the directory, whose arrays may be shapes."""
+    """Puts saved ids into the directory. Its arrays may be `jax.ShapeDtypeStruct`s."""
     old = layer.tables[directory_name(stack.name)]
     if isinstance(old.keys, jax.ShapeDtypeStruct):
         old = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), old)
@@ -251,7 +251,7 @@ def tables_to_save(layer: LayerState) -> tuple[dict[str, TableRecord], Leaves]:
 
 
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
-    """Describes each table, by its name in the layer. Dynamic tables have 0 rows."""
+    """Describes each table, by name. The row counts of dynamic tables are set to 0."""
     records: dict[str, TableRecord] = {}
     for stack in layer.plan.stacks:
         records |= _records_of_stack(layer, stack, {})
@@ -364,7 +364,7 @@ def array_of_leaf(leaf: Any) -> np.ndarray | jax.Array:
 
 
 def leaf_records(leaf: Any) -> list[ArrayRecord]:
-    """Lists the records that a saved leaf may have."""
+    """Lists the array records that a save may have written for a leaf."""
     # NumPy saves an int as int64, and as uint64 from 2**63 on.
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return [ArrayRecord(shape=(), dtype=name) for name in ("int64", "uint64")]
@@ -379,7 +379,8 @@ def restored_leaf(
 ) -> Any:
     """Reads a leaf, with the type and sharding of `wanted`.
 
-    `wanted` is an array, a shape or a number. `sharding` is for shapes that have none.
+    `wanted` is an array, a shape or a number. If it is a shape without a sharding,
+    `sharding` is used.
     """
     if isinstance(wanted, np.ndarray):
         return saved.read()

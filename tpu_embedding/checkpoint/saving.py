@@ -88,8 +88,8 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         try:
             ocp.future.CommitFutureAwaitingContractedSignals(ready).result()
         finally:
-            # If the wait fails, Orbax never awaits the coroutine, and Python would
-            # warn.
+            # If the wait fails, Orbax never awaits the coroutine. Closing it prevents
+            # Python's warning.
             ready.close()
         tree = _tree_to_save(directory, args)
         return await self._pytree.async_save(directory, args=tree) or []
@@ -253,7 +253,7 @@ def _new_path(path: epath.Path) -> Iterator[None]:
                         fcntl.flock(folder, fcntl.LOCK_EX)
                 exists = path.exists()
             except OSError as found:
-                # Raise it after the broadcast, which other processes wait for.
+                # Raise the error after the broadcast that other processes wait for.
                 error = found
         flags = np.array([exists, error is not None])
         exists, fails = ocp.multihost.broadcast_one_to_all(flags)

@@ -53,8 +53,8 @@ class LayerState:
       path: prefix for table names. Empty if the state has only one layer.
       tables: packed rows by stack name, and id directories by directory name.
       slots: optimizer states by stack name. None if the state has no optimizer.
-      tables_with_derived_state: names of tables from whose values an optimizer derives
-        state. They come from all modules with a layer at this path.
+      tables_with_derived_state: names of the tables whose values determine optimizer
+        state. All modules with a layer at this path contribute names.
     """
 
     path: str
@@ -126,8 +126,8 @@ class SplitState:
             elif _are_slots(leaf, plans.values()):
                 slots.append(stacks)
             elif not isinstance(leaf, _NOT_SAVED):
-                # Flax variables keep their array in the attribute `value`. If a user's
-                # dict has a key `value`, this key belongs to the path.
+                # Flax variables keep their array in the attribute `value`. But a key
+                # `value` in a user's dict belongs to the path.
                 is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
                 self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
         pairs = _pairs(tables, slots)
@@ -251,7 +251,7 @@ def _pairs(
 
 def _layer_path(keys: tuple[str, ...]) -> str:
     """Derives a layer path that is the same for tables and their slots."""
-    # `te.Optimizer` keeps a dict from layer path to slots, so the last key is a path.
+    # `te.Optimizer` maps layer paths to slots in a dict, so the last key is a path.
     if "slots" in keys[:-1] and keys[-1] not in _CONTAINERS:
         return keys[-1]
     if "slots" in keys and keys[-1] == "":

@@ -57,8 +57,8 @@ def chunks_of(
 ) -> Iterator[Chunk]:
     """Finds the chunks that hold part of an array.
 
-    `index` is a slice with step 1, row ids `[n]`, or a tuple of them for the first
-    axes.
+    `index` is a slice with step 1, or row ids `[n]`. A tuple holds one of them for
+    each of the first axes.
 
     Example:
       >>> [chunk.name for chunk in chunks_of((10, 4), (4, 4), slice(3, 9))]

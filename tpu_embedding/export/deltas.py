@@ -167,8 +167,7 @@ def apply_delta(
             return
         for name, source in files_of(old).items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            # This is not a hard link, because the rows written below would then change
-            # the older export.
+            # With a hard link, the rows written below would change the older export.
             shutil.copyfile(source, path / name)
             if name in changed and source.parent.name == TABLES_DIR:
                 _set_rows(path / name, changed[name])

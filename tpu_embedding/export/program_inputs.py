@@ -61,7 +61,7 @@ class ExportError(ValueError):
 class Input:
     """An input of the model."""
 
-    # The name of its only array, or the prefix of its arrays' names.
+    # The name of the input's array. If there are several, the prefix of their names.
     name: str
     # The keys that lead to the input. If there are several arguments, the first key is
     # the argument's name. Empty if the only argument is the input itself.
@@ -82,7 +82,7 @@ class Input:
 
     @property
     def ids_name(self) -> str:
-        """Name of the array with the ids, or of the only array."""
+        """Name of the array that holds the ids. Other inputs have just one array."""
         return f"{self.name}/values" if self.kind == "ragged_ids" else self.name
 
     @property
@@ -108,7 +108,7 @@ class Signature:
     """A program's arguments and inputs."""
 
     arguments: tuple[str, ...]
-    # In the order of the arguments' leaves.
+    # The inputs have the order of the arguments' leaves.
     inputs: tuple[Input, ...]
 
     @classmethod
@@ -138,8 +138,8 @@ def quoted_path(keys: Iterable[str]) -> str:
       >>> quoted_path(("features", "user/geo"))
       'features/user%2Fgeo'
     """
-    # If a key could add slashes, an input's name might equal the name of a different
-    # input with a suffix, such as `/values`.
+    # If keys could contain slashes, an input's name could equal a different input's
+    # name plus a suffix, such as `/values`.
     return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
 
 
@@ -153,7 +153,7 @@ def check_distinct(kind: str, names: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example batch, before a trace finds the features that look up its inputs."""
+    """An example batch. A later trace finds the features that look up its inputs."""
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
@@ -192,7 +192,7 @@ class Example:
     def structs(
         self, batch_size: int | None, wide: Collection[str] = ()
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describes the program's arrays, with a symbol per size that calls may change.
+        """Describes the program's arrays, with symbols for sizes that calls may change.
 
         If `batch_size` is None, calls may have any batch size. `wide` names additional
         inputs with 64-bit ids.
@@ -224,8 +224,8 @@ class Example:
                 shape, dtype = tuple(array.shape), _served_dtype(array.dtype)
                 if shape and shape[0] == own_size:
                     shape = (batch, *shape[1:])
-            # Weights come before the shape gets a last axis, because a wide id has two
-            # words but one weight.
+            # Weights are described before `shape` gets the axis for the words of wide
+            # ids, because an id has two words but one weight.
             if getattr(leaf, "weights", None) is not None:
                 structs[input_.weights_name] = jax.ShapeDtypeStruct(shape, jnp.float32)
             if input_.name in wide or isinstance(types.ids_of(leaf), Ids64):
@@ -302,8 +302,8 @@ def _num_samples(ragged: Any) -> int:
 
 
 def _served_dtype(dtype: Any) -> Any:
-    # Wide integers become int32, and calls check that they fit. This includes uint32,
-    # because only words of 64-bit ids may have this type.
+    # Wide integers become int32, and calls check that they fit. Even uint32 becomes
+    # int32, because only words of 64-bit ids may be uint32.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     is_wide = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return jnp.dtype(jnp.int32) if is_wide else dtype
@@ -398,7 +398,7 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Maps input names to vocabularies, given feature or input names."""
+    """Keys vocabularies by input name. The given keys may also be feature names."""
     result: dict[str, Vocabulary] = {}
     for name, vocabulary in vocabularies.items():
         inputs = [input_ for input_ in signature.inputs if input_.name == name] or [

@@ -80,8 +80,8 @@ def save_tensorflow(
         try:
             tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
         except tf.errors.OpError as error:
-            # For example, the disk is full. `new_directory` turns this into an
-            # ExportError.
+            # The disk may be full, for example. `new_directory` turns an OSError into
+            # an ExportError.
             raise OSError(error.message) from error
 
 

@@ -69,17 +69,17 @@ def save(
       model: a `TPUEmbedding`, or a module that owns embedding layers. It may be trained
         on any number of devices, and is exported in `eval` mode.
       directory: new directory for the export. It appears once all files are written.
-      *example: method arguments: a batch, before or after `prepare_features`. Only
+      *example: a batch of method arguments, before or after `prepare_features`. Only
         shapes and dtypes matter. If an array's first axis has the batch size, calls may
-        change its size. All other sizes are fixed.
+        change the size of this axis. All other sizes are fixed.
       method: name of the method to export.
       dtype: table type in the files: `"float32"`, `"bfloat16"`, or `"int8"` with a
         scale and bias per row, in FBGEMM's layout.
       batch_size: fixed batch size. You need it if the model computes with its batch
         size, or if features have an `output_shape`. By default, calls may have any
         batch size.
-      vocabularies: maps inputs that receive strings to vocabularies. A key is the last
-        key in an input's path, or the input's name in the signature.
+      vocabularies: vocabularies for inputs that receive strings. A key is the last key
+        in an input's path, or the input's name in the signature.
 
     Raises:
       ExportError: if the directory holds files or cannot be written; if the example
@@ -138,9 +138,9 @@ def save_tables(
 
     The tensor of a dynamic table `NAME` has 64 rows per bucket, in bucket order. A
     learned default row, if any, comes last. The file also holds the ids as the tensor
-    `NAME:ids`, uint32 `[buckets, 128]`. For each bucket, it has the upper words of the
-    64 ids, then their lower words. If a position is empty, both of its words have all
-    bits set. Note that the host holds all ids at once.
+    `NAME:ids`, uint32 `[buckets, 128]`. Each of its rows has the upper words of a
+    bucket's 64 ids, then their lower words. If a position is empty, both of its words
+    have all bits set. Note that the host holds all ids at once.
 
     Args:
       model: a `TPUEmbedding`, or a module that owns embedding layers.
@@ -350,7 +350,7 @@ def arrays_of_program(exported: jax.export.Exported) -> dict[str, Any]:
 def jit_program(
     exported: jax.export.Exported, table_names: Iterable[str], device: jax.Device
 ) -> Any:
-    """Jits the program. `table_names` includes the ids of dynamic tables."""
+    """Jits the program. `table_names` includes the names of dynamic tables' ids."""
     # If XLA:TPU could choose the layout, it would store a table with dim below 128
     # column-major, and copy the whole table in every call. A row-major table is padded
     # to 128 lanes only once, when it is loaded.

@@ -150,8 +150,8 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         encoded = encode_int8(rows)
     scale = np.ascontiguousarray(encoded[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")[:, 0]
-    # Infinite or NaN values make the scale infinite or NaN, and so does a range above
-    # float32's maximum.
+    # The scale is infinite or NaN if a value is, or if the range exceeds float32's
+    # maximum.
     is_finite = np.isfinite(scale)
     if not is_finite.all():
         row = rows[np.argmin(is_finite)]

@@ -138,8 +138,8 @@ def top_k(
     if transform is None or isinstance(transform, jax.tree_util.Partial):
         return _compiled_search(*arrays, transform, **sizes)
     # A plain function may read a model that has changed since the last call, so a
-    # compiled program can't be reused. A Partial's leaves are arguments of the program
-    # instead.
+    # compiled program can't be reused. With a Partial, it can, because the Partial's
+    # leaves are arguments of the program.
     search = functools.partial(_search, transform=transform, **sizes)
     return jax.jit(search)(*arrays)
 
@@ -297,16 +297,16 @@ def _best_of_device(
     num_rows: int,
     num_best: int,
 ) -> TopK:
-    """Finds the `num_best` best rows on one device, or all if it has fewer."""
+    """Finds the `num_best` best rows on a device, or all rows if it has fewer."""
     num_queries = queries.shape[0]
     num_best, size = min(num_best, num_rows), min(ROWS_PER_BLOCK, num_rows)
 
     def add_block(i: Any, best: TopK) -> TopK:
-        first = jnp.asarray(i * size, jnp.int32)  # int64 under `jax_enable_x64`
+        first = jnp.asarray(i * size, jnp.int32)  # `i` is int64 in x64 mode.
         vectors, ids = read(first + jnp.arange(size, dtype=jnp.int32))
         # By default, TPUs multiply float32 in bfloat16, and the order could be wrong.
         scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
-        # Not jnp.maximum, which would keep NaN.
+        # `jnp.maximum` would keep NaN.
         scores = jnp.where(scores > LOWEST_SCORE, scores, LOWEST_SCORE)
         # `top_k` would rank 0.0 above -0.0, whatever their ids.
         scores = jnp.where(scores == 0, 0.0, scores)

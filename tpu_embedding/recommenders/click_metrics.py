@@ -229,7 +229,7 @@ class Calibration(ClickMetric, Mean):
     """The mean predicted probability, divided by the mean label.
 
     At 1, the model is calibrated. Above 1, its probabilities are too high. The metric
-    is defined if a label is not 0.
+    is defined if at least one label is not 0.
 
     Attributes:
       weighted_values: sum of weight times predicted probability.
@@ -244,8 +244,8 @@ class Calibration(ClickMetric, Mean):
     @classmethod
     def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         return cls(
-            # `Mean` divides the first sum by the second. Both means would be divided by
-            # the total weight, which cancels.
+            # `Mean` divides the first sum by the second. The total weight is left out,
+            # because it would cancel.
             weighted_values=total_of(jax.nn.sigmoid(logits), weights),
             weights=total_of(labels, weights),
         )
@@ -280,9 +280,9 @@ class AUC(ClickMetric):
 
     Bins have equal width in `score / (1 + |score|)`. If scores are logits and you use
     4096 bins, the resolution is 0.0001 for predictions near 0.5, and 0.00015 for
-    predictions near 0.01. However, far from 0, similar logits share a bin, such as
-    11.97 and 12.04, so check `max_error()`. The metric is defined if there are positive
-    and negative samples.
+    predictions near 0.01. However, far from 0, similar logits such as 11.97 and 12.04
+    share a bin, so check `max_error()`. The metric is defined if there are positive and
+    negative samples.
 
     Attributes:
       positives: `[num_bins]`, weights of positive samples, by ascending score.

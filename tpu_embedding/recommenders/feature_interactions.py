@@ -103,7 +103,7 @@ class FeatureCross(nnx.Module):
         Args:
           num_inputs: input width.
           projection_dim: rank of `W`, at least 1. By default, `W` is a full matrix. In
-            the paper, a rank of a quarter of the width is as accurate as a full matrix.
+            the paper, rank `num_inputs / 4` is as accurate as a full matrix.
           diag_scale: number added to the diagonal of `W`, at least 0. It stabilizes
             training, especially at low ranks.
           rngs: stream `params` provides the keys.

@@ -79,8 +79,8 @@ class Sum:
         size = self.high.size
 
         def add_earlier(level: Any, totals: "Sum") -> "Sum":
-            # A slice of the padded vector shifts it by `2**level`, because a traced
-            # `level` can't be an amount of padding.
+            # To shift the vector by `2**level`, slice a padded copy. JAX can't pad by a
+            # traced amount.
             start = size - (1 << level)
             earlier = [
                 jax.lax.dynamic_slice_in_dim(jnp.pad(x, (size, 0)), start, size)
@@ -241,7 +241,7 @@ def check_clicks(
     # Device arrays are not checked, because the host would have to wait for them.
     if is_on_device((labels, weights)):
         return batch
-    # Labels with weight 0 may be padding, which has any value.
+    # Labels with weight 0 may be padding, which may have any value.
     used = np.asarray(labels, np.float32)
     used = used if weights is None else used[np.asarray(weights) != 0]
     is_wrong = (used < 0) | (used > 1)

@@ -58,7 +58,7 @@ def in_batch_softmax(
       log_probabilities: natural logarithm of `q` for each sample's item. By default,
         all items are assumed equally frequent.
       item_ids: item id per sample. If you pass them, samples with the same item are not
-        negatives of each other. Otherwise they are, as in the paper.
+        negatives of each other. By default, they are negatives, as in the paper.
       num_hard_negatives: how many negatives per query enter the softmax, at least 1.
         The negatives with the highest `s` are used, as in TensorFlow Recommenders'
         `tasks.Retrieval`. Defaults to all negatives. Ranks always count all negatives.

@@ -1,8 +1,9 @@
 """Retrieval metrics, for samples that rank candidates.
 
-Candidates with equal scores can be ranked in any order. Both metrics average over all
-possible orders, like scikit-learn's `ndcg_score`. So a model that gives all candidates
-the same score gets the value of a random order, not of a perfect one.
+Candidates with equal scores can be ranked in any order. `RecallAtK` and `NDCGAtK`
+average over all possible orders, like scikit-learn's `ndcg_score`. So a model that
+gives all candidates the same score gets the value of a random order, not of a perfect
+one.
 """
 
 import dataclasses
@@ -98,8 +99,8 @@ class _TopK(Mean):
         # A NaN score would otherwise rank last, and a broken model would get a value.
         is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
         values = jnp.where(is_nan, jnp.nan, values)
-        # Samples without relevant candidates have the value 0 / 0, which weight 0
-        # drops.
+        # Samples without relevant candidates have the value 0 / 0, but get weight 0, so
+        # they are ignored.
         is_used = jnp.any(labels != 0, axis=1)
         return cls._of(values, jnp.where(is_used, weights, 0.0), k=k)
 
@@ -110,8 +111,8 @@ class _TopK(Mean):
         """Makes the metric for samples with one relevant candidate each.
 
         Args:
-          ranks: how many candidates rank before the relevant one, any shape; or
-            `Ranks`, such as from `te.nn.in_batch_softmax`, if scores can be equal.
+          ranks: how many candidates rank before the relevant one, in any shape. If
+            scores can be equal, pass `Ranks`, as `te.nn.in_batch_softmax` returns them.
           weights: at least 0, or bool, shaped like `ranks`. Defaults to 1.
           k: at least 1.
 
@@ -174,7 +175,7 @@ class _TopK(Mean):
             raise invalid(f"{cls.__name__}: ids", rule, shapes)
         is_wanted = equal_ids(ids, labels[:, None])
         is_wanted &= ~equal_ids(labels, np.array([PADDING_ROW_ID]))[:, None]
-        # argmax is 0 without a match, which would be the best rank.
+        # Without a match, argmax is 0, which would be the best rank.
         ranks = jnp.argmax(is_wanted, axis=1).astype(jnp.float32)
         ranks = jnp.where(jnp.any(is_wanted, axis=1), ranks, jnp.inf)
         return cls.from_ranks(ranks, weights, k=k)

@@ -135,7 +135,7 @@ def top_k_of_tower(
     excluded = checked_exclusions(excluded, queries.shape[0])
 
     def vectors_of(numbers: Array) -> Array:
-        # The last block's padding reads a valid item, which `best_of_all` ignores.
+        # Padding in the last block reads a valid item. `best_of_all` ignores its score.
         vectors = tower(jnp.minimum(numbers, num_items - 1)).astype(jnp.float32)
         return replicated_type(vectors)
 

@@ -112,8 +112,8 @@ def unique_ids(
 
     Args:
       ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
-        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of such ids, for
-        example of a history and a candidate that share the rows.
+        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these types, such as
+        a dict with a history and a candidate that share the rows.
       plan: layer plan, or `plan.for_loaders()`. If it is None, one device has all
         samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
@@ -262,7 +262,7 @@ def _rank(ids: np.ndarray, padding: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 _MAX_SUMMED_POSITIONS: Final = 2**15
-"""Positions whose gradients are converted to float32 at a time."""
+"""Maximum number of positions whose gradients are converted to float32 at once."""
 
 
 def expand(

@@ -135,7 +135,7 @@ def import_tables(
         `print(source)` shows you the source's names. If you list slot variables of a
         table, only these slots are imported. Otherwise, the source must have exactly
         the slot variables that the optimizer rule has, or none.
-      ids: by dynamic table name, the ids `[rows]` of the source rows, as 64-bit
+      ids: maps a dynamic table's name to the ids `[rows]` of its source rows, as 64-bit
         integers or strings. The new ids replace all old ids and count as just used.
 
     Returns:
@@ -228,7 +228,7 @@ def import_into_stacks(
 def _match(
     source: Any, layers: Sequence[LayerState], **options: Any
 ) -> tuple[list[dict[str, MatchedTable]], ImportReport]:
-    """Finds the tables to write into each layer, by their names in its plan."""
+    """Finds the tables to write into each layer, by their names in the layer's plan."""
     source = source if isinstance(source, TableSource) else open_tables(source)
     targets = {
         layer.name_of(table): record
@@ -358,7 +358,8 @@ def _write(
             if is_int8:
                 return block  # Decoding and encoding again could change the codes.
             block = decode_int8(block)
-        # NumPy doesn't warn, because `not_finite` reports overflow once for all blocks.
+        # Silences NumPy's warning, because `not_finite` reports overflow once for all
+        # blocks.
         with np.errstate(over="ignore"):
             if is_int8:
                 block = np.asarray(block, np.float32)
@@ -493,7 +494,7 @@ def _slot_names(
 def _ids(
     table: str, target: TableRecord, values: RowArray, given: Any
 ) -> np.ndarray | None:
-    """Converts ids to uint64. None means a static table."""
+    """Converts ids to uint64, or returns None for a static table."""
     field = f"table {table!r}: ids"
     if (given is None) != (target.dynamic is None):
         rule = "be one per row of a te.Dynamic table, and None for others"

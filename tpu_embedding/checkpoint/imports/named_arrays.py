@@ -57,8 +57,8 @@ def arrays_of_mapping(source: Mapping[str, Any]) -> dict[str, RowArray]:
         return {name: array_of(values) for name, values in source.items()}
     archive: Any = source.zip
     path, members = archive.filename or "the .npz archive", archive.infolist()
-    # An archive is read into memory, which a small archive of compressed zeros could
-    # fill.
+    # An archive is decompressed in memory, so even a small archive of zeros could fill
+    # the memory.
     num_bytes = sum(member.file_size for member in members)
     packed_bytes = sum(member.compress_size for member in members)
     if num_bytes > max_bytes_of_files(packed_bytes):
@@ -223,7 +223,7 @@ def tables_of_state_dict(
 def _slots_of_state_dict(
     arrays: Mapping[str, RowArray], key: str, name: str
 ) -> dict[str, RowArray]:
-    """Finds slot variables. Slots `[rows, 1]` of wider tables become `[rows]`."""
+    """Finds slot variables. If the table has dim > 1, `[rows, 1]` becomes `[rows]`."""
     collection = key.removesuffix(".weight")
     keys_by_slot: dict[str, list[str]] = {}
     for other in arrays:

@@ -78,7 +78,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 
 
 def _open(path: pathlib.Path) -> TableSource:
-    # TensorFlow first, since its paths may be prefixes of files instead of files.
+    # TensorFlow comes first, because its paths may be prefixes that aren't files.
     if prefix := tensorflow.find_prefix(path):
         return tensorflow.tables_of_checkpoint(prefix)
     if path.is_dir() and (arrays := arrays_of_checkpoint(path)):
@@ -109,11 +109,11 @@ def open_stacked_tables(
         `var:STACK:table` in keras-rs, `STACK/table` in jax-tpu-embedding, and `STACK`
         in TensorFlow.
       tables: table configs, with the names, rows and dims used in training.
-      stacks: stack name to its table names, in row order.
+      stacks: maps a stack's name to its table names, in row order.
       num_sparse_cores: total number of SparseCores used in training.
-      rotation: shard offset from a table's row 0 to the next table's row 0 in the
-        stack. It equals the number of SparseCores per device: 2 or 4, depending on the
-        TPU generation.
+      rotation: distance in shards from a table's row 0 to the next table's row 0 in
+        the stack. It equals the number of SparseCores per device: 2 or 4, depending on
+        the TPU generation.
 
     Returns:
       The tables; see `open_tables`.
@@ -152,7 +152,7 @@ def open_stacked_tables(
         rows = num_sparse_cores * sum(
             rows_in_shard(x.max_rows, num_sparse_cores) for x in members
         )
-        # The stack's dim is padded, so it may be larger.
+        # The stack's dim is padded, so it may be larger than the tables' dims.
         shape, dim = [*stack.values.shape], max(config.dim for config in members)
         if shape[0] != rows or shape[1] < dim:
             rule = (

@@ -45,7 +45,7 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            # Only the path's last name is used. An absolute path is valid only on the
+            # Only the path's last part is used. An absolute path is valid only on the
             # machine that wrote the checkpoint, and no path may lead out of the
             # directory.
             return path / pathlib.PurePath(latest.group(1)).name
@@ -139,7 +139,7 @@ def _path_of(key: str) -> _Path:
 
 
 def _slots_of(path: _Path, variables: _Variables) -> Mapping[str, RowArray]:
-    """Finds a variable's Keras slots or, without them, siblings named `name/slot`."""
+    """Finds a variable's Keras slots. If it has none, finds siblings `name/slot`."""
     *parent, name = path
     return variables[path].slots or {
         other[-1].removeprefix(f"{name}/"): variable.values

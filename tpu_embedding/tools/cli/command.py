@@ -1,7 +1,8 @@
 """Parses the command line with tyro, runs a command, and prints errors on one line.
 
-Exit status 1 means that a run failed or a program doesn't fit. Status 2 means that the
-command, the config or the data are wrong. Status 75 means that a signal stopped a run.
+Exit status 1 means that a run failed, or that a program doesn't fit in memory. Status 2
+means that the command, the config or the data are wrong. Status 75 means that a signal
+stopped a run.
 """
 
 import os
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments`, by default from `sys.argv`."""
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # Not parsed with tyro, which would also require a subcommand.
+    # `--version` is handled here, because tyro would also require a subcommand.
     if arguments == ["--version"]:
         print(f"tpu-embedding {tpu_embedding.__version__}")
         return 0
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Parses a command. Prints a text and exits for `--help` or wrong arguments."""
+    """Parses a command. For `--help` or wrong arguments, prints a text and exits."""
     return tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="tpu-embedding",
@@ -98,7 +99,7 @@ def _run(command: Any) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(f"BrokenPipeError: {error}", FAILED)
-        # Otherwise, Python would write buffered output at exit, and print an error.
+        # At exit, Python would otherwise write to the closed pipe and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_OUTPUT
     except Exception as error:

@@ -37,7 +37,7 @@ class Compile(ConfigCommand):
             raise UsageError(str(error)) from error
         name, topology = config.name, self.topology
         print(f"compiling {name} for {topology} ...", file=sys.stderr, flush=True)
-        # An outline has the sizes of the data, so this works without any files.
+        # An outline has the sizes of the data, so the command needs no data files.
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
         plan = make_run_plan(config, data, mesh)
         step, *arguments = abstract_step(config, data, plan)

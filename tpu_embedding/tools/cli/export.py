@@ -26,9 +26,9 @@ class Export:
     """Exports a run's model for serving, from its best or newest checkpoint.
 
     If the config of the run is in the package, you can leave out --config. Nothing in
-    the run directory is executed. Files outside of the run directory are read only if
-    --data-dir names them. The tables are restored on the devices and streamed to the
-    export. Slot variables are not restored.
+    the run directory is executed. Files outside of the run directory are not read,
+    unless --data-dir names them. The tables are restored on the devices and streamed to
+    the export. Slot variables are not restored.
     """
 
     run_dir: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -61,7 +61,7 @@ class Export:
     """Number of CPU devices to emulate, instead of using the machine's devices."""
 
     def run(self) -> int:
-        # All checks come before the tables are restored, which can take long.
+        # Restoring the tables can take long, so all checks come first.
         output, run_dir = local_path(self.output), local_path(self.run_dir)
         check_new_directory(output)
         if self.format != "safetensors":
@@ -88,7 +88,7 @@ class Export:
             save_tables(model, output, dtype=self.dtype)
         else:
             batch = data.train_batch(0)
-            # The program takes the inputs that the model reads, after `with_inputs`.
+            # The program skips `with_inputs`, so its inputs are what the model reads.
             with_inputs = getattr(config.model, "with_inputs", None)
             if with_inputs is not None:
                 batch = with_inputs(batch, None, samples="global")

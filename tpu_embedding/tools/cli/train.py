@@ -46,7 +46,8 @@ class _Run(ConfigCommand):
 
     coordinator: str | None = None
     """HOST:PORT of process 0.
-    Cloud TPU, GKE, Slurm and Open MPI set this, --num-processes and --process-id."""
+    Leave out this option, --num-processes and --process-id
+    on Cloud TPU, GKE, Slurm and Open MPI."""
 
     num_processes: int | None = None
     """Number of processes in the job. Each one runs this command."""
@@ -95,8 +96,8 @@ class Train(_Run):
 
     def run(self) -> int:
         origin = self.origin()
-        # Before the devices start, so that a wrong config is reported without waiting
-        # for other processes.
+        # The config is loaded before the devices start, so that a wrong config is
+        # reported without waiting for other processes.
         config = origin.load()
         mesh = self.start_devices()
         directory = self.output_dir or pathlib.Path("runs") / config.name

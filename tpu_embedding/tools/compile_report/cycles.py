@@ -32,7 +32,7 @@ _KERNELS: Final = frozenset(
     "copy-start custom-call dynamic-slice dynamic-update-slice fusion gather iota pad "
     "reduce reduce-window scatter select slice sort transpose".split()
 )
-"""Opcodes that start a kernel or a transfer. A few that XLA fuses are left out."""
+"""Opcodes that start a kernel or a transfer, except for a few that XLA fuses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Operation:
     """One operation in a program.
 
     Attributes:
-      scope: `jax.named_scope`s and primitive, or "" if the compiler added the
-        operation.
-      shape: dimensions of the result. If it is a tuple, they are from its first array.
+      scope: names of the `jax.named_scope`s and the primitive, or "" if the compiler
+        added the operation.
+      shape: dimensions of the result, or of its first array if it is a tuple.
       runs: runs per step, counted as in `Cycles.total`.
       cycles: estimated cycles per run; 0 if the compiler charges nothing.
     """
@@ -61,7 +61,7 @@ class Cycles:
     Attributes:
       total: sum over all operations. It counts both branches of each conditional, and
         one iteration of each loop whose length depends on data.
-      num_operations: number of kernels and transfers that start, counted as in `total`.
+      num_operations: number of kernel starts and transfers, counted as in `total`.
       data_loops: scopes of the loops whose length depends on data.
       operations: all operations, the most expensive first.
 
@@ -127,7 +127,7 @@ def count_cycles(text: str) -> Cycles:
 def _operations_and_runs(
     module: Module, computation: Computation, runs: int
 ) -> Iterator[tuple[Instruction, int, bool]]:
-    """Yields operations, their runs, and whether they are loops that depend on data."""
+    """Yields each operation, its runs, and whether it is a data-dependent loop."""
     # Instructions in a fusion are skipped, because the fusion itself has their cycles.
     for x in computation.values():
         inside, depends_on_data = [], False
@@ -136,7 +136,7 @@ def _operations_and_runs(
             depends_on_data = count is None
             iterations = runs * (1 if count is None else count)
             inside.append((x.called("body"), iterations))
-            # A loop tests its condition one time more than it runs its body.
+            # A loop tests its condition one more time than it runs its body.
             inside.append((x.called("condition"), iterations + runs))
         elif x.opcode == "conditional":
             names = " ".join("".join(pair) for pair in _BRANCHES.findall(x.text))
@@ -158,7 +158,7 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int 
     body = module.computations[loop.called("body") or ""]
     test, start = list(condition.values())[-1], outside.get(loop.operands[0])
     bound = _constant(condition, test.operands[-1])
-    # `fori_loop` and `scan` compile to this test.
+    # `fori_loop` and `scan` test if a counter is less than a constant.
     if test.opcode != "compare" or "direction=LT" not in test.text or bound is None:
         return None
     counter = condition[test.operands[0]]
@@ -170,7 +170,7 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> int 
     first = _constant(outside, start.operands[int(index[1])])
     if first is None or not step:
         return None
-    # Negated twice to round up, because a last partial step also runs.
+    # The double negation rounds up, because a last partial step also runs.
     return max(0, -((first - bound) // step))
 
 
@@ -199,7 +199,7 @@ def format_cycles(cycles: Cycles, num_operations: int = 10) -> str:
     ]
     if cycles.data_loops:
         lines.append("loops whose length depends on data, counted once:")
-        # The end of a name has the innermost scopes.
+        # Long names lose their start, because the end has the innermost scopes.
         lines += [f"  {scope[-80:]}" for scope in cycles.data_loops]
     rows = [
         (f"{x.runs * x.cycles:,}", f"{x.runs} x", x.name, str(x.shape), x.scope[-60:])

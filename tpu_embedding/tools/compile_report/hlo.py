@@ -149,7 +149,7 @@ _WITHOUT_COPY: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _MIN_TABLE_SIZE: Final = 2**14
-"""Arrays with fewer elements per device (64 KiB) are not reported as table-sized.
+"""Arrays with fewer elements per device (below 64 KiB) don't count as table-sized.
 
 Small arrays may match a small table's size by chance, and XLA rightly moves small
 tables to on-chip memory.
@@ -164,11 +164,11 @@ class TableAccesses:
       argument_bytes: total size of the inputs.
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: peak size of the temporaries, including what SparseCores write.
-      table_sized_copies: copies of table-sized arrays within HBM. Such an array is as
-        large as a stacked table, a slot variable or a map of cached rows, or larger
-        than all of them. However, copies below 64 KiB per device are not reported.
-        Copies between HBM and on-chip memory, where XLA may keep small tables during a
-        step, are not reported either.
+      table_sized_copies: copies of table-sized arrays within HBM. An array is
+        table-sized if it is as large as a stacked table, a slot variable or a map of
+        cached rows, or if it is larger than all of them. However, copies below 64 KiB
+        per device are not reported. Copies between HBM and on-chip memory, where XLA
+        may keep small tables during a step, are not reported either.
       table_sized_passes: other instructions that write table-sized arrays, except
         in-place scatters. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers that produce table-sized arrays.
@@ -177,7 +177,7 @@ class TableAccesses:
       sparse_core_operations: number of XLA embedding lookups and updates.
       sparse_core_relayouts: number of copies on SparseCore that change the layout of an
         array. Any such copy is a defect.
-      all_to_alls: number of all-to-alls, including later rounds.
+      all_to_alls: number of all-to-alls, including the ones in later rounds.
 
     Example:
       Given the `report` of your own step, from `compile_report`::
@@ -271,8 +271,8 @@ def inspect_program(
 def temporary_bytes(sizes: Any) -> int:
     """Computes the peak size of temporaries, from `compiled.memory_analysis()`."""
     # `temp_size_in_bytes` leaves out what SparseCores write, but the peak memory
-    # includes it. For a gather of 16.7 million rows, the former is 0.12 MiB, and the
-    # latter is 8,938 MiB.
+    # includes it. For a gather of 16.7 million rows, `temp_size_in_bytes` is 0.12 MiB,
+    # and the peak memory is 8,938 MiB.
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - outputs
     return max(sizes.temp_size_in_bytes, peak)

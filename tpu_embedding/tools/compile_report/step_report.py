@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler accepted the program and the device has the memory."""
+        """True if the compiler accepted the program and the memory suffices."""
         if self.required is None:
             return False
         return self.capacity is None or self.required <= self.capacity
@@ -191,7 +191,7 @@ def memory_of(compiled: jax.stages.Compiled, hardware: HardwareInfo) -> Memory:
 
 
 def refused_memory(rejection: str, hardware: HardwareInfo) -> Memory | None:
-    """Reads a compiler error's first line. Returns None if memory isn't the reason."""
+    """Makes a `Memory` if the program was rejected for its memory, else None."""
     if "RESOURCE_EXHAUSTED" not in rejection or "HBM" not in rejection.upper():
         return None
     return Memory(required=None, capacity=hardware.device_memory_bytes)
@@ -228,7 +228,7 @@ def format_report(report: CompileReport) -> str:
     if accesses is None or report.cycles is None:
         return "\n".join(lines)
     tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
-    # The plan counts the maps of cached rows as part of the tables.
+    # `table_bytes_per_device` includes the maps of cached rows.
     maps = sum(stack.storage.bytes_per_device for stack in plan.stacks)
     sizes = {
         "tables": tables - maps,

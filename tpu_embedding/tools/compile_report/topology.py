@@ -93,7 +93,8 @@ def topology_hardware(topology: str) -> HardwareInfo:
         raise _unknown(topology, f"Known generations: {', '.join(TPU_GENERATIONS)}")
     hardware = hardware_by_name(match[1])
     grid = tuple(map(int, match[2].split("x")))
-    # libtpu accepts some grids that no slice has, and aborts the process for others.
+    # libtpu accepts some grids that no slice has, and aborts the process for other
+    # grids.
     shapes = SLICE_SHAPES[hardware.name]
     if not shapes.has(grid):
         rule = f"be a slice of {hardware.name}, which has {shapes.describe()}"
@@ -187,7 +188,7 @@ MAX_SLICES: Final = 256
 For larger numbers, libtpu may hang or abort the process."""
 
 CHIP_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
-"""libtpu's options that make a chip one device, for chips that can also be several."""
+"""libtpu options that make a chip one device, if it could also be several devices."""
 
 _MAX_SIDE: Final = 256
 
@@ -236,8 +237,8 @@ _SQUARES: Final = SliceShapes(
 )
 
 # Sources: the "Configurations" sections of Google Cloud's pages of each generation, and
-# Google's tool xpk (`generate_tpu_topologies` in `system_characteristics.py`, with 64,
-# 140 and 144 cubes). A slice of one chip is part of a host.
+# Google's tool xpk (`generate_tpu_topologies` in `system_characteristics.py`), which
+# allows at most 64, 140 and 144 cubes. A slice of one chip is part of a host.
 SLICE_SHAPES: Final = {
     "v4": _cubes(64),
     "v5e": _SQUARES,

@@ -290,7 +290,7 @@ class SyntheticSource(abc.ABC):
         return self.draw(batch_size=batch_size, seed=seed)
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Makes a data set with the same sizes. By default, `draw` makes it."""
+        """Makes a data set with the same sizes as `open`, by default with `draw`."""
         return self.draw(batch_size=batch_size, seed=seed)
 
     @abc.abstractmethod

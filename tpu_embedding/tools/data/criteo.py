@@ -88,8 +88,8 @@ class CriteoSource:
                 name=name,
                 vocabulary_size=size,
                 expected_valence=valence if valence > 1 else None,
-                # The converter writes a category's 32 bits plus 1, and most tables
-                # have fewer rows than that.
+                # The converter writes a category's 32 bits plus 1. Most tables have too
+                # few rows for such ids.
                 out_of_range="modulo",
             )
             for name, size, valence in columns

@@ -184,8 +184,8 @@ def row_groups(path: pathlib.Path, columns: Sequence[str]) -> list[RowGroup]:
     The file must have the given columns.
 
     Raises:
-      DataError: if the file is missing or damaged, lacks a column, or pyarrow is not
-        installed.
+      DataError: if the file is missing, is damaged or lacks a column, or if pyarrow is
+        not installed.
 
     Example:
       With a file `clicks.parquet`::
@@ -238,8 +238,8 @@ def _read_ids(
     if feature.expected_valence is None:
         return _check_ids(array, np.arange(len(array) + 1), feature, group)
     compute = load_pyarrow("pyarrow.compute")
-    # Unlike `array.values`, `list_flatten` skips the values that a null list may have,
-    # so a null list must have length 0.
+    # A null list may contain values. `list_flatten` skips them, unlike `array.values`,
+    # so the list must count as empty.
     lengths = compute.list_value_length(array).fill_null(0).to_numpy()
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     values = _check_ids(compute.list_flatten(array), row_splits, feature, group)
@@ -294,10 +294,10 @@ NUM_STREAMS: Final = 8
 class ParquetClicks(BlockDataset):
     """Rows from Parquet files, with the row groups in shuffled order.
 
-    Ids are int32, or int64 or uint64 with `out_of_range="keep"`. Columns of integers
-    become arrays `[batch]`, lists with a fixed size become arrays `[batch, size]`, and
-    other lists become `RaggedIds`. A null list has no ids: it is empty, or full of
-    `PADDING_ROW_ID` if its size is fixed. Any other null is an error.
+    Ids are int32. With `out_of_range="keep"`, they are int64 or uint64. Columns of
+    integers become arrays `[batch]`, lists with a fixed size become arrays
+    `[batch, size]`, and other lists become `RaggedIds`. A null list has no ids: it is
+    empty, or full of `PADDING_ROW_ID` if its size is fixed. Any other null is an error.
     """
 
     def __init__(self, source: "ParquetSource", reader: SampleReader, **options: Any):
@@ -359,8 +359,8 @@ class ParquetSource:
         Pass a directory or one file as `data_dir`. `seed` shuffles the row groups.
 
         Raises:
-          DataError: if a file is missing or damaged, lacks a column, or pyarrow is not
-            installed.
+          DataError: if a file is missing, is damaged or lacks a column, or if
+            pyarrow is not installed.
         """
         directory = required_files(data_dir, "Parquet files")
         held_out = []
@@ -419,7 +419,7 @@ class _Zeros:
 
 
 def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Lists the files that match a pattern, or the file itself."""
+    """Lists the files that match a pattern, or only `directory` if it is a file."""
     if directory.is_file():
         return [directory]
     # `glob` has no fixed order, but all processes must number the rows alike.

@@ -132,7 +132,7 @@ EFFECT_SCALE: Final = 0.3
 
 LOG_COUNT_MEAN: Final = 1.0
 LOG_COUNT_DEVIATION: Final = 1.5
-"""Parameters of a log-normal distribution, whose numbers are rounded down to counts.
+"""Parameters of a log-normal distribution. Its samples are rounded down to counts.
 
 A quarter of the counts are 0.
 """

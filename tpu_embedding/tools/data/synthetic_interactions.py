@@ -38,8 +38,8 @@ class InteractionsSource(SyntheticSource):
       history_length: maximum number of items in a history.
       num_evaluation_samples: number of held-out samples. Newly drawn samples with
         weight 0 pad the last batch.
-      num_groups: number of hidden groups that users and items belong to, at most
-        `num_users` and `num_items`. More groups are harder to learn.
+      num_groups: number of hidden groups that users and items belong to. It can't
+        exceed `num_users` or `num_items`. More groups are harder to learn.
       noise: share of choices that don't depend on the user, in (0, 1).
       zipf_exponent: skew in the ids; 0 is uniform.
 
@@ -73,7 +73,7 @@ class Interactions:
 
         p = (1 - noise) + noise / num_groups
 
-    and an item in any other given group with probability `noise / num_groups`.
+    and an item in each other group with probability `noise / num_groups`.
     Within a group, popularity follows `ZipfIds`.
 
     Features are int32 `[batch]`, except "history", which is `[batch, history_length]`,
@@ -197,7 +197,7 @@ class Interactions:
     ) -> np.ndarray:
         any_group = generator.integers(self._source.num_groups, size=groups.shape)
         is_noise = generator.random(groups.shape) < self._source.noise
-        # Noise may choose the user's own group, hence the second term in `p` above.
+        # Noise may also choose the user's own group; see `p` in `Interactions`.
         return np.where(is_noise, any_group, groups)
 
 

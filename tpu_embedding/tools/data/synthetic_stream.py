@@ -37,7 +37,7 @@ class SyntheticStreamSource(SyntheticSource):
       num_users: number of users alive at the same time.
       num_items: number of items alive at the same time.
       life_steps: number of training steps that an id is alive.
-      evaluation_step: training step, at least the last one. The held-out samples use
+      evaluation_step: training step, not before the last one. The held-out samples use
         the ids that are alive at this step.
       num_evaluation_samples: number of held-out samples.
       vocabulary: table kind. `"hashed"` tables use the same memory as `"dynamic"`
@@ -97,8 +97,8 @@ class SyntheticStream(TeacherDataset):
         b + e_user + e_item + <f_user, g_item>
 
     Effects `e` and vectors `f` and `g` are hashes of the id, uniform around 0. Features
-    are `[batch]`: uint64 ids for dynamic tables, otherwise int32 rows. Only the
-    features of a sample depend on `vocabulary`.
+    are `[batch]`: uint64 ids for dynamic tables, otherwise int32 rows. Labels are
+    the same for every `vocabulary`.
     """
 
     click_rate = 0.3
@@ -126,8 +126,7 @@ class SyntheticStream(TeacherDataset):
             ages = (places * GOLDEN_RATIO % 1.0 * life_steps).astype(np.int64)
             num_predecessors = (step + ages) // life_steps
             numbers[name] = places + num_predecessors * popularity.vocabulary_size
-            # Each pair of seed and feature counts from its own start. uint64 sums wrap
-            # around.
+            # Each pair of seed and feature has its own first number. uint64 sums wrap.
             first = _hash(np.array([2 * self.seed + salt], np.uint64))
             # `_hash` is a bijection, so different numbers have different ids.
             ids[name] = _hash(first + numbers[name].astype(np.uint64))

@@ -179,7 +179,7 @@ class TeacherDataset(abc.ABC):
     def _draw_inputs(
         self, generator: np.random.Generator, num_samples: int, step: int
     ) -> Inputs:
-        """Draws samples with the ids in use at a training step."""
+        """Draws samples from the ids that are in use at a training step."""
 
     def train_batch(self, step: int) -> Batch:
         generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=step)

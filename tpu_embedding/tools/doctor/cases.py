@@ -1,7 +1,8 @@
 """Train steps as in production, compared with NumPy row by row.
 
 Each case trains one table on this host's devices. Every SparseCore asks every
-SparseCore for the same number of ids, so a case can set a limit relative to it.
+SparseCore for the same number of ids, so a case can set a limit relative to this
+number.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ class Case:
     Attributes:
       valence: ids per sample. If more than 1, ids have weights, and some are padding.
       is_permuted: whether the mesh orders the devices differently from JAX.
-      max_ids: `te.SparseCore.max_ids`, divided by the number of ids that one SparseCore
-        asks another for. With 0, the plan chooses the limit.
+      max_ids: `te.SparseCore.max_ids`, divided by the number of ids that a SparseCore
+        requests from each SparseCore. With 0, the plan chooses the limit.
     """
 
     dim: int
@@ -41,7 +42,7 @@ class Case:
 
     @property
     def backends(self) -> list[str]:
-        # XLA has neither a limit nor programs without an exchange.
+        # The XLA backend has no limit, and its programs always have an exchange.
         is_special = self.max_ids or not self.exchange
         return ["sparse_core"] if is_special else ["xla", "sparse_core"]
 
@@ -57,9 +58,9 @@ CASES: Final = {
     "dim 128, Adagrad, no exchange": Case(dim=128, exchange=False),
 }
 
-# The number of ids and the table's bytes, per device. On a TPU, there are so many ids
-# that SparseCores sort them, and the table exceeds a TensorCore's vector memory, which
-# is at most 128 MiB. A step takes a few milliseconds, and its dispatch takes 0.1 ms.
+# The number of ids and the table's bytes, per device. On a TPU, the ids are enough for
+# SparseCores to sort them. The table exceeds a TensorCore's vector memory, which is at
+# most 128 MiB. A step takes a few milliseconds, and its dispatch takes 0.1 ms.
 _SIZES_ON_TPU: Final = 2**17, 160 * MEBIBYTE
 _SIZES_ELSEWHERE: Final = 2**10, 2**18
 _CORES_ELSEWHERE: Final = 2
@@ -81,7 +82,7 @@ def run_case(name: str, backend: str) -> dict[str, Any]:
     """Runs a few training steps, and compares all values with NumPy.
 
     In the result, `problem` is None if all rows are right, and `step` and `dispatch`
-    are milliseconds.
+    are in milliseconds.
     """
     case, devices = CASES[name], np.array(jax.local_devices())
     hardware = hardware_of_device(devices[0])
@@ -145,7 +146,7 @@ def make_step(plan: te.EmbeddingPlan) -> Any:
     )
     def step(tables, slots, ids, cotangents):
         result = te.functional.lookup(tables, ids, plan)
-        # The barrier puts cotangents after the activations, as in a model.
+        # The barrier makes cotangents wait for the activations, as in a model.
         cotangents, activations = jax.lax.optimization_barrier(
             (cotangents, result.activations)
         )
@@ -256,8 +257,8 @@ def _expected(
 def _difference(
     name: str, actual: np.ndarray, expected: np.ndarray, rows: np.ndarray
 ) -> str | None:
-    """Describes wrong rows, if any. Only `rows` may differ, and only by rounding."""
-    # Compared as integers, because as floats, NaN differs from itself and -0 equals 0.
+    """Describes wrong rows, if any. Only `rows` may have rounding differences."""
+    # Bits are compared. As floats, NaN would differ from itself, and -0 would equal 0.
     is_wrong = actual.view(np.int32) != expected.view(np.int32)
     tolerance = _TOLERANCE * (1 + np.abs(expected[rows]))
     # The comparison is negated, so that NaN counts as wrong.

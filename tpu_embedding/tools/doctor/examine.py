@@ -40,7 +40,7 @@ _SET_BY_JAX: Final = (
     "TPU_SKIP_MDS_QUERY LIBTPU_INIT_ARGS TPU_ML_PLATFORM TPU_ML_PLATFORM_VERSION "
     "GRPC_VERBOSITY TPU_LIBRARY_PATH"
 ).split()
-"""Variables changed by importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`)."""
+"""Variables that libtpu and JAX change on import (`jax/_src/cloud_tpu_init.py`)."""
 
 _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
     "JAX_PLATFORMS": ("FAILED", "hides the TPU from JAX"),
@@ -67,7 +67,7 @@ _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
 may be set on purpose."""
 
 _SET_BY_GKE: Final = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_BOUNDS")
-"""Variables that GKE sets in each pod with TPUs, besides variables for the slice."""
+"""Variables that GKE sets in each pod with TPUs. It also sets others for the slice."""
 
 _OFF_VALUES: Final = ("", "0", "false", "False")
 
@@ -126,7 +126,7 @@ def check_versions() -> Iterator[Finding]:
 def check_variables(
     environment: Mapping[str, str], chips: list[str]
 ) -> Iterator[Finding]:
-    """Checks variables that change how JAX sees TPUs. Without `chips`, all are ok."""
+    """Checks variables that change how JAX sees TPUs. With no `chips`, all are ok."""
     for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
         if value in _OFF_VALUES or "tpu" in value.split(","):
@@ -148,8 +148,8 @@ def ask_child(
     question: list[str], environment: Mapping[str, str], seconds: float
 ) -> dict[str, Any] | str:
     """Asks a child process. If the child failed, the result is a text that says why."""
-    # Only one process at a time can use a TPU, and a program may hang or halt it. So
-    # all work on the devices happens in child processes with a time limit.
+    # Only one process at a time can use a TPU, and a program may hang or halt the
+    # TPU. So all work on the devices happens in child processes with a time limit.
     command = [sys.executable, "-m", "tpu_embedding.tools.doctor.child", *question]
     try:
         child = subprocess.run(
@@ -311,7 +311,7 @@ def examine(
 def _check_cases(
     check: str, backend: str, environment: Mapping[str, str], seconds: float
 ) -> Generator[Finding, None, dict[str, float]]:
-    """Runs each case. Returns the milliseconds per step of each case without errors."""
+    """Runs the cases. The result has the milliseconds per step of successful cases."""
     times = {}
     for name in (name for name, case in CASES.items() if backend in case.backends):
         question = ["rows", name, backend]

@@ -29,7 +29,7 @@ _NUM_SORTED: Final = 2**17
 
 
 def time_step(backend: Any, profile: str) -> dict[str, Any]:
-    """Times steps. Unless `profile` is "", records a profile in this directory."""
+    """Times steps. Records a profile in the directory `profile`, unless it is ""."""
     is_tpu = hardware_of_device(jax.devices()[0]).is_tpu
     shapes = SHAPES if is_tpu else SMALL_SHAPES
     features = {}

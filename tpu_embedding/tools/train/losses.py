@@ -1,4 +1,4 @@
-"""Losses by name, and the metrics that a run reports with each.
+"""Losses by name, and the metrics that a run reports for each loss.
 
 Metrics of several batches are merged on the devices. The host reads the result after
 the last evaluation batch.

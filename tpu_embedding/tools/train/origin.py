@@ -46,8 +46,8 @@ class RunOrigin:
 
     def export_options(self) -> list[str]:
         """Lists the options that a user must pass to `tpu-embedding export`."""
-        # Export neither executes a recorded file nor opens recorded data, and settings
-        # are not recorded.
+        # Export doesn't execute or open the files that a record names, and a record
+        # doesn't have the settings.
         options = []
         if self.config not in list_configs():
             options += ["--config", self.config]
@@ -85,8 +85,8 @@ def config_of_run(
             "Pass it with --config, and its changes with --set."
         )
     name, recorded_dir = origin.get("config"), origin.get("data_dir")
-    # A list, because the name in a damaged record may not be hashable, such as a JSON
-    # array. Messages truncate the name, because it can be as long as a record.
+    # Searches a list, because the name in a damaged record may not be hashable, for
+    # example a JSON array. The message truncates the name, which may be very long.
     if name not in list(list_configs()):
         raise ConfigError(
             f"{directory} was started with {name!r:.200}, which is not executed "

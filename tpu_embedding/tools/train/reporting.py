@@ -80,7 +80,7 @@ class StepMeter:
             yield batch
 
     def add(self, done: int, metrics: StepMetrics) -> None:
-        """Adds a dispatched step, and reports the means if due. Raises like `read`."""
+        """Adds a dispatched step. If due, calls `read` and reports the means."""
         self._steps.append(metrics)
         if len(self._steps) > STEPS_IN_FLIGHT:
             jax.block_until_ready(self._steps[-1 - STEPS_IN_FLIGHT])

@@ -51,7 +51,7 @@ from tpu_embedding.tools.train.run_config import RunConfig, RunEvent, RunEventKi
 from tpu_embedding.tools.train.run_directory import CHECKPOINTS_DIR, RunDirectoryError
 
 _SIZES: Final = "buffer_sizes"
-"""Key of the ragged features' buffer sizes in a checkpoint's description."""
+"""Key in a checkpoint's description for the buffer sizes of ragged features."""
 
 _Item = TypeVar("_Item")
 
@@ -68,8 +68,8 @@ class RunResult:
 
     Attributes:
       step: steps done, including steps before a resume.
-      best_step: step whose checkpoint has these metrics. If the config has `keep_best`,
-        this is the best saved step.
+      best_step: step after which `metrics` were computed. If the config has
+        `keep_best`, this is the best saved step.
       metrics: metrics on the held-out data, the main metric first.
       target_met: whether the target is met. It is None without a target, or if the
         teacher value is unknown.
@@ -115,7 +115,7 @@ def train(
         job can always pass `"resume"`.
       stop_at: step after which the run stops as if it had received SIGTERM. By default,
         it runs to the end.
-      profile: two steps, between which an xprof profile is recorded into `profile/` in
+      profile: two steps. An xprof profile between them is recorded into `profile/` in
         the output directory. By default, nothing is recorded.
       origin: where you loaded the config from, recorded for `tpu-embedding export`.
       verbose: whether to print the whole plan instead of only its tables.
@@ -140,9 +140,9 @@ def train(
     require_extra("train", "matplotlib", "tensorboardX", purpose="A run")
     directory = local_path(output_dir).resolve()
     with contextlib.ExitStack() as stack:
-        # First, so that a signal during the start stops the run after its first step.
+        # Comes first, so that a signal during the start stops the run after one step.
         stop = stack.enter_context(_stop_on_signals())
-        # Opened before the directory is created, because the data may be wrong.
+        # If the data are wrong, this raises before the directory is created.
         data = open_data(config, data_dir)
         stack.enter_context(run_directory.claimed(directory))
         run = _Run(config, directory, data, mesh)
@@ -151,7 +151,7 @@ def train(
         run.restore(existing_run)
         if distributed.is_first():
             run.tells_events = True
-            # Replaces the records file, so it comes before the report opens the file.
+            # This call replaces the records file, so the report must open it later.
             drop_repeated_records(directory, run.step, evaluates=run.evaluates_first)
         run.tell("init")
         run.start_report(origin, verbose=verbose)
@@ -343,7 +343,8 @@ class _Run:
         config = self.config
         self.tell("start")
         meter = StepMeter(config, self.tell)
-        # Empty if a resumed run is already done, for example with fewer `num_steps`.
+        # The range is empty if a resumed run is done, for example if `num_steps` is
+        # smaller than before.
         steps = range(self.step, max(self.step, config.num_steps))
         if self.evaluates_first and steps:
             self.evaluate()
@@ -393,7 +394,7 @@ class _Run:
         return "done" if is_done else "stopped"
 
     def with_host_rows(self, batches: Iterable[_Item]) -> Generator[_Item, None, None]:
-        """Yields each batch when its `te.HostRows` rows are in the state."""
+        """Puts a batch's `te.HostRows` rows into the state, then yields the batch."""
         if all(stack.storage.holds_all_rows for stack in self.plan.stacks):
             yield from batches
             return
@@ -426,7 +427,7 @@ class _Run:
             before = total()  # Leaves out rows that evaluations exchange.
 
     def _save(self) -> None:
-        """Starts to save. After it returns, the next step may donate the state."""
+        """Starts a save. When this method has returned, a step may donate the state."""
         state = SaveState(self.state, self.plan, {_SIZES: self.sizes_so_far})
         with _named_errors(self.directory):
             # Without `force`, Orbax's own interval policy decides whether to save.

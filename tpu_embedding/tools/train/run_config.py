@@ -114,7 +114,9 @@ class Target:
             raise invalid("Target: at_most and at_least", rule, limits)
 
     def is_met(self, value: float, teacher: float | None) -> bool | None:
-        """Tells if a value reaches the target. The result is None if that is unknown.
+        """Tells if a value reaches the target.
+
+        If the limit is relative to an unknown teacher, the result is None.
 
         Args:
           value: metric value.

@@ -64,8 +64,8 @@ class RunDirectoryError(ValueError):
 @contextlib.contextmanager
 def claimed(directory: pathlib.Path) -> Iterator[None]:
     """Creates and locks a directory. A new directory that stays empty is removed."""
-    # Checked first, because opening a pipe could hang, and opening a link could write
-    # elsewhere.
+    # Files are checked first, because opening a pipe could hang, and opening a link
+    # could write elsewhere.
     check_files(directory)
     if not distributed.is_first():
         yield
@@ -136,7 +136,7 @@ def newest_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def result_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
-    """Finds a run's best checkpoint if its config keeps it, else the newest one."""
+    """Finds the best checkpoint if the run's config keeps it, else the newest one."""
     _, run = latest_start(directory)
     newest = newest_checkpoint(directory / CHECKPOINTS_DIR)
     if newest is None or run.get("keep_best") is not True:

@@ -66,7 +66,8 @@ def train_batches(
     """
     sizes = sizes or BufferSizes()
     process_samples = plan.process_samples(config.batch_size)
-    # An output shape describes the whole batch, so every process must read all of it.
+    # An output shape describes the whole batch, so it makes every process read all of
+    # the batch.
     can_split = all(
         feature.config.output_shape is None or feature.config.has_own_batch
         for feature in plan.features
@@ -172,15 +173,15 @@ def check_values(batch: Batch, config: RunConfig, owner: str) -> None:
 StepMetrics = dict[str, jax.Array]
 """Global scalars of a train step.
 
-* `loss`.
+* `loss`: the training loss.
 * `is_finite`: whether the loss, all gradients and all learning rates of tables are
   finite.
-* `rounds`: maximum number of rounds over the stacks.
+* `rounds`: number of exchange rounds, the maximum over all stacks.
 * `out_of_range`: number of ids out of range.
-* `beyond_limit`: only if a backend replaces the exchange. 1 if a stack with such a
-  backend needed the exchange nevertheless, else 0.
-* `not_run`: only if the program of a stack lacks the exchange. 1 if such a stack needed
-  the exchange, else 0.
+* `beyond_limit`: exists only if a backend replaces the exchange. 1 if a stack with such
+  a backend needed the exchange nevertheless, else 0.
+* `not_run`: exists only if the program of a stack lacks the exchange. 1 if such a stack
+  needed the exchange, else 0.
 * `table/count`: counts of dynamic tables."""
 
 
@@ -194,7 +195,7 @@ def make_run_plan(
     if config.cache_rows:
         directory = config.rows_directory
         placement = HostRows(cache_rows=config.cache_rows, directory=directory)
-    # Without slices, a config with "slice" still runs, with ordinary tables.
+    # On a mesh without slices, "slice" is ignored, so the config still runs.
     elif config.tables_split_over == "slice" and SLICE_AXIS in mesh.axis_names:
         axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
         placement = Sharded(axes=axes)
@@ -217,7 +218,7 @@ def init_train_state(
         return nnx.split(_build(config, data, plan))
     graphdef, abstract = abstract_train_state(config, data, plan)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # A single program, because each small program takes about 30 ms to compile.
+    # Runs as one program, because each small program takes about 30 ms to compile.
     init = jax.jit(
         lambda: nnx.state(_build(config, data, plan)), out_shardings=shardings
     )
@@ -241,8 +242,8 @@ def abstract_model_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Makes the result of `abstract_train_state`, but without the optimizer."""
-    # A tuple with one item, so that its names match the names of the pair (model,
-    # optimizer) in a checkpoint.
+    # `[:1]` keeps a tuple, so that names match the pair (model, optimizer) in a
+    # checkpoint.
     model = nnx.eval_shape(lambda: _build(config, data, plan)[:1])
     graphdef, state = nnx.split(model)
     return graphdef, abstract_arrays(state, plan)
@@ -298,7 +299,7 @@ def make_train_step(
 def abstract_step(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[Any, nnx.State, Batch]:
-    """Makes a train step, with an abstract state and batch to compile it for."""
+    """Makes a train step, and the abstract state and batch to compile it for."""
     graphdef, state = abstract_train_state(config, data, plan)
     # The first batch determines the shapes, also if `data` is an outline.
     batch = prepare_batch(data.train_batch(0), plan, model=config.model)

@@ -105,7 +105,7 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Initializes layers before an activation by He's rule, else by LeCun's."""
+        """Initializes layers: by He's rule before an activation, else by LeCun's."""
         layers: list[Any] = []
         for index, size in enumerate(layer_sizes):
             is_activated = last_activation or index + 1 < len(layer_sizes)
@@ -179,8 +179,8 @@ class ClickModel(nnx.Module):
             len(plan.features) * config.dim,
             (*config.hidden_sizes, 1),
             last_activation=False,
-            # A smooth activation. Near 0, a ReLU would turn rounding differences into
-            # different gradients, and runs on different devices would diverge.
+            # This activation is smooth. Near 0, a ReLU would turn rounding differences
+            # into different gradients, and runs on different devices would diverge.
             activation=nnx.silu,
             rngs=rngs,
         )

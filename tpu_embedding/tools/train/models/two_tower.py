@@ -76,8 +76,8 @@ class TwoTower(nnx.Module):
                 sum(map(config.dim_of, names)),
                 sizes,
                 last_activation=False,
-                # A smooth activation. Near 0, a ReLU would turn rounding differences
-                # into different gradients.
+                # This activation is smooth. Near 0, a ReLU would turn rounding
+                # differences into different gradients.
                 activation=nnx.silu,
                 rngs=rngs,
             )
