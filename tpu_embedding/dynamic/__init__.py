@@ -15,5 +15,5 @@ from tpu_embedding.dynamic.vocabulary import LeastFrequentlyUsed as LeastFrequen
 from tpu_embedding.dynamic.vocabulary import LeastRecentlyUsed as LeastRecentlyUsed
 from tpu_embedding.dynamic.vocabulary import TimeToLive as TimeToLive
 
-# The public path of `Dynamic`. The reference also lists it as `te.Dynamic`.
+# Makes `Dynamic` show its public path. The reference also lists it as `te.Dynamic`.
 Dynamic.__module__ = __name__

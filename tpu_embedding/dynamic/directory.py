@@ -35,7 +35,8 @@ class IdDirectory:
         id, then the number of steps that used each id. Empty lanes hold 0.
       sketch: uint32 `[buckets, 128]`, counters for unknown ids. None without
         `AdmitAfter`.
-      clock: uint32 `[1]`, number of the current step, from 1, or the latest `now`.
+      clock: uint32 `[1]`, number of the current step (counted from 1), or the latest
+        `now`.
       used_rows: int32 `[tables]`, rows that have an id.
       init_keys: uint32 `[tables, 2]`, random keys for initial values.
     """
@@ -92,7 +93,7 @@ class DynamicTablePlan:
 
     @property
     def default_row(self) -> int | None:
-        """Table row that ids without a row read. If None, they read nothing."""
+        """Table row that is read for ids without a row. If None, they read nothing."""
         if self.dynamic.default_row == "none":
             return None
         # The first row after the rows for ids. `Dynamic.rows_over` adds one row to each
@@ -101,7 +102,7 @@ class DynamicTablePlan:
 
 
 def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
-    """Plans the tables in a stack. Empty if the tables are static."""
+    """Plans the tables in a stack. The result is empty if the tables are static."""
     plans, first_bucket = [], 0
     for table in stack.tables:
         dynamic = table.config.vocabulary

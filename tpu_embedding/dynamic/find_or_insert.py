@@ -39,8 +39,8 @@ _EMPTY, _EVICTABLE, _TAKEN = range(3)
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 _TOTAL_LANE: Final = LINE_LANES - 1
-"""Lane of a sketch line that counts all unknown ids in the bucket. Each other lane is a
-shared counter."""
+"""In a sketch line, the lane that counts all unknown ids in the bucket. Each other lane
+is a counter that several ids share."""
 
 
 @jax.tree_util.register_dataclass
@@ -129,8 +129,8 @@ def find_lane(
     # Padding reads an arbitrary bucket. `find_lanes` overwrites the result with -1.
     line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
     is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
-    # At most one lane matches, so the sum is its number. XLA:CPU vectorizes a sum,
-    # unlike an argmax.
+    # At most one lane matches, so the sum is its number. XLA:CPU vectorizes a sum, but
+    # not an argmax.
     lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
     return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
 
@@ -146,14 +146,14 @@ def insert(
     """Finds ids and assigns lanes to new ones, in place if the directory is donated.
 
     Returns:
-      The new directory, each id's lane or -1, whether it had a lane before, new rows,
-      and counts.
+      The new directory, each id's lane or -1, whether each id had a lane before, new
+      rows, and counts.
     """
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
     # Uses by `find_only` features are also noted, because a row used in this step must
-    # not be evicted. A second pass notes the same uses, which changes nothing.
+    # not be evicted. Noting the same uses again in a second pass changes nothing.
     directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     unknown, order, ranks = _sort_unique(ids, ids.is_id & ~is_known)
     is_admitted = unknown.is_id & unknown.may_insert
@@ -198,7 +198,7 @@ def insert(
 def _sort_unique(
     ids: MixedIds, is_sorted: Bool[Array, " ids"]
 ) -> tuple[MixedIds, Array, Array]:
-    """Sorts the ids marked by `is_sorted` by bucket and id, and ranks them.
+    """Ranks the ids that `is_sorted` marks, and sorts them by bucket and id.
 
     Repeats and unmarked ids become padding.
     """
@@ -269,8 +269,8 @@ def _note_use(
 
 
 def _age(last_use: Array, now: Array) -> Array:
-    # Clocks are unsigned. Without the comparison, a clock set back would make ids look
-    # old.
+    # Clocks are unsigned. If a clock is set back, a plain difference would make ids
+    # look old.
     return jnp.where(now > last_use, now - last_use, jnp.uint32(0))
 
 
@@ -286,7 +286,7 @@ class _Groups(NamedTuple):
 
     Attributes:
       buckets: `[ids]`, bucket of each group, packed at the front.
-      starts: `[ids + 1]`, admitted ids before each group.
+      starts: `[ids + 1]`, number of admitted ids before each group.
       count: number of groups.
       sources: `[ids]`, position of each admitted id among all ids.
     """
@@ -309,7 +309,8 @@ def _group(ids: MixedIds, is_admitted: Bool[Array, " ids"]) -> _Groups:
     at = jnp.where(is_head, group, num_ids)
     starts = jnp.full((num_ids + 1,), num_admitted, jnp.int32)
     starts = starts.at[at].min(numbers, mode="drop", wrap_negative_indices=False)
-    # Ids that don't start a group were written to position `num_ids`, so restore it.
+    # The scatter also wrote to position `num_ids`, for ids that don't start a group.
+    # Restore its value.
     starts = starts.at[num_ids].set(num_admitted)
     return _Groups(
         buckets=_scatter(buckets, at),
@@ -350,8 +351,8 @@ def _fill_buckets(
         # the first columns.
         kinds, order = _lanes_by_value(old_keys, old_scores, tables[0].dynamic, now)
         gets_id, source = _ids_of_lanes(kinds, start, count, groups)
-        # The halves of a line are the ids' first and second words in `keys`, and their
-        # last uses and step counts in `scores`.
+        # In `keys`, the halves of a line are the ids' first and second words. In
+        # `scores`, they are the ids' last uses and step counts.
         words = (ids.first[source], ids.second[source])
         uses = (jnp.broadcast_to(now, gets_id.shape), jnp.ones_like(words[0]))
         new_keys = _with_new(old_keys, words, gets_id, order)
@@ -396,7 +397,7 @@ def _groups_of_turn(
 def _ids_of_lanes(
     kinds: Array, start: Int[Array, " n"], count: Int[Array, " n"], groups: _Groups
 ) -> tuple[Bool[Array, "n lanes"], Int[Array, "n lanes"]]:
-    """Finds lanes for new ids, in `_lanes_by_value` order, and the ids' positions."""
+    """Marks lanes for new ids, in `_lanes_by_value` order, and finds their ids."""
     number = jnp.arange(SLOTS_PER_BUCKET, dtype=jnp.int32)[None, :]
     num_free = jnp.sum(kinds != _TAKEN, axis=1, dtype=jnp.int32)
     is_new = number < jnp.minimum(count, num_free)[:, None]
@@ -431,7 +432,7 @@ def _lanes_by_value(
     # Empty lanes are filled in lane order, whatever their scores.
     values = [jnp.where(is_empty, jnp.uint32(0), value) for value in values]
     lanes = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 1)
-    # The lane is the last key, so ties break equally on every device and backend.
+    # The lane is the last key, so ties break the same way on every device and backend.
     operands = (kinds, *values, lanes)
     kinds, *_, order = jax.lax.sort(operands, dimension=1, num_keys=len(operands))
     return kinds, order
@@ -444,7 +445,7 @@ def _with_new(
     for half, values in zip(jnp.split(old, 2, axis=1), new, strict=True):
         in_order = jnp.take_along_axis(half, order, axis=1)
         in_order = jnp.where(is_new, values, in_order)
-        # An order is a permutation, so every zero is overwritten.
+        # Each row of `order` is a permutation, so every zero is overwritten.
         halves.append(jnp.zeros_like(half).at[row, order].set(in_order))
     return jnp.concatenate(halves, axis=1)
 
@@ -534,7 +535,7 @@ def _element(buckets: Array, lanes: Array) -> Array:
 def add_to_elements(
     lines: Array, buckets: Array, lanes: Array, is_added: Array
 ) -> Array:
-    """Adds 1 to an element each time that it occurs."""
+    """Adds 1 to single elements, once for each time that a position occurs."""
     elements = lines.reshape(-1)
     index = jnp.where(is_added, _element(buckets, lanes), elements.shape[0])
     return elements.at[index].add(jnp.uint32(1), mode="drop").reshape(lines.shape)

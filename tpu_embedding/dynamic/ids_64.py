@@ -97,10 +97,10 @@ def truncated_ids(form: str, feature: FeaturePlan) -> TypeError:
 
 
 _ROUND_KEYS: Final = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
-"""Words of the golden ratio's fraction."""
+"""Key of each mixing round, from the golden ratio's fraction."""
 
 NO_ID: Final = np.uint32(0xFFFFFFFF)
-"""Both words of "no id", before and after mixing."""
+"""Value of both words of "no id", before and after mixing."""
 
 
 def mix_ids(high: Any, low: Any) -> tuple[Any, Any]:
@@ -159,4 +159,4 @@ def multiply_high(words: Any, factor: int) -> Any:
 _IMAGE: Final = tuple(
     word[0] for word in _forward(np.array([NO_ID]), np.array([NO_ID]))
 )
-"""Image of "no id" under the network."""
+"""Words that the mixing network makes from "no id"."""

@@ -25,7 +25,7 @@ from tpu_embedding.transfers import moves_arrays
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRows:
-    """The ids of a dynamic table and their rows, as host arrays `[ids]`.
+    """The ids of a dynamic table and their row numbers, as host arrays `[ids]`.
 
     Attributes:
       ids: uint64, ascending.
@@ -53,7 +53,7 @@ class DynamicRows:
 
 
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
-    """Copies the ids of all dynamic tables and their rows to the host.
+    """Copies the ids and row numbers of all dynamic tables to the host.
 
     If your job has several processes, all of them must call this together. Each process
     receives all ids.
@@ -131,7 +131,7 @@ class PlacedIds:
       kept: position of each placed id among the given ids.
       sources: `[rows]`, position of each row's id among the given ids, or -1. Rows are
         in `unstack_tables` order.
-      num_left_out: given ids whose buckets were full.
+      num_left_out: number of given ids whose buckets were full.
       last_used: clock at each id's last use, by default the current clock.
       counts: steps that used each id, by default 1.
       init_key: seeds the rows for new ids. Defaults to the directory's key.
@@ -157,8 +157,8 @@ def place_ids(
 ) -> PlacedIds:
     """Places distinct uint64 ids in an empty table. A bucket takes its first 64 ids.
 
-    To keep the places from a table with as many buckets, pass `natural_rows`, which are
-    64 times the bucket, plus the lane.
+    To keep the ids' places from a table with the same number of buckets, pass
+    `natural_rows`. A natural row is `64 * bucket + lane`.
     """
     words = Ids64.of_array(ids)
     first, second = mix_ids(np.asarray(words.high), np.asarray(words.low))

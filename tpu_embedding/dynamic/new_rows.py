@@ -87,8 +87,8 @@ def init_new_rows(
         init_turn,
         (jnp.int32(0), table, slots_of(state), no_change),
     )
-    # All-reduced after the loop. Inside it, an all-reduce would deadlock, because the
-    # loop's length differs by shard.
+    # The changes are all-reduced after the loop. Inside it, an all-reduce would
+    # deadlock, because the loop's length differs by shard.
     remaining = iter(changes)
     return table, jax.tree.map(
         lambda x: _plus(x, next(remaining), all_reduce) if is_sum(x) else x,

@@ -118,7 +118,7 @@ from the last pass are used."""
 Translate = Callable[
     [StackPlan, list[SourceIds], EmbeddingPlan], tuple[list[Array], Any]
 ]
-"""Finds the rows for each feature in a stack, and counts for each table. Arrays are
+"""Finds the rows for each feature in a stack, and the counts for each table. Arrays are
 global."""
 
 
@@ -240,9 +240,9 @@ def insert_ids(
       now: current time, an integer from 1 to 2**32 - 1, the same in all calls during a
         step. It becomes the tables' clock. An id used several times at the same `now`
         counts as used once, and can't be evicted until `now` changes. So increase `now`
-        well before the ids used at one value fill the table. Defaults to the tables'
-        clock, which each step advances by 1. A traced value out of range has the same
-        effect as None.
+        well before ids that were used at the same `now` fill the table. Defaults to the
+        tables' clock, which each step advances by 1. A traced value out of range has
+        the same effect as None.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
@@ -335,7 +335,7 @@ def _insert_shard(
 ) -> tuple[Any, list[Array], DynamicStats]:
     clock, init_keys = directory.clock[0], directory.init_keys
     if now is not None:
-        # `_insert_ids` set traced values that are out of range to 0.
+        # `_insert_ids` replaced traced values out of range with 0.
         clock = jnp.where(now > 0, now, clock)
         directory = dataclasses.replace(directory, clock=clock[None])
     tables = dynamic_tables(stack)
@@ -459,7 +459,7 @@ def _holds_ids(leaf: Any, feature: FeaturePlan) -> bool:
 
 
 def _match_words(features: Any, plan: EmbeddingPlan) -> tuple[EmbeddingPlan, list[Any]]:
-    """Parses a batch into `Ids64`. Rejects 32-bit ids, which may be truncated."""
+    """Parses a batch into `Ids64`. Rejects 32-bit ids, which may have lost bits."""
     plan, leaves = plan.match(features)
     for i, feature in enumerate(plan.features):
         if not _holds_ids(leaves[i], feature):

@@ -214,8 +214,8 @@ class DynamicStacks(VocabularyStacks):
             offset = member.table.row_offset
             on_shard, shard = jnp.divmod(rows - offset, member.num_shards)
             per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
-            # A single shard has all buckets in order. Several shards have a block of
-            # buckets each.
+            # On a single shard, the blocks of buckets from all shards follow each
+            # other.
             row = shard * per_shard + on_shard
             # The default row follows the last place of the table.
             row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)

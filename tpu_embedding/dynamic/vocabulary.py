@@ -1,6 +1,7 @@
 """`te.Dynamic` and its policies, which you declare for tables whose ids come and go.
 
-Compiled code is imported only when the core asks for `inputs` or `stacks`.
+The modules with compiled code are imported only when the core asks for `inputs` or
+`stacks`.
 """
 
 import dataclasses
@@ -47,8 +48,8 @@ class LeastRecentlyUsed:
 class TimeToLive:
     """Evicts ids that were unused for more than `ttl`, the longest unused id first.
 
-    An expired id keeps its row until a new id needs the place. If it is used before
-    then, it is no longer expired.
+    An expired id keeps its row until a new id needs the place. An expired id that is
+    used before then is no longer expired.
 
     Attributes:
       ttl: time in steps, or in units of the `now` that you pass to `insert_ids`, from 1
@@ -68,7 +69,7 @@ class TimeToLive:
 
 @dataclasses.dataclass(frozen=True)
 class LeastFrequentlyUsed:
-    """Evicts the id used in the fewest steps, in a tie the least recently used one.
+    """Evicts the id used in the fewest steps, and breaks ties by least recent use.
 
     Attributes:
       half_life: time in steps or units of `now`, from 1 to 2**32 - 1, after which the
@@ -99,8 +100,8 @@ class AdmitAfter:
       count: number of calls that must see an id, including the current call, from 1 to
         255. A step usually makes one call.
       window: time in steps or units of `now`, from 1 to 2**32 - 1. At each multiple of
-        it, counts restart at 0, so ids that were counted before are admitted later. By
-        default, counts are only halved.
+        the window, counts restart at 0, so ids that were already counted are admitted
+        later. By default, counts are only halved.
 
     Example:
       >>> AdmitAfter(3, window=10_000).count
@@ -150,10 +151,10 @@ class Dynamic(Vocabulary):
 
     Attributes:
       capacity: row count from 1 to 2**31 - 2**21, rounded up to a multiple of 64.
-      evict: policy that chooses which id to evict from a full bucket, a
-        `LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`. None evicts nothing.
-      admit: policy that chooses which unknown ids to insert, an `AdmitAfter`. None
-        inserts all unknown ids.
+      evict: policy (`LeastRecentlyUsed`, `TimeToLive` or `LeastFrequentlyUsed`) that
+        chooses which id to evict from a full bucket. With None, no id is evicted.
+      admit: policy (`AdmitAfter`) that chooses which unknown ids to insert. With None,
+        all unknown ids are inserted.
       default_row: how to look up ids without a row. With `"none"`, they contribute
         nothing, like out-of-range ids in a static table. With `"learned"`, they all
         read and train one shared row.
@@ -186,14 +187,14 @@ class Dynamic(Vocabulary):
 
     @property
     def max_rows(self) -> int:
-        """The capacity."""
+        """The declared capacity, without rounding."""
         return self.capacity
 
     def buckets_per_shard(self, num_shards: int) -> int:
         """Splits the buckets evenly over shards, rounding up."""
         return -(-self.num_buckets // num_shards)
 
-    # The core's interface; see `Vocabulary`.
+    # The members below implement the core's interface, `Vocabulary`.
 
     ids_are_rows = False
     instead_of_row_numbers = (
@@ -229,7 +230,7 @@ class Dynamic(Vocabulary):
         """Counts rows over all shards, including padding."""
         per_shard = self.buckets_per_shard(num_shards) * SLOTS_PER_BUCKET
         # Shards have equally many rows, so a default row on the first shard adds one
-        # row to each.
+        # row to each shard.
         return num_shards * (per_shard + (self.default_row == "learned"))
 
     def table_problems(

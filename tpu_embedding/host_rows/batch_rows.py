@@ -136,9 +136,9 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
     values, weights, row_splits = _by_sample(ids, shape)
     if values.dtype.itemsize < 4:  # NumPy can't compare int4, for example.
         values = values.astype(np.int32)
-    # Ids beyond int32 match no row, as in a lookup outside `jax.jit`. Inside, without
-    # `jax_enable_x64`, JAX truncates such ids before this library sees them, so a
-    # lookup may read other rows. `prepare_features` replaces these ids.
+    # Ids beyond int32 match no row, as in a lookup outside `jax.jit`. Inside `jax.jit`,
+    # without `jax_enable_x64`, JAX truncates such ids before this library sees them, so
+    # a lookup may read other rows. `prepare_features` replaces these ids.
     is_row = (values >= 0) & (values < feature.num_rows)
     if feature.config.out_of_range_ids == "clip" and not is_row.all():
         is_row = values != PADDING_ROW_ID  # Padding must not become the last row.
@@ -147,8 +147,8 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
     if weights is not None and leaves_out_weights(feature):
         with np.errstate(over="ignore", under="ignore"):
             weights = weights.astype(np.float32, copy=False)
-        # CPUs and TPUs flush weights below the smallest normal float32 to zero, and so
-        # drop the id. Other devices may keep it. So find both the id's row and the
+        # CPUs and TPUs flush a weight below the smallest normal float32 to zero, and so
+        # drop its id. Other devices may keep the id. So find both the id's row and the
         # default id's row, which the sample reads if it has no other ids. Comparisons
         # with NaN are false, so ids with a NaN weight are kept.
         is_surely_row = is_row & ~(weights < _SMALLEST_NORMAL)

@@ -75,9 +75,10 @@ class MappedRows(CachedRows):
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("lines", "version", "slot_of_row", "num_lost")
 
-    # int32 slot by local row, or -1 for rows that aren't cached.
+    # int32 cache slot of each local row, or -1 for rows that aren't cached.
     slot_of_row: Any
-    # int32 `[1]` per shard: updates dropped so far because their rows weren't cached.
+    # int32 `[1]` per shard: number of updates dropped so far because their rows weren't
+    # cached.
     num_lost: Any
 
     def locate(self, row_ids):

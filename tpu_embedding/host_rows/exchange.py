@@ -43,8 +43,9 @@ def _swap_rows(
     """Swaps rows in place, and returns the previous records. Shapes are global.
 
     Per shard, `moves` has `3 * K` integers: the slots, the local rows that enter, and
-    the local rows that leave. Each part is padded with `PADDING_ROW_ID`. `records` has
-    one record per slot. The table and `slots` are donated.
+    the local rows that leave. Each of these three parts is padded with
+    `PADDING_ROW_ID`. `records` has one record per slot. The table and `slots` are
+    donated.
     """
     spec = plan.sample_spec
     arrays = [table, *slots]

@@ -45,9 +45,9 @@ class _Coming(NamedTuple):
     """A batch that was drawn, and its rows."""
 
     batch: Any
-    # Rows that this process's samples read, for all shards.
+    # Rows that this process's samples read, on all shards.
     found: Future[dict[Key, RowsOfShards]]
-    # Rows that all samples read, for this process's shards.
+    # Rows that all samples read, on this process's shards.
     rows: Future[dict[Key, RowsOfShards]]
 
 
@@ -55,7 +55,7 @@ class Feed(Generic[Batch]):
     """An iterable of batches and the exchanges that bring their rows.
 
     The caller must run a batch's exchanges before drawing the next batch, and call
-    `close` at the end. `rows_of` finds the rows that this process's samples read, for
+    `close` at the end. `rows_of` finds the rows that this process's samples read, on
     all shards. A thread calls it in batch order.
     """
 
@@ -73,7 +73,8 @@ class Feed(Generic[Batch]):
         self._fetched: collections.deque[Future[dict[Key, list[Exchange]]]] = (
             collections.deque()
         )
-        # Two batches, since a loop may draw the next batch before training on a batch.
+        # Two batches, since a loop may draw the next batch before it trains on the
+        # current one.
         self._handed_out: collections.deque[dict[Key, RowsOfShards]] = (
             collections.deque(maxlen=2)
         )
@@ -352,5 +353,5 @@ class Feed(Generic[Batch]):
 
 
 def _sizes_of(plans: list[BatchPlan]) -> tuple[int, int]:
-    """Finds the maximum number of rows on a shard, and of rows that must enter."""
+    """Finds the most rows that any shard uses, and the most that must enter a cache."""
     return max(x.num_rows for x in plans), max(len(x.fetched) for x in plans)

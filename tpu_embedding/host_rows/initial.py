@@ -1,6 +1,6 @@
 """Fills a stack's stores with initial rows and slot variables, block by block.
 
-Results equal those from `te.functional.init_tables` and `init_slots` bit for bit,
+Results equal the results of `te.functional.init_tables` and `init_slots` bit for bit,
 although the devices hold only one block at a time. To achieve this, totals are summed
 over the same blocks as in `init_state`, in the same order. `fill_tables` explains one
 exception.
@@ -106,7 +106,7 @@ def _initial_values_and_slots(
 
     def init(known: list[Array]) -> tuple[list[Array], list[Array]]:
         layout = dataclasses.replace(stack.layout, num_rows=stack_state.PADDING_ROWS)
-        rows = zero_rows(layout)  # The real rows matter only through totals.
+        rows = zero_rows(layout)  # Zeros suffice, since real rows only affect totals.
         state = stack_state.init_block(rows, 0, totals.known_totals(known), stack)
         slots = map(packed_rows.unpack_rows, stack_state.slots_of(state))
         values = stack_state.values_of(stack_state.state_around(state, stack))

@@ -47,8 +47,8 @@ class Messenger:
 
     def __init__(self, plan: EmbeddingPlan, loop: int):
         self.plan, self._loop = plan, loop
-        # `num_awaited` is the number, from 1, of the batch that the main thread waits
-        # for, or 0.
+        # While the main thread waits for a batch, `num_awaited` is the batch's number,
+        # counted from 1. Otherwise, it is 0.
         self.num_sent = self.num_awaited = 0
         self.processes = [device.process_index for device in plan.mesh.devices.flat]
         own = jax.process_index()
@@ -145,7 +145,7 @@ class Messenger:
                     raise
 
     def _absences(self) -> str:
-        """Explains which processes won't go on with this one. Empty if all will."""
+        """Explains which processes won't go on with this one, or is empty."""
         absences = [
             (process, f"has failed: {text}")
             for process, text in distributed.posted(_FAILURES).items()
@@ -184,9 +184,9 @@ class Messenger:
                     text = f"te.host_rows ends this process: {absences}."
                     print(text, file=sys.stderr, flush=True)
                     distributed.post(_FAILURES, text)
-                    # Without this, JAX's barrier at exit would keep other processes
-                    # waiting for this one. A thread runs it, since the barrier may also
-                    # block.
+                    # Without a shutdown, JAX's barrier at exit would keep other
+                    # processes waiting for this one. A thread runs the shutdown, since
+                    # the barrier may also block.
                     shutdown = threading.Thread(
                         target=jax.distributed.shutdown, daemon=True
                     )
@@ -248,7 +248,7 @@ def raise_together(error: Exception | None, plan: EmbeddingPlan) -> None:
 
 @functools.cache
 def exchange_program(plan: EmbeddingPlan) -> Any:
-    """Makes a program that sends row `i * devices + j` on device `i` to device `j`."""
+    """Makes a program where device `i` sends its local row `j` to device `j`."""
 
     def exchange(words: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(words, plan.sample_axes, 0, 0, tiled=True)

@@ -33,7 +33,7 @@ _CHUNK_BYTES: Final = 2**24
 
 
 class Exchange(NamedTuple):
-    """Local rows that enter and leave the same slots. Lists are by own shard."""
+    """Local rows that enter slots, and rows that leave them. Lists are by own shard."""
 
     slots: list[np.ndarray]
     fetched: list[np.ndarray]
@@ -84,8 +84,8 @@ class OwnShards:
     @functools.cached_property
     def held(self) -> list[np.ndarray]:
         """The local row in each cache slot, by shard; -1 if empty."""
-        # The state after the latest exchange. A planner's `row_of` is some batches
-        # ahead, so a flush must not use it.
+        # This is the state after the latest exchange. A planner's `row_of` is some
+        # batches ahead, so a flush must not use it.
         shape = self.stack.layout.num_rows
         return [np.full(shape, -1, np.int32) for _ in self.numbers]
 
@@ -144,7 +144,7 @@ class OwnShards:
     ) -> Exchange:
         """Reads the records for exchange `number`, and sends them to the devices.
 
-        An exchange past the last rows moves nothing.
+        An exchange after the last row moves nothing.
         """
         part = slice(number * size, (number + 1) * size)
         slots = [plan.slots[part] for plan in plans]
@@ -175,7 +175,7 @@ class OwnShards:
                 words = slice(0, values.shape[1])
                 store.write_words(rows[rows >= 0], values[rows >= 0], words)
 
-    # These methods move a range of local rows, the same on all shards.
+    # The methods below move a range of local rows, the same on all shards.
 
     def lines_of_rows(self, first: int, layout: RowLayout, column: int) -> jax.Array:
         """Sends stored rows from row `first` on, padded with zeros, to the devices."""

@@ -50,8 +50,8 @@ class HostRows(Placement):
 
     Attributes:
       cache_rows: how many rows all devices cache together, rounded up to a multiple of
-        the device count. The rows for three batches must fit. A cache a few times
-        larger already holds most rows of each batch.
+        the device count. The rows for three batches must fit. A cache that is a few
+        times larger already holds most rows of each batch.
       directory: path on each host's local disk for memory-mapped files, if your tables
         are larger than host memory. The files have no names, so several processes may
         share a directory. The files are freed at the end. If None, rows stay in memory.

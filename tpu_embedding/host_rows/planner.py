@@ -12,8 +12,8 @@ import numpy as np
 UNFINISHED_BATCHES: Final = 3
 """When a batch is planned, it and the two batches before it may still be untrained."""
 
-# With 8, a prototype fetched 3,394 rows per batch of zipf ids, and an exact LRU fetched
-# 3,403 rows.
+# A prototype with 8 slots per victim fetched 3,394 rows per batch of zipf ids. An exact
+# LRU fetched 3,403 rows.
 _SLOTS_PER_VICTIM: Final = 8
 _FEWEST_SLOTS: Final = 64
 """Minimum number of slots to choose victims from."""
@@ -192,7 +192,7 @@ class Planner:
 def _cached(places: np.ndarray) -> np.ndarray:
     """Selects the places that are slots."""
     # `np.compress` is several times faster than indexing with a mask. NumPy would
-    # convert other types to `intp` at each use.
+    # convert other index types to `intp` at each use.
     return np.compress(places >= 0, places).astype(np.intp)
 
 

@@ -77,8 +77,8 @@ class HostStack:
         self.feed: Feed | None = None
         self._paused: list[Feed] = []
         self.num_ids = self.num_fetched = 0
-        # The lists have an entry per column of the records: the table, then slot
-        # variables.
+        # `_versions` and `_is_filled` have an entry per column of the records: the
+        # table, then slot variables.
         num_columns = len(self.shards.columns)
         # A random number, so that copies from another run are stale. It is the same in
         # all processes.
@@ -173,7 +173,7 @@ class HostStack:
     # main thread.
 
     def claim(self, feed: "Feed | None") -> None:
-        """Makes a pipeline the active one, and undoes the previous one's plans."""
+        """Activates a pipeline, and undoes the plans of the previous pipeline."""
         if feed is not None:
             self._is_verified = False
         before, self.feed = self.feed, feed
@@ -200,8 +200,8 @@ class HostStack:
         """Counts a batch's exchanges, from the maxima over all processes' shards."""
         if not self.exchange_rows and most_rows:
             # Half the rows on the busiest shard, because usually fewer rows are
-            # missing. K then never changes, since each new size would recompile the
-            # exchange.
+            # missing. After that, K never changes, since each new size would recompile
+            # the exchange.
             slots = round_up(self.stack.layout.num_rows, 8)
             self.exchange_rows = min(round_up(-(-most_rows // 2), 256), slots)
         return -(-most_fetched // self.exchange_rows) if most_fetched else 0
@@ -210,8 +210,8 @@ class HostStack:
         self, plans: Sequence[BatchPlan], stopped: threading.Event
     ) -> list[Exchange]:
         """Reads the uncached rows of a planned batch, unless `stopped`."""
-        # Rule 2: the stores have old values until the rows that batch `wait_for`
-        # evicted are written.
+        # Rule 2: some of these rows may have left in batch `wait_for`. Until they are
+        # written back, the stores have old values.
         wait_for = max(plan.wait_for for plan in plans)
 
         def is_over() -> bool:
@@ -528,7 +528,7 @@ class HostStack:
 def _near_windows(
     windows: Iterable[Window], exchange: LineExchange
 ) -> Iterator[tuple[int, list[Window], LineExchange]]:
-    """Groups neighboring windows, about one per device.
+    """Groups neighboring windows. A group has about one window per device.
 
     For each group, yields its first local row, then its windows and facts, shifted to a
     stack that begins at this row.

@@ -83,7 +83,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def write_words(self, rows: np.ndarray, values: np.ndarray, words: slice) -> None:
-        """Replaces some words in records. Rows must be distinct."""
+        """Replaces the columns `words` in records. Rows must be distinct."""
 
         def write_slice(part: slice) -> None:
             self._records[rows[part], words] = values[part]
@@ -91,7 +91,7 @@ class RowStore:
         self._in_slices(write_slice, len(rows))
 
     def fill(self, record: np.ndarray, words: slice) -> None:
-        """Copies `record`, uint32 `[1, n]`, to some words in all records."""
+        """Writes `record`, uint32 `[1, n]`, into all records' columns `words`."""
 
         def fill_slice(part: slice) -> None:
             self._records[part, words] = record
@@ -99,7 +99,7 @@ class RowStore:
         self._in_slices(fill_slice, len(self._records))
 
     def read_range(self, begin: int, end: int, words: slice) -> np.ndarray:
-        """Copies some words from rows `begin` to `end - 1`."""
+        """Copies the columns `words` from rows `begin` to `end - 1`."""
         if self._map is None or begin >= end or not hasattr(mmap, "MADV_RANDOM"):
             return self._records[begin:end, words].copy()
         # Turns read-ahead back on, only for these rows.
@@ -111,7 +111,7 @@ class RowStore:
         return values
 
     def write_range(self, begin: int, values: np.ndarray, words: slice) -> None:
-        """Replaces some words in `len(values)` rows, from `begin` on."""
+        """Replaces the columns `words` in `len(values)` rows, from `begin` on."""
         assert values.dtype == np.uint32 and begin + len(values) <= len(self._records)
         target = self._records[begin : begin + len(values), words]
 

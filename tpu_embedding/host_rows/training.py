@@ -102,5 +102,5 @@ def host_rows(
                 yield batch
             bring(None)
         except Exception:
-            taken_lost_reads()  # The next loop must not raise because of them.
+            taken_lost_reads()  # Lost reads must not make the next loop raise.
             raise

@@ -62,7 +62,7 @@ from tpu_embedding.update.state import (
 from tpu_embedding.xla import run_if
 
 _EMULATED_CORES: Final = 2
-"""SparseCores per device to emulate on devices without SparseCores."""
+"""Number of SparseCores that each device without SparseCores emulates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,20 +76,20 @@ class SparseCore(BackendOptions):
     same rows, so ids are never dropped.
 
     Attributes:
-      max_ids: maximum number of ids that the samples on one SparseCore may look up on
-        each SparseCore in a minibatch, a multiple of 8. Also limits the number of
-        distinct rows. A smaller limit is used if memory requires it. The limit changes
-        speed, never results. Defaults to the mean number of ids plus a few standard
-        deviations, with room for hot rows.
+      max_ids: maximum number of ids, a multiple of 8, that one SparseCore may request
+        from one SparseCore (another or itself) in a minibatch. Also limits the number
+        of distinct rows. A smaller limit is used if memory requires it. The limit
+        changes speed, never results. Defaults to the mean number of ids plus a few
+        standard deviations, with room for hot rows.
       cores: SparseCores per device. Defaults to the actual number, or to 2 on CPUs and
         GPUs, which emulate the operations in plain JAX, for tests. Only CPUs and GPUs
         accept a different number.
       exchange: whether to compile XLA's gathers and scatters into the program, for
         steps that 64 minibatches can't hold. This exchange takes most of the program's
-        code and compile time. Without it, such a step returns NaN activations, and so a
-        NaN loss, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer` then
-        skips the whole step: tables, slot variables, dense parameters and counts don't
-        change. In your own loop, `te.gradients.is_whole(gradients)` is False. The
+        code and compile time. Without it, such a step returns NaN activations, which
+        make the loss NaN, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer`
+        then skips the whole step: tables, slot variables, dense parameters and counts
+        don't change. In your own loop, `te.gradients.is_whole(gradients)` is False. The
         training command stops at a NaN loss. A step with a NaN or infinite weight fails
         in the same way. However, the exchange is always compiled for stacks that
         SparseCores can't update, and for updates from summed gradients.
@@ -121,7 +121,7 @@ class SparseCore(BackendOptions):
     def choose(self, stack: StackPlan, mesh: Mesh) -> StackPlan:
         """Chooses the backend and row layout for a stack; see `BackendOptions`."""
         hardware = stack.hardware
-        # A TPU's actual number takes precedence. If the user's number differs, the
+        # A TPU's actual core count takes precedence. If the user's count differs, the
         # stack keeps the XLA backend.
         cores = hardware.cores_per_device or self.cores or _EMULATED_CORES
         problem = unavailable_reason(hardware, mesh.size, num_slices_of(mesh))

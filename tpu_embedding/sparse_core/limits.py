@@ -17,7 +17,7 @@ ALIGNMENT: Final = 8
 # 8,192 SparseCores needs more memory than each of them has.
 MAX_PARTITIONS: Final = 4096
 
-# Maximum number of minibatches of an operation, as in jax-tpu-embedding.
+# Maximum number of minibatches in an operation, as in jax-tpu-embedding.
 MAX_MINIBATCHES: Final = 64
 
 # Headroom above a partition's mean count, in standard deviations. Rows are dealt
@@ -57,8 +57,9 @@ class Limits:
 
     Attributes:
       max_ids: ids that one core may send to one partition in a minibatch.
-      max_unique: distinct rows among these ids. XLA keeps buffers for this many rows,
-        or for `max_ids` rows if it sends a row for every id.
+      max_unique: distinct rows among one core's ids for one partition. XLA keeps
+        buffers for this many rows, or for `max_ids` rows if it sends a row for every
+        id.
       room: id positions in a device's buffers.
     """
 
@@ -124,8 +125,8 @@ def choose_limits(
     max_ids = round_up(max(1, max_ids), ALIGNMENT)
     # Each group in a minibatch ends with up to 7 unused positions.
     unused = (ALIGNMENT - 1) * cores * num_partitions
-    # Half of these positions on average, so `4 * unused` is room for 8 more
-    # minibatches.
+    # On average, a minibatch leaves half of `unused` positions empty, so `4 * unused`
+    # is room for 8 more minibatches.
     spare = max(
         device_ids // 8,
         min(4 * unused, device_ids),

@@ -73,7 +73,7 @@ def lookup(
 
     def on_tpu(ids: PartitionedIds, table: Array) -> Array:
         # On XLA:TPU, adding a row and a column takes half the cycles of broadcasting a
-        # constant, unless it sees that they are constants.
+        # constant, unless XLA sees that both are constants.
         shapes = ((1, table.shape[1]), (sizes.num_samples, 1))
         row, column = as_variables([jnp.zeros(x, jnp.float32) for x in shapes])
         zeros = row + column

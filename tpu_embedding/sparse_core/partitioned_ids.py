@@ -3,8 +3,8 @@
 Each SparseCore owns the rows in one *partition*, and looks up rows for its share of the
 samples on the device. A *group* holds the ids that one core requests from one
 partition. If a group exceeds the limits, all groups are cut into *minibatches* at the
-same rows. Each row is then in only one minibatch, and its gradients are summed in one
-order.
+same rows. Each row is then in only one minibatch, and its gradients are always summed
+in the same order.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ MIN_POINTERS: Final = 8
 """Minimum number of pointers per core and minibatch, even with fewer partitions."""
 
 _WORD: Final = 2**32
-"""Number of values of a sort key."""
+"""Number of values that a sort key can have."""
 
 _LAST_WORD: Final = np.uint32(_WORD - 1)
 
@@ -131,7 +131,8 @@ def partition_ids(
     Returns:
       The buffers, and whether the ids on all devices fit in them. Otherwise, the
       buffers are empty. Ids don't fit if a row has more than `max_ids` ids in a group,
-      if 64 minibatches or the room can't hold them, or if a gain isn't finite.
+      if they need more than 64 minibatches or more positions than `room`, or if a gain
+      isn't finite.
     """
     num_ids, cores, limits = partitions.shape[0], sizes.cores, sizes.limits
     num_partitions = cores * devices
@@ -202,7 +203,7 @@ class _SortedIds(NamedTuple):
     Attributes:
       bounds: start of each group, then start of the padding.
       rows_before: number of distinct rows before each position, then their total.
-      ids_before: number of ids without repeats before each position, then their total.
+      ids_before: number of ids before each position, without repeats, then their total.
     """
 
     bounds: Int[Array, " groups_and_1"]
@@ -217,7 +218,7 @@ class _CutState(NamedTuple):
     Attributes:
       next_row: first row of the next minibatch.
       begin: position of the next minibatch's first sorted id, by group.
-      positions: buffer positions in use.
+      positions: number of buffer positions in use.
     """
 
     count: Int[Array, ""]
@@ -309,8 +310,8 @@ def _sum_repeats(
         doubled = jnp.concatenate([values, jnp.zeros_like(values)])
         return jax.lax.dynamic_slice(doubled, (distance,), (num_ids,))
 
-    # Each iteration doubles how many repeats a sum covers, until it covers the most
-    # frequent id. Batches without repeats skip the loop.
+    # Each iteration doubles how many repeats a sum covers, until it covers all repeats
+    # of the most frequent id. Batches without repeats skip the loop.
     def has_more(state: tuple[Array, Array]) -> Array:
         return jnp.any(shifted(number, state[0]) == number)
 
@@ -391,7 +392,7 @@ def _cut_into_minibatches(
         low = jnp.where(next_row < num_rows, begin, ends)
         end = _first_index(lambda i: ids.row[i] >= next_row, low, ends)
         counts = ids.ids_before[end] - ids_before
-        # Not even one more row fits, or a device asked to stop.
+        # True if not even one more row fits, or if a device asked to stop.
         is_stuck = next_row <= state.next_row
         taken = -(-counts // ALIGNMENT) * ALIGNMENT
 
@@ -428,7 +429,10 @@ def _first_index(
     low: Int[Array, " n"],
     high: Int[Array, " n"],
 ) -> Int[Array, " n"]:
-    """Finds the first index from `low` that meets a monotonic condition, or `high`."""
+    """Finds the first index from `low` on that meets a monotonic condition.
+
+    If no index does, this finds `high`.
+    """
 
     def halve(state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state
@@ -495,7 +499,8 @@ def _copy_lines(
         ],
         axis=1,
     )
-    # Keeps XLA from fusing the padding into the gather, where libtpu aborts for tpu7x.
+    # Keeps XLA from fusing the padding into the gather. On tpu7x, libtpu aborts when it
+    # compiles this fusion.
     table = computed_apart(jnp.concatenate([lines[:-1], lines[1:]], axis=1))
     found = computed_apart(table.at[source // ALIGNMENT].get(mode="clip").T)
     windows = found.reshape(2, len(arrays), ALIGNMENT, -1)

@@ -28,7 +28,7 @@ def lookup(
     """Emulates `operations.lookup`. Owners add rows to the samples on all devices."""
     num_rows, width = table.shape
     asked = _asked_rows(ids, num_rows, sizes)
-    # For requests to other devices, the row number is past the end, which reads zeros.
+    # For requests to other devices, the row number is past the end, so they read zeros.
     rows = table.at[asked.rows].get(mode="fill", fill_value=0)
     rows = asked.gains[:, None] * rows
     num_devices = asked.rows.size // ids.rows.size
@@ -83,7 +83,7 @@ class _AskedRows(NamedTuple):
       rows: local rows. Unused positions and requests to other devices hold the row
         count.
       samples: sample numbers, counted over all devices.
-      gains: 0 in unused positions.
+      gains: gain of each request, or 0 in unused positions.
       is_defined: False if a SparseCore's result would be undefined on any device.
     """
 
@@ -124,7 +124,10 @@ def _asked_rows(
 def _groups_of_positions(
     ids: PartitionedIds, sizes: OperationSizes
 ) -> tuple[Int[Array, " positions"], Int[Array, " positions"]]:
-    """Finds each position's core and partition. Unused positions get padding."""
+    """Finds each position's core and partition.
+
+    The partition of an unused position is `PADDING_ROW_ID`.
+    """
     cores, room = sizes.cores, ids.rows.size
     num_partitions = cores * jax.lax.psum(1, sizes.axes)
     size = max(MIN_POINTERS, num_partitions)

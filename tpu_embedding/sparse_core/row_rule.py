@@ -39,14 +39,14 @@ libtpu rejects `erf`, `lgamma`, `is_finite` and conversions of float16."""
 _SAME_ELEMENTS: Final = frozenset(
     "broadcast_in_dim copy expand_dims optimization_barrier reshape squeeze".split()
 )
-"""Operations that leave all elements unchanged if their number stays the same."""
+"""Operations that leave all elements unchanged if the element count stays the same."""
 
 _DTYPES: Final = ("bool", "bfloat16", "float32", "int32")
 """Dtypes that SparseCores support in arithmetic on rows."""
 
 
 class _NotElementwiseError(Exception):
-    """Raised with the reason if a rule cannot run on SparseCores."""
+    """The reason why a rule can't run on SparseCores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +57,8 @@ class RowRule:
       num_hyperparameters: number of per-step values that `rows` takes, at least 1.
       values: maps the state leaves that all rows share, in state order, to float32
         hyperparameters and the new leaves.
-      rows: maps gradients, rows and slot variables `[n, width]`, then hyperparameters,
-        to new rows and slot variables.
+      rows: maps gradients, rows and slot variables `[n, width]`, followed by
+        hyperparameters, to new rows and slot variables.
       stablehlo: `rows` as text. Every argument, including hyperparameters, is
         `[1, width]`.
     """

@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.probe import ProbedRule
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRule:
-    """A traced rule in two halves, whose function calls are inlined.
+    """A traced rule in two halves, with all function calls inlined.
 
     Attributes:
       value_jaxpr: maps scalars that all rows share to hyperparameters and new scalars.

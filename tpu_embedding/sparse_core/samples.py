@@ -33,7 +33,7 @@ _SAMPLE_ALIGNMENT: Final = 8
 """A SparseCore's samples are padded to a multiple of this number."""
 
 _RAGGED_HEADROOM: Final = 2
-"""Room for a ragged feature's ids, in multiples of the mean per SparseCore."""
+"""Room for a ragged feature's ids, in multiples of the mean count per SparseCore."""
 
 _EMULATED_BYTES: Final = 512 * 1024
 """Memory of an emulated SparseCore's subcore."""
@@ -80,7 +80,8 @@ def ids_by_core(
         sizes,
         rows_per_partition=layout.rows_per_bank,
         devices=stack.num_shards,
-        # A sample with one id can't repeat a row, which saves a sort and a loop.
+        # If every sample has one id, no sample repeats a row. This saves a sort and a
+        # loop.
         may_repeat=any(x.sample_ids is not None or x.valence > 1 for x in poolings),
     )
     return SparseCoreIds(ids=ids, fits=fits[None], sizes=sizes, are_joined=are_joined)
