@@ -79,7 +79,7 @@ def invalid(
 
 
 def type_name(value: Any) -> str:
-    """Names the type with the article.
+    """Names the type of a value, after "a" or "an".
 
     Example:
       >>> type_name(3), type_name([])
@@ -150,7 +150,7 @@ def right_names(
                 raise TypeError(f"{owner} takes these by name: write {line}")
             for alias in aliases.keys() & kwargs.keys():
                 name = aliases[alias]
-                # `dataclasses.replace` passes every field under its own name as well.
+                # `dataclasses.replace(x, alias=...)` also passes the field itself.
                 if name in kwargs or name in known[: len(args)]:
                     text = f"{owner} got {alias} and {name}, which are the same. Pass "
                     text += f"only {name}, also in dataclasses.replace."

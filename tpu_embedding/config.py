@@ -139,7 +139,7 @@ class Sharded(Placement):
     equality needs `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
-      axes: mesh axis names. By default all axes, so each row is on one device.
+      axes: mesh axis names. Defaults to all axes, so each row is on one device.
 
     Example:
       >>> Sharded(axes=("model",)).axes
@@ -197,7 +197,8 @@ def placement_of_embedding_feature(embedding_feature: Any) -> Replicated | None:
       Replicated()
     """
     # TensorFlow's enum states a TPU's embedding hardware. "UNSUPPORTED" means a TPU
-    # without it, so tables are replicated. With V1 and V2, they are sharded by default.
+    # without such hardware, so tables are replicated. With V1 and V2, they are sharded
+    # by default.
     name = getattr(embedding_feature, "name", embedding_feature)
     if name not in ("UNSUPPORTED", "V1", "V2", None):
         rule = "be 'UNSUPPORTED', which replicates all tables, 'V1', 'V2' or None"
@@ -299,9 +300,9 @@ class TableConfig:
         stddev `1 / sqrt(dim)`, truncated at two standard deviations, as in TensorFlow.
         Note that truncation reduces the deviation to 0.88 times this value.
       optimizer: optax transformation, an optimizer from `tpu_embedding.optimizers`,
-        the name of an optimizer that has defaults, such as `"adagrad"`, or a Keras
-        optimizer, whose fields `make_plan` reads. `optax.set_to_zero()` keeps the table
-        fixed. Defaults to the layer's optimizer.
+        or a Keras optimizer, whose fields `make_plan` reads. A name such as
+        `"adagrad"` selects an optimizer with its defaults. `optax.set_to_zero()` keeps
+        the table fixed. Defaults to the layer's optimizer.
       combiner: how to pool a sample's rows: `"sum"`, `"mean"` (sum divided by the
         summed weights) or `"sqrtn"` (sum divided by the square root of the summed
         squared weights). A denominator of 0 gives 0. To pool in another way, look the
@@ -417,7 +418,7 @@ class FeatureConfig:
       table: table that the ids index.
       max_sequence_length: 0 combines each sample's rows into one. L > 0 returns
         sequences instead: activations are `[batch, L, dim]`, and position j holds the
-        row for the j-th id, or for the id with coordinate j in `SparseIds`. Longer
+        row for the j-th id. (In `SparseIds`, this is the id with coordinate j.) Longer
         samples are truncated, and shorter samples are padded with zeros. Combiner and
         weights have no effect on sequences.
       combiner: overrides `TableConfig.combiner` for this feature.
@@ -442,14 +443,15 @@ class FeatureConfig:
         However, a `Dynamic` vocabulary accepts every id except -1, which means "no id":
         `"error"` rejects -1 in `prepare_features`, `"drop"` skips it without counting
         it, and `"clip"` is not supported.
-      expected_valence: mean number of ids per sample that fit in a ragged feature's
-        buffers. If a shard has more ids, its buffer grows, which recompiles the step.
+      expected_valence: mean number of ids per sample, which sets a ragged feature's
+        buffer size. If a shard has more ids, its buffer grows, which recompiles the
+        step.
         If you omit this value, buffers grow as your batches need. For a feature from
         `te.inputs.unique_ids`, pass the distinct ids per device divided by the samples
         per device.
       find_only: whether `insert_ids` only finds ids and gives no rows to new ones. Use
-        it if other features add the ids. Finding an id counts as a use.
-        Only for a `Dynamic` vocabulary.
+        it if other features add the ids. Finding an id counts as a use. True needs a
+        `Dynamic` vocabulary.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")

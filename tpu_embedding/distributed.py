@@ -60,7 +60,8 @@ def start(
 
 
 def _is_in_a_job() -> bool:
-    # `jax.distributed.initialize` makes the same call. Item 1 is the process count.
+    # `jax.distributed.initialize` makes the same call. Item 1 of the result is the
+    # process count.
     place = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, START_SECONDS
     )
@@ -68,7 +69,7 @@ def _is_in_a_job() -> bool:
 
 
 def num_processes() -> int:
-    """Counts the processes in the job, 1 outside a job.
+    """Counts the processes in the job. Outside a job, the count is 1.
 
     Example:
       >>> num_processes()

@@ -151,7 +151,7 @@ class Gradients(WithoutOperators):
         return object.__getattribute__(self, name)
 
     def __del__(self) -> None:
-        # Otherwise tables would silently not train, for example under `nnx.Optimizer`.
+        # Otherwise tables would silently stay untrained, as under `nnx.Optimizer`.
         facts = vars(self)  # Attribute access would count as reading.
         if "_read_dense" not in facts or "_read_tables" in facts:
             return
@@ -174,7 +174,7 @@ class Gradients(WithoutOperators):
         return cls(dense=parts[0], tables=parts[1])
 
     def __getitem__(self, name: str) -> Any:
-        """Finds a layer path in `tables`, or a key such as `"linear"` in `dense`."""
+        """Looks up a layer path in `tables`, or a key such as `"linear"` in `dense`."""
         if name in self.tables:
             return self.tables[name]
         dense = self.dense if isinstance(self.dense, Mapping) else {}
@@ -249,7 +249,7 @@ def is_whole(gradients: Any) -> Bool[Array, ""]:
 
 
 def may_be_partial(plan: EmbeddingPlan) -> bool:
-    """Tells whether `is_whole` can be False, so that it has to be computed."""
+    """Tells whether `is_whole` can be False, and so must be computed."""
     return any(stack.backend.must_run_all for stack in plan.trained_stacks)
 
 

@@ -68,7 +68,7 @@ class HardwareInfo:
 
     @property
     def is_tpu(self) -> bool:
-        """True for TPUs, which have XLA's TPU options and libtpu's topologies."""
+        """True for TPUs. Only TPUs have XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
 
     @property

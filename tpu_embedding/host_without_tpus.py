@@ -1,8 +1,8 @@
-"""Silences libtpu's warnings on machines without TPUs, which can still compile.
+"""Silences libtpu's warnings on machines without TPUs.
 
-When JAX looks for devices on such a machine, libtpu prints eight lines of warnings,
-because it can't find the host's name and its position in a slice. The warnings don't
-appear if you import `tpu_embedding` first.
+Such machines can still compile for TPUs. But when JAX looks for devices, libtpu prints
+eight lines of warnings, because it can't find the host's name and its position in a
+slice. The warnings don't appear if you import `tpu_embedding` first.
 """
 
 import glob
@@ -21,7 +21,7 @@ _GOOGLE: Final = "0x1ae0"
 """Google's PCI vendor id (`jax/_src/hardware_utils.py`)."""
 
 _STORAGE_AND_NETWORK: Final = ("0x01", "0x02")
-"""PCI classes of Google devices in virtual machines without TPUs."""
+"""PCI classes of Google devices that aren't TPUs, found in virtual machines."""
 
 
 def describe_host_without_tpus() -> None:

@@ -303,7 +303,7 @@ def RowIdInitializer(offset: int = 0) -> RowInitializer:  # noqa: N802
 
 
 _CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
-"""JAX initializers that can be recognized. Other JAX initializers are closures."""
+"""JAX initializers that are recognized by identity, with the value that they set."""
 
 
 def row_initializer(initializer: Initializer | None, dim: int) -> RowInitializer | None:
@@ -335,7 +335,7 @@ def takes_key(initializer: Callable[..., Any]) -> bool:
         signature.bind("key", "shape", "dtype")
     except TypeError:
         return False
-    # Some initializers `(shape, dtype, ...)` take a third argument.
+    # An initializer `(shape, dtype, ...)` with a third argument also binds.
     return next(iter(signature.parameters)) != "shape"
 
 
@@ -377,7 +377,7 @@ def _row_id_rows(
 ) -> Float[Array, "rows dim"]:
     del key
     sums = row_ids + offset
-    # The int32 sum is exact, but wraps from 2**31 on.
+    # The int32 sum is exact, but sums from 2**31 wrap around.
     wraps = (offset > 0) & (sums < row_ids)
     rounded = row_ids.astype(jnp.float32) + offset.astype(jnp.float32)
     rows = jnp.where(wraps, rounded, sums.astype(jnp.float32))

@@ -44,7 +44,7 @@ def import_when_used(package: str) -> Callable[[str], Any]:
 @functools.cache
 def lazy_names(package: str) -> dict[str, tuple[str, str]]:
     """Maps names imported under `TYPE_CHECKING` to their module and original name."""
-    # The names are read from the source, so that no second list repeats them.
+    # The names are read from the source, which avoids a second list of them.
     spec = importlib.util.find_spec(package)
     source = spec.loader.get_source(package)  # pyright: ignore
     return {
@@ -58,7 +58,7 @@ def lazy_names(package: str) -> dict[str, tuple[str, str]]:
 
 
 def show_public_names_only(module: types.ModuleType) -> None:
-    """Adds `__all__`, unless a module has one, and a `__dir__` that follows it."""
+    """Makes `dir` follow a module's `__all__`, which is added if it is missing."""
     names = vars(module)
     public = {
         name

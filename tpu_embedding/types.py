@@ -43,8 +43,8 @@ class DenseIds:
     If you have no weights, you can pass a plain array instead.
 
     Attributes:
-      ids: integers `[batch]` or `[batch, valence]`, global. Set unused positions in a
-        `[batch, valence]` array to `PADDING_ROW_ID`.
+      ids: global array of integers, `[batch]` or `[batch, valence]`. Set unused
+        positions in a `[batch, valence]` array to `PADDING_ROW_ID`.
       weights: float32, shaped like `ids`. Defaults to weight 1 for every id.
 
     Example:
@@ -285,7 +285,7 @@ def with_ids(feature: Any, ids: Any) -> Any:
 
 
 def batch_shape_of(ids: FeatureIds) -> tuple[AxisSize, ...]:
-    """Finds the batch shape: all axes but the last, or the axis of `[batch]` ids."""
+    """Finds the batch shape: all axes but the last, or all if there is only one."""
     match ids:
         case RaggedIds():
             return (np.shape(ids.row_splits)[0] - 1,)

@@ -46,7 +46,7 @@ class VocabularyInputs:
     def check(
         self, ids: np.ndarray, holds_padding: bool, feature: "FeaturePlan", where: str
     ) -> np.ndarray:
-        """Checks ids, and copies them as int32, or as uint64 in other vocabularies.
+        """Checks ids, and copies them as int32. Other vocabularies may use uint64.
 
         If `holds_padding`, `PADDING_ROW_ID` marks positions without an id.
         """
@@ -127,7 +127,7 @@ class VocabularyStacks:
     """
 
     zero_counts: Any = None
-    """Initial counts that a layer keeps for each table. None means it keeps none."""
+    """Initial counts that a layer keeps for each table; None if it keeps no counts."""
 
     def plan_stack(self, stack: "StackPlan") -> "StackPlan":
         """Adds facts about the arrays to the plan."""
@@ -146,7 +146,7 @@ class VocabularyStacks:
     def table_sizes(
         self, arrays: Mapping[str, Any], stack: "StackPlan"
     ) -> Float[Array, " tables"] | None:
-        """Counts a shard's rows that enter each table's totals. None means all rows."""
+        """Counts the shard rows that enter each table's totals. None means all rows."""
         return None
 
     def rows_on_one_shard(
@@ -169,7 +169,7 @@ class Vocabulary:
     ids_are_rows: bool = True
     """True if the ids themselves are row numbers."""
     instead_of_row_numbers: str = ""
-    """End of errors where ids must be row numbers but aren't: what to do instead."""
+    """End of the error if ids must be row numbers but aren't. It suggests a fix."""
     every_row_problem: str = ""
     """Why optimizers can't move every row and what to do instead; empty if they can."""
     stacking_key: Any = None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 T = TypeVar("T")
 
 _VECTOR_STEPS: Final = ((52, 1), (40, 2), (32, 3), (24, 5))
-"""Minimum row length, and the operations per element that make XLA vectorize a copy."""
+"""Pairs: a minimum row length, and the operations per element that vectorize a copy."""
 
 _LONGEST_UNROLLED_ROW: Final = 64
 """Length of the longest row whose copy XLA:CPU unrolls."""
@@ -198,7 +198,7 @@ def value_of_range(
 
 
 def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Replaces negative numbers with the last non-negative number before them or -1."""
+    """Fills each negative number with the last non-negative one before it, or -1."""
 
     def scan(values: Array) -> Array:
         def last(before: Array, value: Array) -> Array:
@@ -227,7 +227,7 @@ def fill_by_shifts(values: Int[Array, " n"]) -> Int[Array, " n"]:
     while distance < _BLOCK:
         pad = ((0, 0), (distance, 0))
         shifted = jnp.pad(within[:, :-distance], pad, constant_values=-1)
-        # Now each number is filled from up to twice the distance.
+        # Each number is now filled from up to twice as far away.
         within, distance = _where_negative(within, shifted), 2 * distance
     # Numbers before a block's first value take the last value of earlier blocks.
     before = jnp.pad(fill_by_shifts(within[:, -1])[:-1], (1, 0), constant_values=-1)

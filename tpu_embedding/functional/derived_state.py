@@ -67,10 +67,11 @@ def with_table_values(
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
       values: table name to real numbers, `[vocabulary_size, *row_shape]`. If a table
-        has a narrow dtype, they are rounded to nearest.
+        has a narrow dtype, the numbers are rounded to nearest.
       plan: plan of the embedding layer.
-      slots: stack name to optimizer state, from `init_slots`, or an empty dict before
-        you call it. Only needed if the optimizer derives state from table values.
+      slots: stack name to optimizer state, from `init_slots`. Before you call
+        `init_slots`, pass an empty dict. Only needed if the optimizer derives state
+        from table values.
 
     Returns:
       New stacks, or `(stacks, slots)` if you pass `slots`.

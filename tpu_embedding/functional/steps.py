@@ -158,7 +158,7 @@ def lookup(
 
     Args:
       tables: stack name to packed rows, from `init_tables`.
-      features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
+      features: nest like the plan's `feature_config`; you can omit dict keys. Leaves
         are global int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
         `ShardedRaggedIds` from `prepare_features`. You can pass any batch size: batches
         are padded to a multiple of the device count, and the activations are cut back
@@ -187,7 +187,7 @@ def lookup(
     plan, raw = batch.plan, batch.raw_feature
     if raw is None:
         return read_rows(tables, route(batch, plan), plan)
-    # New ids lack rows here, so the routing remembers `raw` and rejects gradients.
+    # New ids lack rows here. The name of `raw` makes `compute_gradients` raise.
     features = plan.unflatten(batch.leaves)
     for inputs in dict.fromkeys(feature.inputs for feature in plan.features):
         features = inputs.find_rows(tables, features, plan)
@@ -312,7 +312,7 @@ def _read_routed(tables: dict[str, PackedRows], routed: Routing) -> LookupResult
                 plan,
                 in_specs=(stack.rows_spec, plan.sample_spec),
                 out_specs=plan.sample_spec,
-                # A table's gradient is sparse: `compute_gradients` returns it.
+                # Not differentiated by JAX: `compute_gradients` makes sparse gradients.
             )(jax.lax.stop_gradient(tables[stack.name]), stacks[stack.name])
             for stack in plan.used_stacks
         }
@@ -578,8 +578,8 @@ def apply_gradients(
             def step(state: Any, stack: StackPlan = stack) -> Any:
                 return with_values_if(only_if, state_without_rows(state, stack), state)
 
-            # The step didn't look up this stack, so only values that its rows share
-            # advance, such as step counts. They may depend on totals, whose all-reduces
+            # The step didn't look up this stack, so no row changes. Only shared values
+            # such as step counts advance. They may depend on totals, whose all-reduces
             # need the mesh axes in `on_shards`.
             run = on_shards(step, plan, in_specs=(specs,), out_specs=specs)
             new_slots[stack.name] = run(state)
@@ -684,7 +684,7 @@ def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
     if not isinstance(gradients, TableGradients):
         rule = "be the TableGradients of te.functional.compute_gradients"
         raise invalid("gradients", rule, gradients, kind=TypeError)
-    # Equal stacks suffice, because the features of a lookup may differ.
+    # Only the stacks must be equal, because a lookup may have other features.
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
             "gradients must be for the plan's tables, got gradients computed with "

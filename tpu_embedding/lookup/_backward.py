@@ -70,7 +70,7 @@ class IdBlocks:
 
     Attributes:
       order: positions before sorting.
-      ranks: number of smaller distinct rows in all blocks.
+      ranks: number of distinct smaller row ids, counted over all blocks.
     """
 
     row_ids: Int[Array, "blocks block_size"]
@@ -87,8 +87,8 @@ class StackGradient:
       blocks: set if one CPU device owns all rows; else None.
       first: what the owners received in round 1. None if `blocks` is set, or if the
         backend replaces the update.
-      is_partial: `[1]`, True if the backend could not look up all ids. None if programs
-        have a fallback. A gradient of zeros is not partial.
+      is_partial: `[1]`, True if the backend could not look up all ids. None if
+        programs have a fallback for that case. In a gradient of zeros, it is False.
     """
 
     routing: StackRouting
@@ -244,8 +244,8 @@ def spread(
 
     Args:
       order: positions before sorting by row.
-      positions: where the row of each sorted id is in the buffer, or `buffer_size` if
-        the id is not in this round.
+      positions: buffer position of each sorted id's row, or `buffer_size` if the id is
+        not in this round.
     """
     # Each sum starts as the cotangent of the row's first occurrence. This avoids a
     # buffer of zeros, and leaves only repeats to scatter.
@@ -365,7 +365,7 @@ def _add_repeats(
     Args:
       sums: initial sums, equal to the values of first occurrences.
       is_repeat: True for repeats. Occurrences may be in any order.
-      positions: where the row of each occurrence is in `sums`.
+      positions: position in `sums` for each occurrence.
       read_values: maps the current sums and a chunk of `value_ids` to values.
     """
     num_positions = sums.shape[0]
@@ -461,9 +461,10 @@ def _sum_block(
     blocks: IdBlocks,
     read_cotangents: ReadCotangents,
 ) -> tuple[RowGradients, Float[Array, " dim"]]:
-    """Sums a block's gradients, and separates the row that the next block continues.
+    """Sums a block's gradients, except for a row that continues in the next block.
 
-    `open_sum` is the first row's sum from earlier blocks.
+    `open_sum` is the first row's sum from earlier blocks. The new `open_sum` is the
+    last row's sum for the next block.
     """
     num_blocks, ids_per_block = blocks.row_ids.shape
     ids, ranks = blocks.row_ids[index], blocks.ranks[index]

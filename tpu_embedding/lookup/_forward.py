@@ -52,8 +52,9 @@ class FeatureInput:
     Attributes:
       weights: None means weight 1 for every id.
       sample_ids: output sample of each id, ascending, with `num_samples` in unused
-        positions. None means that ids are in `valence` blocks: first ids of all
-        samples, then second ids, and so on. A TPU adds such blocks without moving them.
+        positions. None means that ids are in `valence` blocks: the first ids of all
+        samples, then the second ids, and so on. A TPU adds such blocks without moving
+        them.
       valence: ids per sample, if `sample_ids` is None.
       is_sample: `[num_samples]`, False for samples that only fill up the batch. None
         means that all samples are real, or that the difference doesn't matter.
@@ -95,7 +96,8 @@ class PoolingSpec:
     ) -> Int[Array, " ids"]:
         """Computes `number(sample)` for each id. Unused ids use the last sample."""
         if self.sample_ids is not None:
-            # Unused ids have `num_samples`, the first sample of the next feature.
+            # Unused ids have sample id `num_samples`. Without the minimum, this would
+            # be the first sample of the next feature.
             return number(jnp.minimum(self.sample_ids, self.num_samples - 1))
         samples = jnp.arange(self.num_samples, dtype=jnp.int32)
         return jnp.tile(number(samples), self.valence)
@@ -245,7 +247,10 @@ def _apply_id_policies(
 
 
 def _value_of_each_id(values: Sequence[int], sizes: Sequence[AxisSize]) -> Array:
-    """Repeats each value for its feature's ids. If all are equal, makes one scalar."""
+    """Repeats each value for its feature's ids.
+
+    If all values are equal, the result is a scalar.
+    """
     # jax_enable_x64 would change the default integer type.
     dtype = jnp.bool_ if isinstance(values[0], bool) else jnp.int32
     if len(set(values)) == 1:
@@ -286,7 +291,7 @@ def _fill_empty_samples(
         is_empty = num_rows == 0
         if feature_input.is_sample is not None:
             is_empty &= feature_input.is_sample
-        # `to_feature_input` added a position to each sample, so a first one exists.
+        # `to_feature_input` added a position to each sample, so each has a first one.
         is_first = jnp.diff(sample_ids, prepend=-1) != 0
         is_default = is_first & is_empty.at[sample_ids].get(
             mode="fill", fill_value=False, indices_are_sorted=True

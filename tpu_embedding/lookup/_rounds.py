@@ -150,8 +150,8 @@ def broadcast_to_ids(
     """Repeats each destination's value for its sorted ids. Undefined for padding."""
     # A TPU gathers single integers slowly. Instead, the difference from the previous
     # value is added where each destination begins, and a running sum turns differences
-    # into values. They are added, not set, because a destination without ids begins
-    # where the next destination does.
+    # into values. Differences are added, not set, because a destination without ids
+    # begins where the next destination does.
     steps = jnp.diff(values, prepend=0)
     starts = jnp.zeros_like(unique.ranks)
     starts = starts.at[unique.first_positions[:-1]].add(
@@ -257,8 +257,8 @@ class Round:
     """Requests in one round, at their source and at the owner.
 
     Attributes:
-      buffer_positions: position of each sorted id in the buffer of requests, and of its
-        row in the buffer of answers. Past the end if the id is not in this round.
+      buffer_positions: position of each sorted id in the buffer of requests, or past
+        the end if the id is not in this round. The answers have the same positions.
       requests: received requests, in buckets by source. They are int32 local rows
         `[buffer_size]`, or uint32 words `[buffer_size, words]` that begin with the
         local key. Unused positions, including the last, have the key `PADDING_ROW_ID`.
@@ -456,7 +456,7 @@ def gather_from_replicas(received: RowGradients, stack: StackPlan) -> RowGradien
         buffers = jax.lax.all_gather(buffer, stack.replica_axes)
         rest = buffer.shape[1:]
         if isinstance(stack.optimizer.driver, InSequence):
-            # To restore sample order, sort buckets by the device with their samples.
+            # To restore sample order, sort buckets by the device that has the samples.
             axes = (*stack.replica_axes, *stack.shard_axes)
             sizes = [jax.lax.axis_size(axis) for axis in axes]
             buckets = buffers.reshape(*sizes, -1, *rest)

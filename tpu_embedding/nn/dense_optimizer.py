@@ -1,4 +1,4 @@
-"""Checks what the dense optimizer means for the tables, which it never sees.
+"""Checks that the dense optimizer, which never sees the tables, suits them.
 
 An optax wrapper meant for the whole model, such as a clip by global norm, would act on
 the dense parameters alone. `te.Optimizer` and `te.linen.TrainState` extend the wrapper
@@ -103,7 +103,7 @@ def _skips_part(opt_state: Any) -> bool:
     """Tells if a wrapper skips only some parameters, or skips while collecting."""
     is_multi_steps = lambda node: hasattr(node, "skip_state")  # noqa: E731
     nodes = jax.tree.leaves(opt_state, is_leaf=is_multi_steps)
-    # MultiSteps(should_skip_update_fn=...) stores what its function found in
+    # MultiSteps(should_skip_update_fn=...) stores the results of its function in
     # `skip_state`. Without such a function, `skip_state` is empty.
     if any(is_multi_steps(node) and node.skip_state for node in nodes):
         return True
@@ -118,8 +118,8 @@ def _names(function: Any) -> Iterator[str]:
     waiting, seen = [function], set()
     while waiting:
         value = waiting.pop()
-        # `seen` holds object ids, because values may be unhashable. It stops the loop,
-        # because closures can contain themselves.
+        # Closures can contain themselves, so without `seen` the loop might never end.
+        # `seen` holds object ids, because values may be unhashable.
         if id(value) in seen:
             continue
         seen.add(id(value))

@@ -353,7 +353,7 @@ class TPUEmbedding(ShortRepr):
         """Looks up a batch.
 
         Args:
-          features: nest like `feature_config`, whose dicts may lack keys; see
+          features: nest like `feature_config`; you can omit dict keys. See
             `tpu_embedding.functional.lookup`.
           weights: the same nest with an array or None per dense feature. If your
             features are ragged, pass their weights to `prepare` instead.
@@ -410,7 +410,7 @@ class TPUEmbedding(ShortRepr):
         exported model.
 
         Args:
-          values: `[num_devices * size, ...]`, one per id of `te.inputs.unique_ids`.
+          values: `[num_devices * size, ...]`, a value for each of the unique ids.
           index: from `te.inputs.unique_ids`.
         """
         plan = None if self.recording == "serving" else self.plan
@@ -497,7 +497,7 @@ class TPUEmbedding(ShortRepr):
         See `tpu_embedding.inputs.prepare_features`.
 
         Args:
-          features: nest like `feature_config`, whose dicts may lack keys.
+          features: nest like `feature_config`; you can omit dict keys.
           weights: the same nest with weights or None per feature.
           serving_config: see `__call__`.
           samples: `"global"`, or `"process"` if you pass only the samples for this
@@ -555,8 +555,8 @@ class TPUEmbedding(ShortRepr):
 
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, with an entry per stack and feature of the plan."""
-        # The structure never depends on what a call looks up, or else a jitted step
-        # that takes the layer would recompile.
+        # If the structure depended on what a call looks up, a jitted step that takes
+        # the layer would recompile.
         if is_mapped(stats):  # `nnx.vmap` would add an axis to the counts.
             return
         if stats.out_of_range.keys() != {x.name for x in self.plan.features}:
@@ -573,7 +573,7 @@ class TPUEmbedding(ShortRepr):
                     for field, counts in vars(zeros).items()
                 }
             )
-        # A JAX transformation that closes over the layer cannot change its variables.
+        # Variables of a layer that a JAX transformation closes over cannot change.
         with contextlib.suppress(TraceContextError):
             self.stats.set_value(stats)
 

@@ -53,7 +53,7 @@ class LayerTables:
 
 
 ModelTables = Mapping[str, LayerTables]
-"""Path of each layer in the model to its tables."""
+"""Maps each layer's path in the model to its tables."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,7 +222,7 @@ class Optimizer(ShortRepr):
         Args:
           model: the model you made this optimizer for; it changes in place.
           features: batch of the layer, from its `prepare`.
-          layer: path of the layer. Defaults to the only one with dynamic tables.
+          layer: path of the layer. Defaults to the only layer with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the step
             number. See `tpu_embedding.functional.insert_ids`.
 
@@ -280,8 +280,8 @@ class Optimizer(ShortRepr):
         """
         layers, state = self._load(model, "finalize_variable_values")
         params = nnx.state(model, self.dense.wrt)
-        # Flax wraps each array of an optax state in a variable. The averages need plain
-        # arrays, in the same state classes.
+        # Flax wraps each array of an optax state in a variable, but the call below
+        # needs plain arrays in the same state classes.
         variables, structure = jax.tree.flatten(
             (params, self.dense.opt_state),
             is_leaf=lambda x: isinstance(x, nnx.Variable),

@@ -135,7 +135,7 @@ def _check_takes_nothing(name: str, function: Any) -> None:
 
 PipelineMode = Literal["exact", "stale"]
 InFlight = dict[str, Any]
-"""Path of each layer to its routed ids (`"exact"`), or to its lookup (`"stale"`)."""
+"""Maps layer paths to routed ids (mode `"exact"`) or to lookups (mode `"stale"`)."""
 
 
 class PipelinedTrainStep:
@@ -190,8 +190,8 @@ class PipelinedTrainStep:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
           features_of: maps a batch to the features that your loss first passes to the
             layer. If your model has several layers, it returns a dict from layer path
-            to such features. Layers that the dict leaves out, and all later calls of
-            any layer, are looked up in the step itself.
+            to such features. The step itself does the lookups of layers that the dict
+            leaves out, and of all later calls.
           mode: what starts early, `"exact"` or `"stale"`.
           wrt: selects the dense parameters.
           has_aux: whether `loss_fn` returns a second value.
@@ -220,9 +220,9 @@ class PipelinedTrainStep:
           model: owns at least one `TPUEmbedding`. Model and optimizer are updated in
             place.
           optimizer: made for this model.
-          batch: batch to train on, the same object that you passed as `next_batch`
-            before, if any. Two batches are alive at a time, so copy them if your loader
-            reuses its buffers.
+          batch: batch to train on. If you passed a `next_batch` in the previous call,
+            pass the same object. Two batches are alive at a time, so copy them if your
+            loader reuses its buffers.
           next_batch: batch for the next call. Pass None with the last batch, and before
             anything else changes the model.
 
@@ -398,7 +398,7 @@ class _Pending(NamedTuple):
     announced: Any
     """The batch as the user passed it, compared by identity."""
     batch: Any
-    """The batch for the loss, with copies of host memory."""
+    """The batch for the loss, in which host arrays are copies."""
     in_flight: InFlight
     num_steps: jax.Array
     """The step count of the optimizer, compared by identity."""

@@ -51,7 +51,7 @@ UNEQUAL_RUNS: Final = (
 Where = Literal["outer", "inner"]
 """Where a call is made: in the loss itself, or inside an inner transformation."""
 Calls = dict[tuple[str, Where], list[Any]]
-"""Layer path and `Where` to one value per call: a tap, its derivative, or a record."""
+"""Maps path and `Where` to one value per call: a tap, its derivative, or a record."""
 
 
 class Recorder:
@@ -69,8 +69,8 @@ class Recorder:
         # A record can leave an inner transformation, such as `nnx.jit`, only as a value
         # of the trace. Layers collect these inner records until the run ends.
         self.calls: Calls = {(path, x): [] for path in paths for x in get_args(Where)}
-        # Maps the path of each layer that used its prefetched lookup to a bool: True if
-        # the call had the same features.
+        # Has one entry, by path, for each layer that used its prefetched lookup. It is
+        # True if the call had the same features.
         self.agreements: dict[str, jax.Array] = {}
 
     def is_current(self) -> bool:
@@ -121,8 +121,8 @@ def differentiate(
     """Computes the result of a loss, with all gradients.
 
     `call_loss` maps `(dense, tables, recorder)` to `(result, rest)`: what the user loss
-    returned, and what else to keep from the second run. The recorder gets zeros shaped
-    like the activations in the first run, and routings in the second.
+    returned, and what else to keep from the second run. In the first run, the recorder
+    gets zeros shaped like the activations. In the second, it gets routings.
     """
 
     def run(dense: Any, tables: Any, taps: Any) -> tuple[Any, Any]:
@@ -155,10 +155,10 @@ def differentiate(
 
 
 def _find_calls(run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any) -> Calls:
-    """Finds the activation shapes for each call, without computing them."""
+    """Finds the activation shapes for each call, without computing activations."""
     # The trace of a forward derivative also reveals two mistakes. Lookups don't read
-    # tables in this run, so a derivative means that the loss itself reads tables. And a
-    # call whose record was lost, in a copy or a transformation, is still in the trace.
+    # tables in this run, so a derivative means that the loss itself reads tables. And
+    # if a copy or a transformation lost a call's record, the trace still has the call.
 
     def find(dense: Any, tables: Any) -> Any:
         def loss_and_calls(tables: Any) -> Any:
@@ -186,7 +186,7 @@ def _find_calls(run: Callable[[Any, Any, Any], Any], dense: Any, tables: Any) ->
 
 
 _call = Primitive("embedding_call")
-"""Marks the activations of each call in the trace of the run that finds calls."""
+"""Marks each call's activations in the trace that `_find_calls` makes."""
 _call.multiple_results = True
 _call.def_abstract_eval(lambda *avals: avals)
 
@@ -288,7 +288,7 @@ def _attach_tap_forward(tap, activation):
 
 
 def _attach_tap_backward(_, cotangent):
-    # The activation needs the derivative as well, for learned weights of ids.
+    # The activation also needs the derivative, because weights of ids may be learned.
     return cotangent, cotangent
 
 
@@ -336,7 +336,8 @@ def _reject_derivative(message, primals, tangents):
 def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
     """Replicates single-device arrays over the mesh, except tables."""
 
-    # The first call then has the same shardings as the second, so a step compiles once.
+    # Replication gives a step's first and second call equal shardings, so it compiles
+    # once.
     def place(leaf):
         if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
             return leaf

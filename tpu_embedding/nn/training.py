@@ -45,7 +45,7 @@ FILTER: Final = ArgumentType(
 LOSS_FN: Final = ArgumentType(Callable, "a function of the model")
 MODEL: Final = ArgumentType(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
 RECORDED: Final = "['recorded']"
-"""The records of a layer's calls, as named in JAX's errors."""
+"""Name of a layer's records in JAX's errors."""
 
 
 _OF_JAX: Final = {
@@ -127,7 +127,7 @@ def value_and_grad(
             try:
                 result = loss_fn(copy, *args, **kwargs)
             except TypeError as error:
-                # nnx.cond and nnx.scan compare variables before and after.
+                # nnx.cond and nnx.scan raise if a call changes `recorded`.
                 if RECORDED not in str(error):
                     raise
                 raise ValueError(CALL_OUTSIDE) from error

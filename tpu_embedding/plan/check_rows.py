@@ -32,7 +32,7 @@ def check_slots(slots: Any, stacks: Sequence[StackPlan]) -> None:
     """Checks that `slots` holds the state of every stack. It may hold more."""
     for stack in stacks:
         owner, state = _entry("slots", slots, stack, "init_slots")
-        # Flattening `PackedRows`, as is the default, would lose their layouts.
+        # By default, JAX would also flatten `PackedRows`, and lose their layouts.
         leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
         layouts = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
         if len(layouts) != len(stack.slots):

@@ -269,8 +269,8 @@ class InputPlan(FeatureNest):
         return f"InputPlan({len(self.features)} features, {self.num_shards} shards)"
 
     def __reduce__(self):
-        # JAX can pickle the structure only of nests of its own containers, so a nest of
-        # numbers is pickled instead of the structure.
+        # JAX can pickle a tree structure only if all containers are built into JAX. So
+        # a nest of numbers is pickled instead.
         numbers = self.unflatten(range(len(self.features)))
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return _restore, ({**fields, "feature_tree": numbers},)

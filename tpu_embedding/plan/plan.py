@@ -54,7 +54,7 @@ class TablePlan:
 
     @property
     def row_initializer(self) -> RowInitializer | None:
-        """Initializer that works row by row, or None if it needs the whole shape."""
+        """Initializer, if it works row by row. None if it needs the whole shape."""
         return row_initializer(self.config.initializer, self.config.dim)
 
 

@@ -119,8 +119,8 @@ def _add_to_stored(
     lines = packed.lines.at[line_ids].add(
         lines_to_add(row_ids, values, layout),
         mode="drop",
-        # Without this promise, XLA may sort the indices. But rows that share a line
-        # repeat its index.
+        # Without this promise, XLA may sort the indices. But if rows share a line, its
+        # index repeats.
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
@@ -155,7 +155,7 @@ def _gather_stored(
 def _line_ids(
     row_ids: Int[Array, " ids"], is_named: Bool[Array, " ids"], layout: RowLayout
 ) -> Int[Array, " lines"]:
-    """Finds the lines of rows where `is_named`, and lines past the end elsewhere."""
+    """Finds lines of rows. Where `is_named` is False, the lines are past the end."""
     line_ids = _lines_of_rows(row_ids, layout)
     # Lines past the end are distinct, so that `unique_indices` stays true. Writes drop
     # them, even if a table has so many lines that their numbers overflow to negative.
@@ -321,7 +321,7 @@ def write_block(
 ) -> PackedRows:
     """Writes consecutive stored rows. `start` must be the first row of a line.
 
-    The rows may lack unused lanes.
+    You can leave out unused lanes.
     """
     layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
     rows = padded(rows.reshape(rows.shape[0], -1), layout.lanes_per_row)

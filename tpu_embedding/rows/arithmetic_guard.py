@@ -47,7 +47,7 @@ _IMPL: Final = define_prng_impl(
 class ArithmeticGuard:
     """A pytree with one opaque leaf `[devices, 1]`, sharded like table lines."""
 
-    # Any: leaves of a pytree may be arrays, shapes or shardings.
+    # The type is Any, because leaves may be arrays, shapes or shardings.
     words: Any
 
     def __post_init__(self) -> None:

@@ -40,7 +40,8 @@ def round_up(value: int, multiple: int) -> int:
 def bank_lanes(dim: int) -> int:
     """Rounds `dim` up to 8, 16, 32, 64 or a multiple of 128, for rows in banks.
 
-    At these widths, lines of 128 lanes store rows as a TPU stores `[rows, lanes]`.
+    At these widths, lines of 128 lanes have the same bytes in memory as rows that a TPU
+    stores as `[rows, lanes]`.
 
     Example:
       >>> [bank_lanes(dim) for dim in (1, 20, 64, 65, 200)]
@@ -221,10 +222,10 @@ class RowLayout:
     @functools.cached_property
     def leaf_name(self) -> str:
         """Array name in pytree paths, and so in checkpoints."""
-        # With shards, shape and a digest of `facts` in the name, a checkpointer that
-        # matches arrays by name rejects an array with a different layout.
         if self.contents is None:
             return "lines"
+        # The name contains the shard count, the shape and a digest of `facts`. So a
+        # checkpointer that matches arrays by name rejects a different layout.
         digest = hashlib.sha256(repr(self.facts).encode()).hexdigest()[:8]
         sizes = "x".join(map(str, (self.contents.num_shards, *self.lines_shape)))
         return f"lines_{sizes}_{digest}"
@@ -249,8 +250,8 @@ class PackedRows:
         """Finds rows that are about to change. An update calls this once per round.
 
         Returns:
-          This object, after it counted changes that will be dropped; and the place of
-          each row in the lines, or `PADDING_ROW_ID` if the lines lack the row. A row
+          This object, or a copy that counts changes that will be dropped; and the place
+          of each row in the lines, or `PADDING_ROW_ID` if the lines lack the row. A row
           has the same place in a table and in its slot variables.
         """
         return self, row_ids
@@ -262,7 +263,8 @@ class PackedRows:
     def write_windows(self, windows, exchange, read):
         """Replaces the rows of windows, like `row_stream.write_blocks`.
 
-        If this object holds shapes instead of arrays, all other rows become zeros.
+        If this object holds shapes instead of arrays, rows outside of the windows are
+        set to zero.
         """
         raise NotImplementedError
 
@@ -288,7 +290,7 @@ def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
 
 
 def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
-    """Packs one shard's rows with one value in all elements. Not for narrow rows."""
+    """Packs one shard's rows with one value in all elements. Rows can't be narrow."""
     # XLA writes these lines directly. With `pack_rows`, it would compute rows first.
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)

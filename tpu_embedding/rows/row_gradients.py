@@ -5,7 +5,7 @@ two rounds, so an update may apply rounds one by one.
 
 A `jax.tree.map` over a sparse gradient would silently add or scale row ids, and change
 the wrong rows. So `seal` hides integers in an opaque dtype, on which JAX rejects
-arithmetic. Compiled programs are the same without it.
+arithmetic. Compiled programs are the same with and without `seal`.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class WithoutOperators:
 
 
 class _Guard(np.ndarray):
-    """A leaf before the sealed leaves. Outside `jax.jit`, arithmetic on it raises."""
+    """A leaf ahead of the sealed leaves. Outside `jax.jit`, arithmetic on it raises."""
 
     # To compute a norm, optax first takes `real` or `conj`, which random keys lack.
     # Without the guard, the error would not mention gradients.
@@ -134,7 +134,10 @@ class RowGradients:
     covered: RowRange | None = None
 
     def as_row_updates(self, places: Array | None = None) -> RowUpdates:
-        """Sets gradients in unused positions to 0. `places` may replace the row ids."""
+        """Sets gradients in unused positions to 0.
+
+        If you pass `places`, they replace the row ids.
+        """
         is_used = self.row_ids != PADDING_ROW_ID
         values = jnp.where(is_used[:, None], self.values, 0)
         row_ids = self.row_ids if places is None else places

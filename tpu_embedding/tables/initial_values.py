@@ -134,7 +134,7 @@ def zero_rows(layout: RowLayout) -> PackedRows:
 
 
 def split_by_initializer(stack: StackPlan) -> tuple[list[TablePlan], list[TablePlan]]:
-    # Other vocabularies initialize a row when they assign it to an id.
+    # If ids are not row numbers, a row is initialized when an id gets the row.
     tables = stack.tables if stack.vocabulary.ids_are_rows else ()
     by_row = [table for table in tables if table.row_initializer]
     return by_row, [table for table in tables if not table.row_initializer]
@@ -154,7 +154,7 @@ def init_block(
     outside of `tables` keep their values. `tables` must have row initializers, or be a
     single table.
     """
-    # The shift is subtracted from row offsets, so that the stack begins with the block.
+    # Subtracting the shift makes row offsets count from the start of the block.
     shift = jnp.asarray(first, jnp.int32) * stack.num_shards
     spec, everywhere = stack.rows_spec, PartitionSpec()
     if tables[0].row_initializer is None:
@@ -206,8 +206,8 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # Hide these constants from XLA, so that a table's values round the same, alone or
-    # with other tables.
+    # Hide these constants from XLA. Otherwise, a table's values could be rounded
+    # differently, depending on the other tables.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 

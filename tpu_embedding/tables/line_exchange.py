@@ -23,11 +23,11 @@ from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 
 _MIN_BLOCK_BYTES: Final = 10 * 2**20
-"""Smaller blocks don't speed up reads, as a request takes as long as reading 10 MB."""
+"""Smaller blocks don't help, because a request takes as long as reading 10 MB."""
 
 
 class Block(NamedTuple):
-    """A block that begins at row `start` in its table, and `position` in its window."""
+    """A block, which begins at `start` in its table and at `position` in its window."""
 
     table: str
     start: int
@@ -104,11 +104,11 @@ class LineExchange:
     sharding: NamedSharding
     # The layout lacks contents, so that other tables can use the same program.
     layout: RowLayout
-    # One row in a file.
+    # Shape and dtype of a row in a file.
     row: jax.ShapeDtypeStruct
     window_rows: int
-    # These aren't compared, so that stacks packed alike share programs. The mesh is
-    # compared as a part of `sharding`.
+    # These aren't compared, so that stacks with equal packing share programs. The mesh
+    # is compared as a part of `sharding`.
     plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
     stack: StackPlan = dataclasses.field(compare=False, repr=False)
 

@@ -194,7 +194,8 @@ def _write_by_exchange(
         lines = {}
         for shard in own_shards:
             rows = _new_rows(turn[shard], exchange, read)
-            # Use new memory, because the device may still read the last turn's memory.
+            # Use new memory, because the device may still read the memory of the
+            # previous turn.
             parts = np.zeros(exchange.dealt_shape, exchange.row.dtype)
             lines[shard] = _dealt(rows, turn[shard], exchange, parts)
         return lines

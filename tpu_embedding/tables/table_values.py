@@ -166,7 +166,7 @@ def _with_values(
             not_finite.look_at(rows, start, owner)
         arrays[table.name] = array
     packed = _on_planned_devices(packed, stack, plan)
-    # `write_blocks` donates its rows, and the caller keeps the old ones.
+    # `write_blocks` donates its rows, but the caller keeps the old rows.
     copy = dataclasses.replace(packed, lines=jnp.copy(packed.lines))
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
@@ -199,8 +199,8 @@ def real_array(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Rejects rows that a narrower type cannot hold. `start` is the first row number.
 
-    NaN and infinities are rejected only in int8 rows. `NotFinite` warns about the other
-    rows.
+    NaN and infinities are rejected only in int8 rows. In other rows, `NotFinite` warns
+    about them.
     """
     if dtype == "int8":
         # The scale of a row is computed from the float32 difference between its

@@ -46,8 +46,8 @@ Driver = Callable[[StackStep, Arrays, Parts], tuple[Arrays, list[Any]]]
 """Runs a step on the arrays, and returns new arrays and new shared values."""
 
 GradientOfBlock = Callable[[Any, int, Arrays], tuple[Array, Array]]
-"""Maps a block's start and size, and the arrays, to its gradient `[size, dim]` and its
-touches `[size]`, above 0 for rows that were looked up."""
+"""Maps a block's start and size, and the arrays, to the block's gradient `[size, dim]`
+and touches `[size]`. Touches are above 0 for rows that were looked up."""
 
 
 @jax.named_scope("update")
@@ -77,7 +77,7 @@ def update_stack(
 def state_without_rows(
     state: Any, stack: StackPlan, table_sizes: Array | None = None
 ) -> Any:
-    """Advances shared values by a step that touched no rows in this stack.
+    """Advances shared values after a step that touched no rows in this stack.
 
     The rule must update only touched rows.
     """
@@ -212,7 +212,7 @@ def _run_parts(
         totals = find_totals(
             lambda part, all_reduce: run(arrays, part, all_reduce), parts, all_reduce
         )
-        # Wait for the totals, because the last run overwrites the rows they are from.
+        # Wait for the totals, because the last run overwrites the rows they depend on.
         totals, arrays = read_before_write((totals, arrays))
 
     def run_part(arrays: Arrays, part: Any) -> tuple[Arrays, list[Any]]:

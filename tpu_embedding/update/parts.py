@@ -53,7 +53,7 @@ from tpu_embedding.xla import read_before_write, value_of_range
 
 
 class Arrays(NamedTuple):
-    """The arrays that parts change, one part after another.
+    """The arrays that a step changes, part by part.
 
     `kept` has `gradient` and `touches` from a `KeptGradientState`, or is empty.
     """
@@ -104,7 +104,7 @@ class StackStep:
 
     @functools.cached_property
     def is_finite(self) -> Bool[Array, ""] | None:
-        """False if the rate in this step is not finite. None if it is constant."""
+        """False if this step's rate is not finite. None if the rate is constant."""
         return rates_are_finite(self.stack.optimizer, self.stack.dim, self.old_values)
 
     def arrays(self, table: PackedRows) -> Arrays:
@@ -210,8 +210,8 @@ class StackStep:
         """Builds the state after the step. Without arrays, slots are unchanged."""
         state = rule_state_of(self.state)
         if self.is_finite is not None:
-            # A rate that isn't finite may make shared floats, such as totals, NaN, and
-            # they would remain NaN. So these floats keep their old values. Integers,
+            # If the rate isn't finite, shared floats, such as totals, may become NaN,
+            # and would remain NaN. So these floats keep their old values. Integers,
             # such as the step count, advance.
             new_values = [
                 jnp.where(self.is_finite | jnp.isfinite(new), new, old)

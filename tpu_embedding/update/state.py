@@ -198,7 +198,7 @@ def with_values_if(condition: Any, new: Any, old: Any) -> Any:
 def map_slots(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Maps slots with `function(slot, *others)`. Other leaves don't change.
 
-    In `others`, a slot may be any subtree.
+    Where `state` has a slot, `others` may have any subtree.
     """
     return jax.tree.map(
         lambda leaf, *subtrees: function(leaf, *subtrees) if is_slot(leaf) else leaf,

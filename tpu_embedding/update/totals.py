@@ -103,7 +103,7 @@ def tables_of_rows(
 
     num_begun = count_reached([table.row_offset for table in stack.tables])
     sizes = [table.num_rows for table in stack.tables]
-    # Tables begin at different owners, so there may be rows between two tables.
+    # Tables begin at different owners, so unused rows may separate two tables.
     num_ended = count_reached([x.row_offset + x.num_rows for x in stack.tables])
     tables = num_begun - 1 if len(sizes) > 1 else None
     return TableRows(

@@ -51,7 +51,7 @@ class RecordingTables:
     recorder: Recorder = dataclasses.field(metadata={"static": True})
 
     def look_up(self, batch: Batch) -> Any:
-        """Answers a call with activations and stats (None if nothing was looked up)."""
+        """Answers with activations and stats. Without a lookup, stats are None."""
         if not self.recorder.is_current():
             raise ValueError(
                 f"The loss calls the te.linen.TPUEmbedding {self.path!r} inside a "
@@ -71,7 +71,7 @@ class RecordingTables:
 class TPUEmbedding(nn.Module):
     """Embedding tables sharded over a mesh, for lookups inside any Linen module.
 
-    Note that the tables are in the collection `embedding_tables`, apart from `params`.
+    Note that the tables are in the collection `embedding_tables`, not in `params`.
     A lookup sows its `LookupStats` as `lookup_stats` into `intermediates`.
 
     Attributes:
@@ -107,7 +107,7 @@ class TPUEmbedding(nn.Module):
         """Looks up a batch.
 
         Args:
-          features: nest like the `feature_config` in your plan, whose dicts may lack
+          features: nest like the `feature_config` in your plan; you can omit dict
             keys. See `tpu_embedding.functional.lookup`. Pass ragged features through
             `tpu_embedding.inputs.prepare_features` first.
           weights: the same nest with an array or None per dense feature.

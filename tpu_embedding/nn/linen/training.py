@@ -241,7 +241,7 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           features: batch of the layer, from `prepare_features`.
-          layer: path of the layer. Defaults to the only one with dynamic tables.
+          layer: path of the layer. Defaults to the only layer with dynamic tables.
           now: clock of the step, an integer from 1 to 2**32 - 1. Defaults to the step
             number. See `tpu_embedding.functional.insert_ids`.
           with_stats: whether to also return counts.

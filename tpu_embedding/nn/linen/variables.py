@@ -65,9 +65,9 @@ def with_embedding_tables(
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
-      slots: layer path to stack name to optimizer state, like `state.slots`; an empty
-        dict before you have a `TrainState`. Only needed if an optimizer derives state
-        from the values, as `adafactor` does.
+      slots: layer path to stack name to optimizer state, like `state.slots`. Before
+        you have a `TrainState`, pass an empty dict. Only needed if an optimizer derives
+        state from the values, as `adafactor` does.
 
     Returns:
       New variables, or `(variables, slots)` if you pass `slots`.
