@@ -21,7 +21,8 @@ _DEVIATIONS: Final = 6.0
 """Headroom above the mean number of ids per shard, in standard deviations."""
 
 _GROWTH_FACTOR: Final = 1.25
-"""An outgrown buffer grows to this many times its ids or more, as data may drift."""
+"""A buffer that is too small grows to at least this many times the ids it must hold,
+because data may drift."""
 
 _MAX_EXCESS: Final = 1024
 """Limit on sizes from files, per id or sample in a shard. Files may be forged."""
@@ -31,7 +32,7 @@ _QUIET_GROWTHS: Final = 3
 
 
 class RaggedDemand(NamedTuple):
-    """What one ragged feature needs in one batch."""
+    """The buffer space that one ragged feature needs in one batch."""
 
     # This class is a tuple, because `distributed.exchange` sends it as JSON.
 
@@ -48,7 +49,7 @@ class RaggedDemand(NamedTuple):
 
     @property
     def usual_ids(self) -> int:
-        """Ids that a shard of a similar batch rarely exceeds."""
+        """Number of ids that a shard of a similar batch rarely exceeds."""
         mean = self.valence_sum / self.num_samples
         variance = max(0.0, self.valence_square_sum / self.num_samples - mean**2)
         deviation = math.sqrt(self.samples_per_shard * variance)
@@ -189,7 +190,7 @@ def _is_excessive(demand: RaggedDemand, size: int) -> bool:
 
 
 def _expected_size(demand: RaggedDemand) -> int | None:
-    """Rounds `expected_valence` to ids per shard. None means it is not set."""
+    """Converts `expected_valence` to ids per shard. None means it is not set."""
     if demand.expected_valence is None:
         return None
     return max(1, round(demand.expected_valence * demand.samples_per_shard))
@@ -197,7 +198,7 @@ def _expected_size(demand: RaggedDemand) -> int | None:
 
 def _round_up(size: int) -> int:
     """Rounds a size up, so that similar streams share sizes."""
-    # The step is at least 8, and an eighth of the largest power of two up to the size.
+    # The step is an eighth of the largest power of two up to the size, but at least 8.
     step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step
 

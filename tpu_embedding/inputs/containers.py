@@ -58,7 +58,7 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
     if isinstance(ids, list | tuple):
         return _read_lists(list(ids), owner, what)
     array = as_array(ids, owner, what)
-    # An object array may hold uneven lists; as a scalar, it holds an unknown object.
+    # An object array may hold uneven lists. A scalar one holds an unknown object.
     if array.dtype != object:
         return DenseIds(ids=array)
     if array.ndim:
@@ -169,7 +169,7 @@ def _read_lists(items: list[Any], owner: str, what: What) -> HostIds:
     for kind in set(map(type, items)):
         check_unmasked(kind, name)
     rows = (item if _is_list(item) else [item] for item in items)
-    # One id tells strings from numbers, without walking all lists in Python.
+    # The first id shows if ids are strings, without walking all lists in Python.
     first_id = next((row[0] for row in rows if len(row)), None)
     if not isinstance(first_id, str | bytes):
         try:
@@ -215,7 +215,7 @@ def _has_lists(items: list[Any]) -> bool:
 
 
 def _is_list(item: Any) -> bool:
-    # Zero-dimensional arrays are ids.
+    # Zero-dimensional arrays are ids, not lists.
     return isinstance(item, _LISTS) and getattr(item, "ndim", 1) > 0
 
 

@@ -53,14 +53,15 @@ def prepare_features(
     batch.
 
     Args:
-      features: nest like the plan's `feature_config`, whose dicts may lack keys. Leaves
+      features: nest like the plan's `feature_config`. Dicts may omit features. Leaves
         are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Ids may have
         any integer dtype. Tables with 64-bit ids also take pairs of 32-bit words.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: the same nest with weights or None per feature. Weights have the same
-        form as the ids, or are an array, `[num_values]` for ragged and sparse features.
+        form as the ids, or are an array. For ragged and sparse features, the array is
+        `[num_values]`.
         Defaults to the weights in the id containers.
       sizes: sizes from earlier batches. By default, each batch has its own.
       samples: `"global"` if you pass the global batch, `"process"` if you pass only the
@@ -145,7 +146,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
         array = np.asarray(array)
         has_64_bits = np.issubdtype(array.dtype, np.integer) and array.itemsize > 4
         if has_64_bits and array.size and not jax.config.read("jax_enable_x64"):
-            # JAX would truncate them.
+            # JAX would truncate 64-bit integers.
             low, high = array.min(), array.max()
             if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
                 fix = "Pass ids through prepare_features first."
@@ -168,7 +169,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
 
 def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
-    """Counts the parts that a batch is passed in, 1 for `"global"`."""
+    """Counts the parts in which a batch is passed. A global batch has one part."""
     if samples not in get_args(Samples):
         fix = "Use 'process' if each process passes only its own samples."
         raise invalid("samples", f"be one of {get_args(Samples)}", samples, fix)
@@ -230,7 +231,7 @@ def _check_values(host_ids: HostIds, feature: FeaturePlan) -> DenseIds | RaggedI
     """Checks ids and weights by value. Sparse ids become dense or ragged."""
     weights = host_ids.weights
     if weights is not None:
-        with np.errstate(over="ignore"):  # Overflow gives infinity, rejected below.
+        with np.errstate(over="ignore"):  # Infinity is rejected below.
             weights = np.asarray(weights).astype(np.float32)
         is_finite = np.isfinite(weights)
         if not is_finite.all():
@@ -256,7 +257,7 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
     axes: Any = tuple(np.asarray(ids.indices).astype(np.int64, copy=False).T)
     largest = np.iinfo(np.int64).max  # Largest index. A uint64 size may be larger.
     shape = tuple(min(int(size), largest) for size in ids.dense_shape)
-    # NumPy checks all coordinates in C. Only after an error, search for the wrong one.
+    # NumPy checks all coordinates in C. If it raises, search for the wrong one.
     try:
         samples = np.ravel_multi_index(axes[:-1], shape[:-1])
         positions = np.ravel_multi_index(axes[-1:], shape[-1:])
@@ -288,7 +289,7 @@ def _from_sparse(ids: SparseIds, feature: FeaturePlan) -> RaggedIds | DenseIds:
         matrix = np.full(batch_size * length, padding_of(values.dtype))
         matrix[targets] = values[is_kept]
         return DenseIds(ids=matrix.reshape(batch_size, length))
-    # Again, sort only if neighbors are out of order. The sort is stable, so ids with
+    # Sort only if neighbors are out of order. The sort is stable, so ids with
     # equal coordinates keep their order, as in a batch that is already sorted.
     weights, before, after = ids.weights, samples[:-1], samples[1:]
     in_order = (after > before) | (positions[1:] >= positions[:-1])

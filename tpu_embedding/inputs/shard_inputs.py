@@ -44,7 +44,7 @@ class FeatureShape:
     batch_size: AxisSize
     # Ids per sample that are looked up one by one. 0 means that they are combined.
     sequence_length: int
-    output_shape: tuple[AxisSize, ...]  # Including `dim`.
+    output_shape: tuple[AxisSize, ...]  # Its last axis is `dim`.
     default_id: int | None = None  # Row for samples without ids.
 
     @property
@@ -59,7 +59,7 @@ class Batch:
 
     plan: EmbeddingPlan  # Has only the features in the batch.
     leaves: list[Any]  # Ids as the user passed them, with their weights.
-    ids: list[Any]  # Row numbers, or a feature's leaf if it needs `find_rows`.
+    ids: list[Any]  # Row numbers, or the leaf if the feature needs `find_rows`.
     shapes: tuple[FeatureShape, ...]
     raw_feature: FeaturePlan | None  # The first feature that needs `find_rows`.
 
@@ -158,10 +158,10 @@ def checked_shape(ids: Any, feature: FeaturePlan) -> FeatureShape:
         output_shape = (batch_size, length) if length else (batch_size,)
     else:
         output_shape = config.output_shape
-        # One output per sample means that ids are combined. A multiple means sequences.
+        # One output per sample means that ids are combined. Several mean a sequence.
         num_outputs = math.prod(output_shape)
         length = 0 if num_outputs == batch_size else num_outputs // batch_size
-        # Ids with more than two axes must be combined, or looked up one by one.
+        # Ids with more than two axes must be combined, or all looked up one by one.
         has_deep_ids = is_dense and values.ndim > 2
         if num_outputs % batch_size or (
             length and has_deep_ids and num_outputs != math.prod(values.shape)
@@ -283,8 +283,8 @@ def to_feature_input(
 ) -> FeatureInput:
     """Converts one shard of a result from `fill_up` to a `FeatureInput`.
 
-    `sample_axes` are the mesh axes that split the samples. It is empty if the batch has
-    only one shard.
+    `sample_axes` names the mesh axes that split the samples. It is empty if the batch
+    has only one shard.
     """
     if shape.sequence_length:
         return _to_sequences(filled, shape)
@@ -304,7 +304,7 @@ def to_feature_input(
         ids = jnp.where(sample_ids < num_samples, ids, PADDING_ROW_ID)
         if shape.default_id is not None:
             # Each sample gets an extra position for the default id, after its own ids.
-            # Which samples need it is only known once ids are checked.
+            # Ids aren't checked yet, so any sample may need the default id.
             size = ids.shape[0] + num_samples
             positions = jnp.arange(ids.shape[0]) + sample_ids
 
@@ -320,8 +320,8 @@ def to_feature_input(
     is_sample = None
     num_shards = math.prod(map(jax.lax.axis_size, sample_axes))
     if shape.default_id is not None and num_shards * num_samples != shape.batch_size:
-        # Samples that only fill up the batch get no default id, or else they would
-        # touch its row.
+        # Samples that only fill up the batch don't get the default id. Otherwise, they
+        # would touch that id's row.
         first = jax.lax.axis_index(sample_axes) * num_samples
         numbers = first + jnp.arange(num_samples, dtype=jnp.int32)
         is_sample = numbers < shape.batch_size
@@ -378,15 +378,15 @@ def _to_int32(ids: IdArray) -> Array:
 
 
 def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
-    """Finds the sample that owns each value, or `num_samples` past the last value."""
-    # A value's sample is the number of ends up to its position, which takes one scatter
-    # and one running sum. Ends at `num_values` are dropped.
+    """Finds each value's sample. Values past the last sample get `num_samples`."""
+    # A value's sample number is the count of sample ends up to the value's position.
+    # One scatter and one running sum count them. Ends at `num_values` are dropped.
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)
 
 
 def positions_of(row_splits: Array, num_values: AxisSize) -> Array:
-    """Numbers the values within their samples."""
+    """Numbers the values of each sample from 0."""
     # All indices are in bounds. `clip` avoids the masks of the default mode.
     starts = row_splits.at[sample_ids_of(row_splits, num_values)].get(mode="clip")
     return jnp.arange(num_values, dtype=jnp.int32) - starts

@@ -4,10 +4,10 @@ A table or layer accepts any of these optimizers, a name such as `"adagrad"`, or
 optimizer. docs/guides/optimizers.md shows how to choose, and
 docs/guides/optimizer_catalogue.md lists equations and slot bytes per row. An
 *optimizer* is the value you pass, and its *rule* is the arithmetic on rows. *Slot
-variables* are the rule's state with one entry per row. By default, a step changes only
-the rows that it looks up, but `every_row` and a few options update all rows. To read
-the code, start with the types in `row_optimizer`. Then read `resolve`, which decides
-how a layer applies an optimizer, `probe`, which checks rules, and `rules/`.
+variables* are state arrays with one entry per row. By default, a step changes only the
+rows that it looks up, but `every_row` and a few options update all rows. To read the
+code, start with the types in `row_optimizer`. Then read `resolve` (it decides how a
+layer applies an optimizer), `probe` (it checks rules) and `rules/`.
 """
 
 from tpu_embedding.optimizers.averages import with_ema as with_ema

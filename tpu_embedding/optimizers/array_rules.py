@@ -1,8 +1,8 @@
 """Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
 
 A layer runs a rule on one array, but `optax.masked`, `optax.multi_transform` and Flax
-optimizers pass pytrees. As in optax, the state is then a named tuple that holds one
-step count, and pytrees structured like the parameters.
+optimizers pass pytrees. For a pytree, the state is a named tuple, as in optax. It holds
+one step count, and pytrees structured like the parameters.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def for_each_array(
 ) -> optax.GradientTransformation:
     """Applies a rule to each array in a pytree.
 
-    `init` maps one array to its state. All states must have the same structure, with
-    None in fields that only some arrays need. `update` maps the updates, state and
+    `init` maps one array to its state. All states must have the same structure. A
+    field that an array doesn't need is None. `update` maps the updates, state and
     params for one array to new updates and state. The params may be None.
 
     The state of a single array is the result of `init`. A pytree also has one state, in

@@ -68,7 +68,7 @@ class Averages:
 
     def init(self, state: Any, array: Any) -> Any:
         """Starts the averages at the array itself."""
-        # Any matrix may be a table, whose rows miss different steps.
+        # Any matrix may be a table, and a table's rows miss different steps.
         is_table = array.ndim == 2
         return state._replace(
             averages=jnp.array(array, jnp.float32),
@@ -79,14 +79,15 @@ class Averages:
     def update(self, old: Any, new: Any, state: Any) -> tuple[Any, Any]:
         """Advances the averages, and decides which values to store.
 
-        The stored values are the averages every `overwrite_frequency` updates, and
-        `new` otherwise.
+        Every `overwrite_frequency` updates, the averages are stored. Otherwise, `new`
+        is stored.
         """
         missed, counts = 0, state.average_counts
         if counts is not None:
             missed = (state.count - counts)[:, None]
             counts = jnp.broadcast_to(state.count + 1, counts.shape)
-        # Averages advance in every step, but this runs once per `gradient_steps` steps.
+        # Averages advance in every step, but `update` runs only once in
+        # `gradient_steps` steps.
         missed = missed + self.gradient_steps - 1
         momentum = jnp.asarray(self.momentum, jnp.float32)
         # During all missed steps, the row had its old value.

@@ -19,7 +19,7 @@ from tpu_embedding.argument_checks import about, describe_value, invalid
 
 
 class Check(NamedTuple):
-    """The result for one hyper-parameter.
+    """The result of checking one hyper-parameter.
 
     `problem` is None for a valid value. In errors, `problem` follows "must be".
     """
@@ -89,7 +89,7 @@ def _in_range(
         if is_in_range(rounded):
             return PASSED
         rule = "finite" if math.isinf(rounded) else text
-        # Added if only rounding to float32 took the number out of the range.
+        # The note explains a number that is in range until it is rounded to float32.
         note = f", {rounded:g} in float32" if is_in_range(number) else ""
         return Check(f"{rule}, got {value}{note}")
 
@@ -203,7 +203,7 @@ RANGES: Final[Mapping[str, Callable[[Any], Check]]] = {
 def checks_of(
     function: Callable[..., Any], own: Mapping[str, Callable[[Any], Check]]
 ) -> dict[str, Callable[[Any], Check]]:
-    """Derives checks from a signature, except for the learning rate.
+    """Derives a check for each argument in a signature except the learning rate.
 
     An argument with a bool default must be a flag. An argument with a `Literal`
     annotation must be one of its choices. All other arguments get their range from

@@ -29,15 +29,15 @@ _NAMES: Final = (
     "neg:negative not:invert or:bitwise_or pow:power sign:sign sin:sin sqrt:sqrt "
     "square:square sub:subtract tanh:tanh"
 )
-"""Elementwise operations: JAX's name, then NumPy's name."""
+"""Elementwise operations. JAX's name comes first, then NumPy's name."""
 
 _ELEMENTWISE: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(np, of_numpy)
     for name, of_numpy in (pair.split(":") for pair in _NAMES.split())
 } | {"rsqrt": lambda x: 1 / np.sqrt(x)}
 
-# `convert_element_type` only passes on its operand, because `_compute_by_numpy` casts
-# all results.
+# `convert_element_type` returns its operand, because `_compute_by_numpy` casts all
+# results.
 _WITH_PARAMETERS: Final[Mapping[str, Callable[..., Any]]] = {
     "broadcast_in_dim": lambda x, shape, broadcast_dimensions, **_: np.broadcast_to(
         np.expand_dims(x, tuple({*range(len(shape))} - {*broadcast_dimensions})), shape
@@ -73,7 +73,7 @@ def compute_by_jax(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]
 def evaluate(
     closed: ClosedJaxpr, arguments: Sequence[Any], compute: Compute = compute_by_jax
 ) -> list[Any]:
-    """Evaluates a jaxpr operation by operation, and inlines the functions it calls.
+    """Evaluates a jaxpr one operation at a time, and inlines the functions it calls.
 
     Example:
       >>> closed = jax.make_jaxpr(lambda x: 2 * x)(jnp.ones(3))

@@ -269,7 +269,8 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
     "clipnorm": _CLIP_THE_MODEL,
     "global_clipnorm": _CLIP_THE_MODEL,
 }
-"""The fix for each field that has no equivalent in optimizers other than Adafactor."""
+"""The fix for each field without an equivalent. In Adafactor, the last two fields have
+an equivalent."""
 
 
 def from_keras_config(
@@ -288,9 +289,9 @@ def from_keras_config(
     * `RMSprop`, `Adadelta`, `Lion`, `Ftrl`, `Adafactor`: the optimizer with that name.
 
     Keras optimizers update every table row in each step: moments and weights decay, and
-    Ftrl recomputes each row from its slot variables. The translated optimizer makes a
-    pass over the whole table and its slot variables only if the class and its fields
-    require a pass. Pass `rows="touched"` for the lazy algorithm, which is usual on
+    Ftrl recomputes each row from its slot variables. The translated optimizer updates
+    the whole table and its slot variables only if the Keras class and its fields
+    require it. Pass `rows="touched"` for the lazy algorithm, which is usual on
     TPUs: a row and its slot variables change only in steps that look up the row.
     Gradients are summed over all occurrences of an id before clipping.
 
@@ -306,12 +307,12 @@ def from_keras_config(
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
     `gradient_accumulation_steps`, and `use_ema`, which becomes `with_ema`. Fields
-    without an equivalent are `amsgrad`, `adaptive_epsilon`, and, except in Adafactor,
-    `clipnorm` and `global_clipnorm`. `name`, `jit_compile` and `is_legacy_optimizer` do
-    not affect the numbers. As in Keras, multiply the loss by `loss_scale_factor`
-    yourself. With `gradient_accumulation_steps`, the layer averages the gradients of
-    several steps, as `every_row` describes. Outside the layer, only Adafactor averages
-    gradients.
+    without an equivalent are `amsgrad` and `adaptive_epsilon`. `clipnorm` and
+    `global_clipnorm` have an equivalent only in Adafactor. `name`, `jit_compile` and
+    `is_legacy_optimizer` do not affect the numbers. As in Keras, multiply the loss by
+    `loss_scale_factor` yourself. With `gradient_accumulation_steps`, the layer averages
+    the gradients of several steps, as `every_row` describes. Outside the layer, only
+    Adafactor averages gradients.
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
@@ -357,7 +358,7 @@ def _translate(
     name: str, config: Mapping[str, Any], rows: KerasRows
 ) -> optax.GradientTransformation:
     """Checks a config, and makes its optimizer."""
-    # Keras names a session's second Adam adam_1.
+    # Keras names the second Adam in a session `adam_1`.
     class_key = re.sub(r"_\d+$", "", name).replace("_", "").lower()
     if class_key not in _OWN_FIELDS:
         raise invalid(
@@ -395,7 +396,7 @@ def _translate(
         weight_decay = 0.004
     steps = int(values["gradient_accumulation_steps"] or 1)
     if steps > 1 and callable(rate):
-        # Keras schedules count steps, and the last of `steps` steps makes the update.
+        # Keras schedules count steps, and updates happen in the last of `steps` steps.
         schedule: Any = rate
         rate = lambda count: schedule(count * steps + steps - 1)  # noqa: E731
     # Fields without an equivalent are off here, or `_problems` would have found them.
@@ -433,7 +434,7 @@ def _translate(
 def _sgd(rate: Any, momentum: float, nesterov: bool) -> optax.GradientTransformation:
     if not momentum:
         return sgd(rate)
-    # Keras' momentum accumulates each gradient times its own step's rate.
+    # Keras' momentum sums gradients after multiplying each by its own step's rate.
     return optax.chain(sgd(rate), optax.trace(momentum, nesterov))
 
 
@@ -514,7 +515,7 @@ def _problems(class_key: str, values: Mapping[str, Any], rows: str) -> Iterator[
 
 
 def _rate_problem(rate: Any) -> str | None:
-    """Explains why a value cannot be the learning rate, if so."""
+    """Explains why a value cannot be the learning rate, or gives None if it can."""
     if isinstance(rate, numbers.Real) and not isinstance(rate, bool):
         return None
     if (serialized := _serialized_schedule(rate)) is not None:

@@ -100,8 +100,8 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Raises:
       TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name. Also
-        if a value is not a finite scalar, is a negative `learning_rate`, or is not an
-        integer although the old value is an integer.
+        raised if a value is not a finite scalar, is a negative `learning_rate`, or is
+        not an integer although the old value is an integer.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -133,7 +133,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
     def replace(node: Any) -> Any:
         if not is_injected(node):
             return node
-        # A schedule would overwrite a value that is set here in the next step.
+        # In the next step, a schedule would overwrite a value that is set here.
         scheduled = node.hyperparams_states
         changed = {
             name: _as_before(name, old, values[name])
@@ -151,7 +151,7 @@ def _replace_values(state: Any, values: dict[str, Any], replaced: set[str]) -> A
 
 
 def _as_before(name: str, old: jax.Array, value: Any) -> jax.Array:
-    """Converts a value to the old dtype and sharding, so that jit finds its cache."""
+    """Converts a value to the old dtype and sharding, so that jit doesn't recompile."""
     check = step_size if name == "learning_rate" else finite
     check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)

@@ -262,8 +262,8 @@ def with_options(
           argument.
         * `slot_initializers`: maps a slot name, such as `"accumulators"`, to a number,
           or to a function `(shape, dtype) -> array` that returns the same values for
-          all rows. `shape` is the shape on one shard. Slot variables that you omit
-          keep their initial values.
+          all rows. `shape` is the slot variable's shape on one shard. Slot variables
+          that you omit keep their initial values.
         * `slot_variable_creation_fn`: must be None. Use `slot_initializers` and
           `slot_dtype` instead. Slot variables are always sharded and packed like their
           table.

@@ -49,11 +49,11 @@ LOOKAHEAD: Final = (
 )
 
 _NUM_ROWS: Final = 136
-"""An even number above 128, where `optax.adafactor` starts to factor its moments."""
+"""An even number. From 128 rows on, `optax.adafactor` factors its moments."""
 
 _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
-"""Rows that the probe also runs alone, in a different order. They exclude the bad row,
-and their number is odd and below 128."""
+"""Rows that the probe runs a second time, alone and in this order. `_BAD_ROW` is not
+among them, and their number is odd and below 128."""
 
 _BAD_ROW: Final = 1
 """A row of large values. Its gradient is NaN in one step and large in the other
@@ -64,10 +64,10 @@ _EMPTY_ROWS: Final = slice(100, None)
 
 _SMALL: Final = 1e-3
 _LARGE: Final = 1e10
-"""Magnitudes of gradients. Most clipping bounds are between these two."""
+"""Magnitudes of gradients. Most clipping bounds are between `_SMALL` and `_LARGE`."""
 
 _LATE: Final = 1000
-"""Steps added to a rule's counts, because a rule may behave differently later."""
+"""Number added to a rule's counts, because late steps may behave differently."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class ProbedSlot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ProbedRule:
-    """Findings about a rule.
+    """The probe's findings about a rule.
 
     Attributes:
       state: the state for `_NUM_ROWS` rows, as shapes and dtypes.
@@ -155,7 +155,7 @@ def rates_are_finite(
     for i, slot in enumerate(probed.leaves, start=3):
         if slot is None:
             scalar = jnp.asarray(next(remaining))
-            # Values per table don't fit, because the probe has a single table.
+            # A value with an entry per table doesn't fit: the probe has a single table.
             arguments[i] = scalar if arguments[i].shape == () else arguments[i]
         elif slot.initial_value is not None:
             arguments[i] = jnp.full_like(arguments[i], slot.initial_value)
@@ -197,7 +197,7 @@ def _probe(rule: optax.GradientTransformation, dim: int) -> ProbedRule:
         slot_rows = _slot_rows(many.state, few.state)
         is_slot = [row is not None for row in slot_rows]
         _check_row_local(many, few, is_slot, cases)
-        # The initial leaves of each case, and of the few rows.
+        # Initial leaves for each case, then for case 0 with only `_FEW_ROWS`.
         first = [many.start(rows) for _, rows, _ in cases]
         small_rows = cases[0][1]
         first.append(few.start(small_rows[_FEW_ROWS]))
@@ -278,7 +278,7 @@ class _TracedRule(NamedTuple):
     def updates(
         self, gradients: np.ndarray, rows: np.ndarray, later: int
     ) -> np.ndarray:
-        """Takes two steps after `later` earlier steps.
+        """Takes two steps, with counts as if `later` steps came before.
 
         `gradients` and the returned updates are `[2, rows, dim]`.
         """
@@ -294,7 +294,7 @@ class _TracedRule(NamedTuple):
 def _trace_rule(
     rule: optax.GradientTransformation, num_rows: int, dim: int, asked: list[str]
 ) -> _TracedRule:
-    """Traces a rule, and adds each total that it asks for to `asked`."""
+    """Traces a rule, and appends to `asked` the totals that it needs."""
 
     def update(gradients: Array, rows: Array, is_touched: Array, state: Any) -> Any:
         known = dataclasses.replace(some_rows(num_rows), is_touched=is_touched)
@@ -451,9 +451,9 @@ def _moved_by_adding(
 ) -> list[bool]:
     """Tests `ProbedSlot.is_moved_by_adding` for each leaf. Shared values give False."""
     # If a slot's old value is doubled, its new value should increase by 0.5 to 1 times
-    # the old value. This is tested as 0.75 plus or minus 0.25 and rounding. Late counts
-    # stand for a row that many steps didn't touch. A rule may forget more of such a
-    # row's old value.
+    # the old value. The test allows 0.75 plus or minus 0.25, with room for rounding.
+    # Late counts imitate a row that many steps didn't touch. A rule may forget more of
+    # such a row's old value.
     gradient = _random(rows.shape)
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     leaves = rule.start(rows)

@@ -51,7 +51,7 @@ def optimizer_problems(
 
 
 def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
-    """Converts a name, in any letter case, or a Keras optimizer to a transformation.
+    """Converts a Keras optimizer, or a name in any letter case, to a transformation.
 
     Equal names give the same object, so that their tables can share a stack.
 
@@ -168,9 +168,9 @@ def _resolve(rule: optax.GradientTransformation, dim: int) -> RowOptimizer:
             "every step, but a row is updated only in steps that look it up. Wrap it "
             "in tpu_embedding.optimizers.every_row."
         )
-    # Rules with totals or several steps must see all rounds before they move a row.
-    # Without the dense gradient, a rule that sets rows would clear the rows that a
-    # round does not cover.
+    # A rule that needs totals or combines several steps must see all rounds before it
+    # moves a row. Without the dense gradient, a rule that sets rows would clear the
+    # rows that a round does not cover.
     needs_dense_gradient = optimizer.takes_totals or steps > 1 or optimizer.sets_rows
     if isinstance(optimizer.driver, EveryRow) and needs_dense_gradient:
         return dataclasses.replace(optimizer, driver=KeptGradient(steps))

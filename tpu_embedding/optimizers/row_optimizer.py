@@ -72,7 +72,7 @@ class EveryRow:
 
 @dataclasses.dataclass(frozen=True)
 class KeptGradient(EveryRow):
-    """A driver like `EveryRow`, with a dense gradient kept in the state."""
+    """A driver like `EveryRow` that also keeps a dense gradient in the state."""
 
     # `resolve` selects this driver for rules that sum several steps, need totals or set
     # rows.
@@ -149,7 +149,7 @@ class DeclaredRule(optax.GradientTransformation):
         on_arrays: optax.GradientTransformation | None = None,
     ) -> "DeclaredRule":
         """Makes the rule. Dense arrays use `on_arrays`, if you pass it."""
-        # `__new__`, because optax transformations are named tuples.
+        # `__new__` is needed, because optax transformations are named tuples.
         on_arrays = on_arrays or row_optimizer.transformation
         # A wrapper may hide `sets_rows`, because the update is still correct unless old
         # rows are huge or NaN (see `StackStep.run_on_rows`).
@@ -159,8 +159,9 @@ class DeclaredRule(optax.GradientTransformation):
         )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            # A layer calls `row_optimizer.transformation` directly. So in a layer, this
-            # function is called by a wrapper, which hides what the rule declares.
+            # A layer calls `row_optimizer.transformation` directly. So if this
+            # function runs in a layer, its caller is a wrapper, which hides what the
+            # rule declares.
             if is_in_layer() and row_optimizer != plain:
                 raise NotRowLocalError(
                     "every_row, in_sequence, with_ema and rules that need a norm of "

@@ -1,8 +1,8 @@
 """Answers what a rule asks about its rows, such as totals over the whole table.
 
-A rule sees only some rows: the touched ones in one shard and round, or a block. Rules
-that need totals, such as Adafactor, call `table_rows`. Its result comes from the
-context, like an axis name in JAX, so optax wrappers need not pass it along.
+A rule sees only some rows: either the touched rows in one shard and round, or a block
+of rows. Rules that need totals, such as Adafactor, call `table_rows`. The result comes
+from the context, like an axis name in JAX, so optax wrappers need not pass it along.
 """
 
 import contextlib

@@ -57,7 +57,7 @@ class ByteStrings:
 
     def words(self, offset: Any, num_bytes: int = _WORD) -> Words:
         """Reads the little-endian number at an offset in each string."""
-        # Items of this view begin at every byte, so that numbers may be unaligned.
+        # This view has an item at every byte offset, so numbers may be unaligned.
         size = self.buffer.shape[0] - num_bytes + 1
         overlapping = np.ndarray((size,), f"<u{num_bytes}", self.buffer, 0, (1,))
         return overlapping[self.starts + offset].astype(np.uint64)
@@ -84,7 +84,7 @@ def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
         text = "".join(strings)
     except TypeError:  # There are bytes, or values that are not strings.
         text = None
-    # Lengths in characters are lengths in bytes only for ASCII.
+    # Only ASCII text has as many bytes as characters.
     if text is not None and text.isascii():
         joined, encoded = text.encode(), strings
     else:
@@ -156,7 +156,8 @@ def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
     state = np.empty((4, num_strings), np.uint64)
     for i, constant in enumerate(constants):
         state[i] = constant ^ key[i % 2]
-    # Sort the longest strings first, so that all strings with a k-th word come first.
+    # Put long strings first, so that for any k, the first columns are the strings with
+    # a k-th word.
     order = np.argsort(-strings.lengths, kind="stable")
     ordered = strings[order]
     num_words = ordered.lengths // _WORD
@@ -270,7 +271,7 @@ def _farm_above_64(strings: ByteStrings) -> Words:
             strings[active], k * _LONG_BLOCK, state[:, active], _K1, 1
         )
     remainder = ((strings.lengths - 1) % _LONG_BLOCK).astype(np.uint64)
-    # The last block has its own multiplier, and the factor 9 for two words.
+    # The last block has its own multiplier, and multiplies two words by 9.
     multiplier = _K1 + ((state[2] & np.uint64(0xFF)) << np.uint64(1))
     state[5] += remainder
     state[3] += state[5]
@@ -299,7 +300,7 @@ def _farm_block(
 
 
 def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
-    """Reads the bytes after the last whole word. The length is the highest byte."""
+    """Reads the bytes after the last whole word, with the length as highest byte."""
     num_bytes = (strings.lengths % _WORD).astype(np.uint64)
     mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
     rest = strings.words(num_words * _WORD) & mask

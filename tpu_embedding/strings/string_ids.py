@@ -36,7 +36,7 @@ _FLAT: Final = re.compile(
 
 
 def read_flat_json(path: pathlib.Path) -> Any:
-    """Reads a JSON list of strings, or a dict of scalars and such lists.
+    """Reads a JSON list of strings, or a dict whose values are scalars or such lists.
 
     Anything else raises ValueError.
     """
@@ -81,11 +81,12 @@ def hash_ids(
 
     Args:
       strings: string array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an
-        object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
-        integers as their decimal digits. Fixed-width NumPy arrays (dtype `S` or `U`)
-        drop trailing NUL characters; dtype `object` keeps them.
+        object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8.
+        Integers are hashed as their decimal digits. Fixed-width NumPy arrays (dtype `S`
+        or `U`) drop trailing NUL characters; dtype `object` keeps them.
       num_buckets: the table's `vocabulary_size`, 1 to 2**31 - 2.
-      salt: number from 0 to 2**64 - 1, or a pair of them. A number `n` means `(n, n)`.
+      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A number `n` means
+        `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -160,7 +161,7 @@ class Vocabulary:
 
     If you set a mask token, id 0 is reserved for it and stays unused. The next ids are
     for unknown strings, one per bucket, and the tokens follow. With several buckets,
-    FarmHash chooses one.
+    FarmHash chooses an unknown string's bucket.
 
     Attributes:
       tokens: the strings, in id order.
@@ -279,7 +280,7 @@ class Vocabulary:
 
     @property
     def vocabulary_size(self) -> int:
-        """Id count, for `TableConfig`: tokens, buckets and mask."""
+        """Number of ids, for `TableConfig`: tokens, buckets, and any mask's id."""
         return self._first_oov_id + self.num_oov_buckets + len(self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -383,7 +384,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_of_bytes(self) -> dict[str | bytes, int]:
-        # This dict more than doubles the memory, so the first lookup of bytes makes it.
+        # This dict more than doubles the memory, so make it only to look up bytes.
         return {**self._ids, **{x.encode(): i for x, i in self._ids.items()}}
 
     @functools.cached_property
@@ -404,7 +405,7 @@ class Vocabulary:
         return buckets.astype(np.int32) + self._first_oov_id
 
     def _special(self) -> tuple[str, ...]:
-        """Lists the strings before the tokens, like Keras."""
+        """Lists the strings that Keras puts before the tokens."""
         mask = () if self.mask_token is None else (self.mask_token,)
         return mask + (self._oov_token,) * self.num_oov_buckets
 
@@ -433,9 +434,9 @@ def _read_strings(
     read = read_ids(strings, owner, "Strings")
     values = values_of(read).reshape(-1)
     if not values.size:
-        return read, values.astype(object)  # NumPy makes empty lists float64.
+        return read, values.astype(object)  # Empty lists have dtype float64.
     if takes_integers and is_integer(values.dtype):
-        return read, values.astype(np.bytes_)  # Decimal digits.
+        return read, values.astype(np.bytes_)  # To decimal digits.
     if values.dtype.kind not in "SUTO":
         fix = "Convert numbers with .astype(str)."
         raise invalid(f"Strings of {owner}", "be strings", values, fix, TypeError)
@@ -472,7 +473,8 @@ def load_vocabularies(directory: pathlib.Path) -> dict[str, Vocabulary]:
     """Reads the vocabularies in a subdirectory, by feature name.
 
     The files may be untrusted, so the caller must reject symbolic links, which could
-    point out of the directory. A missing file raises OSError, a bad one ValueError.
+    point out of the directory. A missing file raises OSError, and a bad file raises
+    ValueError.
     """
     path = directory / VOCABULARIES_DIR
     if not path.exists():

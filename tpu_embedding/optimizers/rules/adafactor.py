@@ -273,8 +273,8 @@ def adafactor(
       epsilon_2: smallest step scale, non-negative.
       clip_threshold: largest `RMS(u)`, positive.
       relative_step: no effect, as in Keras.
-      weight_decay: fraction of each row that, multiplied by the learning rate, is
-        subtracted before the update.
+      weight_decay: decay strength. Before the update,
+        `weight_decay * learning_rate * w` is subtracted from each row `w`.
       clipnorm: largest gradient norm per table, positive.
       clipvalue: largest absolute value of a gradient element, positive. At most one of
         `clipnorm`, `clipvalue` and `global_clipnorm` is allowed.
@@ -437,7 +437,7 @@ class _Adafactor:
 
     def update(self, gradient: Any, state: Any, array: Any) -> tuple[Any, Any]:
         tables = table_rows(gradient) if gradient.ndim == 2 else None
-        # Keras schedules count steps, and the last of several steps makes the update.
+        # Keras schedules count steps, and updates happen in the last of several steps.
         step = state.count * self.gradient_steps + self.gradient_steps - 1
         rate = learning_rate_at(self.learning_rate, step)
         gradient = self._clip(jnp.asarray(gradient, jnp.float32), tables)
@@ -538,8 +538,8 @@ class _Adafactor:
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
 
-        # One all-reduce instead of three. It sums squared gradients by column, counts
-        # moving rows, and sums weight decay's change in the squares.
+        # One all-reduce does the work of three: it sums squared gradients by column,
+        # counts moving rows, and sums weight decay's change in the squares.
         change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
         totals = tables.total(
             jnp.concatenate(
@@ -605,8 +605,8 @@ class _Adafactor:
         old = missed * old + (1 - missed) * self.epsilon_1
         b = self._decay_at(state.count + 1)
         # The first step has b = 0, whose logarithm is infinite. The clock can skip this
-        # step, because rows that it does not touch remain at their initial value,
-        # epsilon_1.
+        # step, because rows that the first step does not touch keep their initial
+        # value, epsilon_1.
         clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
         return state._replace(
             row_accumulators=b * old + (1 - b) * mean,

@@ -137,8 +137,8 @@ def rowwise_adagrad(
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
-    # An initial sum of 0 is safe only with an epsilon, so the decorator, which checks
-    # each argument separately, can't decide this.
+    # An initial sum of 0 is safe only with an epsilon. The decorator can't check this,
+    # because it checks each argument separately.
     if not may_be_positive(epsilon):
         check_hyperparameters(
             "rowwise_adagrad",
@@ -454,7 +454,7 @@ def clippy_adagrad(
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
         # Untouched rows have step 0, so the minimum over touched rows is also the
-        # minimum over the whole table. If the step touched no rows, the minimum is
+        # minimum over the whole table. If no rows were touched, the minimum is
         # infinite.
         min_ratio = rows.minimum(jnp.min(ratio, axis=1, initial=1))
         scale = rows.per_row(jnp.minimum(1, min_ratio))[:, None]
@@ -500,9 +500,9 @@ def frequency_aware_adagrad(
 
     Source: jax-tpu-embedding, `sparse_dense_matmul_grad_with_f2a`. The decay and the
     lower bound for `a` come from TensorFlow's `FrequencyAwareAdagradParameters`
-    (`optimization_parameters.proto`). At a decay of 1, they have no effect. Note that
-    the formula in that file's comment is wrong: it divides by the accumulator instead
-    of the counter, and multiplies by the gradient twice.
+    (`optimization_parameters.proto`). If the decay is 1, neither has an effect. Note
+    that the formula in that file's comment is wrong: it divides by the accumulator
+    instead of the counter, and multiplies by the gradient twice.
 
     Both sources keep one counter per element. As all counters in a row are equal, this
     rule keeps one per row. Rows are regularized only in steps that look them up. optax
@@ -646,8 +646,8 @@ def frequency_weights(
     losses by the weights. TensorFlow documents only the formula.
 
     Args:
-      deltas: activations from a `frequency_estimator` table, one id per sample, in any
-        shape.
+      deltas: activations from a `frequency_estimator` table, in any shape. Look up one
+        id per sample.
       max_delta: the `max_delta` that you passed to `frequency_estimator`.
       weight_exponent: the exponent.
 

@@ -208,7 +208,7 @@ def online_yogi(
     beta_2: float = 0.999,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Makes FTRL with Yogi's second moment, which recomputes rows from slot variables.
+    """Makes FTRL with Yogi's second moment: rows are recomputed from slot variables.
 
     For a row `w` with summed gradient `g`::
 
@@ -276,7 +276,7 @@ class RMSPropState(NamedTuple):
     count: jax.Array
     ms: jax.Array
     mom: jax.Array
-    # None unless centered.
+    # None unless the rule is centered.
     mg: jax.Array | None
 
 

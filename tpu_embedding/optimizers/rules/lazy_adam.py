@@ -65,8 +65,8 @@ def lazy_adam(
     optimizer does instead:
 
     * `"ignore"`: the row and its moments do not change. This is the usual lazy Adam.
-    * `"catch_up"`: the next step that looks up the row first takes the skipped steps,
-      and then its own step. After that, the row and its moments are the same as in
+    * `"catch_up"`: when a later step looks up the row, it takes the skipped steps
+      before its own step. After that, the row and its moments are the same as in
       dense Adam with the same gradients. This mode needs one int32 per row.
 
     Note that with `"catch_up"`, a lookup reads the row as it was before the skipped

@@ -111,7 +111,8 @@ def lion(
     as in TensorFlow's `LionParameters` (`optimization_parameters.proto`).
 
     `m` decays only in steps that look up its row. `every_row(lion(...))` equals
-    `use_non_lazy_lion` in TensorFlow and Keras' Lion. `optax.lion` also decays weights.
+    Keras' Lion, and TensorFlow's Lion with `use_non_lazy_lion`. `optax.lion` also
+    decays weights.
 
     Args:
       learning_rate: scalar or optax schedule.
