@@ -419,8 +419,8 @@ class FeatureConfig:
       max_sequence_length: 0 combines each sample's rows into one. L > 0 returns
         sequences instead: activations are `[batch, L, dim]`, and position j holds the
         row for the j-th id. (In `SparseIds`, this is the id with coordinate j.) Longer
-        samples are truncated, and shorter samples are padded with zeros. Combiner and
-        weights have no effect on sequences.
+        samples are truncated, and shorter samples are padded with zeros. The
+        table's combiner has no effect on sequences, and weights raise an error.
       combiner: overrides `TableConfig.combiner` for this feature.
       validate_weights_and_indices: whether to ignore ids without a positive weight
         under `"mean"` and `"sqrtn"`. `prepare_features` rejects NaN weights; under jit,

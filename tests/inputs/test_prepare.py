@@ -125,6 +125,18 @@ def test_ragged_ids_from_lengths():
         te.RaggedIds.from_lengths([1, 2, 3], [1.5, 1.5])
 
 
+def test_lists_of_weights_for_ragged_ids_of_equal_lengths():
+    """As lists alone, they would be a matrix of dense weights."""
+    ids, lists = ragged([1, 2, 3, 4], [0, 2, 4]), [[0.5, 1.5], [2.5, 3.5]]
+    expected = prepare(ragged([1, 2, 3, 4], [0, 2, 4], np.ravel(lists)))
+    for weights in (lists, np.array(lists)):
+        prepared = prepare(ids, weights)
+        assert jax.tree.structure(prepared) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, prepared, expected)
+    with rejects(field="Weights of feature 'the_feature'"):
+        prepare(ids, [[1.0], [2.0]])
+
+
 def test_weights_of_the_nest_win():
     prepared = prepare(dense([1], np.array([2.0])), np.array([3.0]))
     assert prepared.weights.tolist() == [3]

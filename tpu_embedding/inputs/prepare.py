@@ -196,11 +196,13 @@ def _read_feature(ids: Any, weights: Any, feature: FeaturePlan) -> HostIds:
     if isinstance(ids, ShardedRaggedIds):
         raise invalid(f"Ids of {owner}", "not be prepared twice", ids, kind=TypeError)
     host_ids = read_ids(feature.inputs.read(ids, feature), owner)
-    if weights is None:
-        weights = host_ids.weights
+    weights = host_ids.weights if weights is None else weights
     if weights is None:
         return host_ids
     read = read_ids(weights, owner, "Weights")
+    # Weight lists of equal lengths look like a dense array.
+    if isinstance(host_ids, RaggedIds) and np.ndim(ids_of(read)) == 2:
+        read = RaggedIds.from_lists(ids_of(read))
     if read.weights is not None:
         rule = "be the values of their container, without weights of its own"
         raise invalid(f"Weights of {owner}", rule, read)
