@@ -67,6 +67,7 @@ WRONG = {
         ("validate_weights_and_indices", 1),
         ("output_shape", 4),
         ("output_shape", (2, 0)),
+        ("output_shape", np.array([-1])),
         ("output_shape", (-1, 2)),
         ("default_id", -1),
         ("default_id", 7),

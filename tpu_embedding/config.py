@@ -381,7 +381,7 @@ class TableConfig:
 
 def _is_shape(value: Any) -> bool:
     sizes = value if isinstance(value, tuple) else (0,)
-    return value == (-1,) or all(is_int(n) and n >= 1 for n in sizes)
+    return sizes == (-1,) or all(is_int(n) and n >= 1 for n in sizes)
 
 
 _FEATURE_RULES: Final = {

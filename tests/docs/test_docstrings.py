@@ -12,7 +12,7 @@ import sys
 import tpu_embedding as te
 from tpu_embedding.tools import compile_report, train
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [
     te,
     *filter(inspect.ismodule, (getattr(te, name) for name in te.__all__)),
@@ -30,24 +30,42 @@ def exported(module):
             yield value
 
 
+def place(value):
+    """Where a class or function is: (file, qualified name)."""
+    # `inspect` looks in `__module__`, which a class may set to the module that exports
+    # it. Methods remember their file, except the ones that `dataclass` generates.
+    members = vars(value).values() if inspect.isclass(value) else ()
+    files = [x.__code__.co_filename for x in members if inspect.isfunction(x)]
+    own = (file for file in files if file.startswith(str(ROOT / "tpu_embedding")))
+    file = next(own, None) or inspect.getsourcefile(value)
+    return pathlib.Path(file).resolve(), value.__qualname__
+
+
 EXPORTED = {
-    (value.__module__, value.__qualname__): value
+    place(value): value
     for module in MODULES
     for value in exported(module)
     if value.__module__.startswith("tpu_embedding")
 }
 
 
-def public_names():
-    """Yields (module, qualified name) of all exported values and their methods."""
+def public_places():
+    """Yields the places of all exported values and their methods."""
     for value in EXPORTED.values():
-        yield value.__module__, value.__qualname__
+        yield place(value)
         for owner in value.__mro__ if inspect.isclass(value) else ():
             for member in vars(owner).values():
                 code = getattr(member, "fget", getattr(member, "__func__", member))
                 code = inspect.unwrap(getattr(code, "func", code))
-                if inspect.isfunction(code) and code.__name__[0] != "_":
-                    yield code.__module__, code.__qualname__
+                name = getattr(code, "__name__", "_")
+                is_public = name[0] != "_" or name in ("__init__", "__call__")
+                if inspect.isfunction(code) and is_public:
+                    file = inspect.getsourcefile(code)
+                    if file and ROOT in pathlib.Path(file).parents:
+                        yield place(code)
+
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @functools.cache
@@ -56,7 +74,7 @@ def definitions(path):
 
     def visit(node, prefix):
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            if isinstance(child, _DEFINITIONS):
                 name = f"{prefix}{child.name}"
                 last = child.body[0].end_lineno if ast.get_docstring(child) else None
                 found.append((child.lineno, last or child.body[0].lineno, name))
@@ -74,16 +92,15 @@ def test_public_docstrings_follow_the_style():
     run = subprocess.run(
         [*command, *rules, "tpu_embedding"], cwd=ROOT, capture_output=True, text=True
     )
-    public = {*public_names()}
+    public = {*public_places()}
     assert len(public) > 300
     problems = []
     for problem in json.loads(run.stdout):
-        path = pathlib.Path(problem["filename"])
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        path = pathlib.Path(problem["filename"]).resolve()
         line = problem["location"]["row"]
         names = [name for a, b, name in definitions(path) if a <= line <= b]
-        if names and (module.removesuffix(".__init__"), names[-1]) in public:
-            problems.append((module, names[-1], problem["code"], problem["message"]))
+        if names and (path, names[-1]) in public:
+            problems.append((path, names[-1], problem["code"], problem["message"]))
     assert problems == []
 
 

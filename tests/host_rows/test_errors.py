@@ -27,7 +27,6 @@ from tests.rejections import rejects
 from tests.tiers import full_cases
 from tpu_embedding.host_rows import stack
 from tpu_embedding.host_rows.stack import HostStack
-from tpu_embedding.host_rows.store import RowStore
 
 LOST = "features_of"  # The error says what it must return.
 
@@ -252,37 +251,36 @@ def test_empty_batches():
 @pytest.mark.full
 def test_a_restore_after_a_failed_exchange_with_a_pending_write(tmp_path, monkeypatch):
     """The failed batch writes nothing, but the batch before it still does."""
-    write, exchange = RowStore.write, HostStack.exchange
-    may_write, fails = threading.Event(), threading.Event()
-    may_write.set()
+    write_back, exchange = HostStack._write_back, HostStack.exchange
+    may_write, num_written = threading.Event(), []
 
-    def waiting_write(self, rows, records):
-        assert may_write.wait(timeout=60)
-        write(self, rows, records)
+    def waiting_write_back(self, batch, left):
+        if batch == 6:
+            num_written.append(len(left))
+            assert may_write.wait(timeout=60)
+        write_back(self, batch, left)
 
-    def failing_exchange(*arguments):
-        if not fails.is_set():
-            return exchange(*arguments)
+    def failing_exchange(self, table, state, fetched):
+        if fetched.plans[0].batch < 7:
+            return exchange(self, table, state, fetched)
         monkeypatch.setattr(stack, "swap_program", lambda _: None)
         try:
-            return exchange(*arguments)
+            return exchange(self, table, state, fetched)
         finally:
             may_write.set()
 
-    monkeypatch.setattr(RowStore, "write", waiting_write)
+    monkeypatch.setattr(HostStack, "_write_back", waiting_write_back)
     monkeypatch.setattr(HostStack, "exchange", failing_exchange)
     model, optimizer = make(te.HostRows(cache_rows=80, window=1))
     te.save(tmp_path / "saved", (model, optimizer))
+    saved = state_of(model, optimizer)
     with pytest.raises(TypeError):
-        for number, batch in enumerate(feed(disjoint_batches(12), model, optimizer)):
-            train(model, optimizer, batch)
-            if number == 5:
-                may_write.clear()
-            elif number == 6:
-                fails.set()
+        fit(model, optimizer, disjoint_batches(12))
     restore = threading.Thread(
         target=te.restore, args=(tmp_path / "saved", (model, optimizer)), daemon=True
     )
     restore.start()
     restore.join(timeout=60)
     assert not restore.is_alive()
+    assert num_written[0] > 0
+    check_equal(state_of(model, optimizer), saved)

@@ -60,10 +60,11 @@ def test_targets(target, value, teacher, is_met):
 
 
 @pytest.mark.parametrize("target", [None, Target(metric="auc", at_least=0.75)])
-def test_an_unknown_loss_is_rejected(target):
+@pytest.mark.parametrize("loss", ["clicks", ["click"], None])
+def test_an_unknown_loss_is_rejected(loss, target):
     config = load_config("synthetic")
-    with rejects(field="loss", value="clicks"):
-        dataclasses.replace(config, loss="clicks", target=target)
+    with rejects(field="loss", value=loss):
+        dataclasses.replace(config, loss=loss, target=target)
 
 
 TINY = dict.fromkeys(["dlrm", "dlrm_dcnv2"], ["data.vocabulary_size=100"])

@@ -294,8 +294,8 @@ class RunConfig:
             fix = "with cache_rows, te.HostRows keeps one copy of each table"
             rules["tables_split_over"] = choice_rule(("all",), fix)
         problems = [*broken_rules(self, rules)]
-        loss = LOSSES.get(self.loss)
-        if self.target is not None and loss is not None:
+        if self.target is not None and self.loss in [*LOSSES]:
+            loss = LOSSES[self.loss]
             is_rising = self.target.at_least is not None
             rule = choice_rule(loss.rising_metrics if is_rising else loss.metrics)
             owner = f" for the loss {self.loss!r}"
