@@ -449,6 +449,7 @@ def gradient_blocks(
             gradients, open_sum = _sum_block(index, open_sum, blocks, read_cotangents)
             return index + 1, open_sum, body(so_far, gradients)
 
+        # `first` is block 0. The last used block leaves no row open.
         state = (jnp.int32(1), open_sum, carry)
         return jax.lax.while_loop(has_ids, run_block, state)[2]
 

@@ -354,6 +354,7 @@ class PipelinedTrainStep:
         batch: Any,
         next_batch: Any,
     ) -> tuple[nnx.State, InFlight, Any]:
+        """Trains on `batch`, and starts the lookup of `next_batch`, in one program."""
         model, optimizer = nnx.merge(graph, state)
         begun = {} if next_batch is None else self._route(model, next_batch)
         if self._mode == "exact":

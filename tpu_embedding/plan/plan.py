@@ -210,6 +210,7 @@ class StackPlan:
         return self.is_trained and self.optimizer.sees_occurrences
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
+        """Sizes the buffers for one round, given a bound on a shard's unique ids."""
         if self.keeps_duplicates:
             # Rounds end between rows, so all occurrences of a row must fit in one
             # round.

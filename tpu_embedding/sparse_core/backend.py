@@ -185,6 +185,7 @@ def _lookup_problem(stack: StackPlan, cores: int) -> str:
 def _notes(
     max_ids: int | None, must_run_all: bool, hardware: HardwareInfo
 ) -> tuple[str, ...]:
+    """Describes the limits in `limits.py` for `print(plan)`."""
     held = "6 standard deviations above the mean ids between two SparseCores"
     if max_ids is not None:
         held = f"{max_ids:,} ids from one SparseCore to another"

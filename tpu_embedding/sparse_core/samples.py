@@ -118,7 +118,7 @@ def by_core(
     gradients = jnp.concatenate(dealt, axis=1)
     missing = sizes.num_samples // cores - gradients.shape[1]
     unused = layout.lanes_per_row - layout.dim
-    # Samples are padded to a multiple of 8 per core, and rows to `bank_lanes`.
+    # Samples are padded to a multiple of 8 per core, and rows to their stored width.
     gradients = jnp.pad(gradients, ((0, 0), (0, missing), (0, unused)))
     return gradients.reshape(sizes.num_samples, -1)
 
