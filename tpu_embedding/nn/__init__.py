@@ -1,9 +1,9 @@
 """The embedding layer for Flax: lookups, gradients and train steps inside a model.
 
 For NNX, users call `embedding` (the layer), `training` (its gradients), `optimizer` and
-`pipeline`. For Linen, they call `linen/`. All build on `recording`: JAX derivatives are
-never sparse, so layers record their lookups, and table gradients are computed from
-these records.
+`pipeline`. For Linen, they call `linen/`. All build on `recording`, because JAX
+derivatives are never sparse. Layers record their lookups, and table gradients are
+computed from these records.
 """
 
 from typing import TYPE_CHECKING

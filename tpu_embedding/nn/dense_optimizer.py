@@ -90,8 +90,8 @@ def with_extra_args(tx: Any) -> Any:
 
 def skips_steps(opt_state: Any) -> bool:
     """Tells if a dense optimizer skips steps with gradients that are not finite."""
-    # Only optax.chain has a plain tuple as its state. Inside any other wrapper, such as
-    # optax.partition, a skip may cover only some parameters.
+    # Only optax.chain has a plain tuple as its state. Inside a different wrapper, such
+    # as optax.partition, a skip may cover only some parameters.
     is_chain = type(opt_state) is tuple
     nodes = opt_state if is_chain else (opt_state,)
     return any(
@@ -104,7 +104,7 @@ def _skips_part(opt_state: Any) -> bool:
     is_multi_steps = lambda node: hasattr(node, "skip_state")  # noqa: E731
     nodes = jax.tree.leaves(opt_state, is_leaf=is_multi_steps)
     # MultiSteps(should_skip_update_fn=...) stores the results of its function in
-    # `skip_state`. Without such a function, `skip_state` is empty.
+    # `skip_state`. Without `should_skip_update_fn`, `skip_state` is empty.
     if any(is_multi_steps(node) and node.skip_state for node in nodes):
         return True
     return bool(find_state(opt_state, (_SKIPPING,))) and not skips_steps(opt_state)

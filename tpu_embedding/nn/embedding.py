@@ -1,8 +1,8 @@
 """The Flax NNX layer: tables as variables, and lookups.
 
 `tpu_embedding.functional` does the arithmetic. The layer answers a call in one of three
-ways: with a plain lookup, with a recorded lookup inside a loss (see `recording.py`), or
-with a lookup in whole tables inside an exported program.
+ways. Inside a loss, it records the lookup (see `recording.py`). Inside an exported
+program, it looks up rows in whole tables. Otherwise it does a plain lookup.
 """
 
 import contextlib
@@ -243,7 +243,7 @@ class TPUEmbedding(ShortRepr):
         `insert_ids`; only with dynamic tables.
       buffer_sizes: sizes of ragged features, remembered by `prepare`.
       tables_with_derived_state: names of tables whose optimizer derives state from
-        their values, so you must set values and state together.
+        their values. For these tables, you must set values and state together.
 
     Example:
       >>> import numpy as np
@@ -273,7 +273,7 @@ class TPUEmbedding(ShortRepr):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations have the same nest. May
+          feature_config: nest of `FeatureConfig`. Activations have the same nest. May
             be None if you pass a `plan`.
           optimizer: trains all tables without an optimizer in their `TableConfig`. Pass
             a row-local optax transformation, a `tpu_embedding.optimizers` rule, a name,
@@ -283,9 +283,9 @@ class TPUEmbedding(ShortRepr):
           plan: from `make_plan` with the same `feature_config`. It replaces `optimizer`
             and `mesh`, and has more options.
           embedding_feature: `"UNSUPPORTED"`, `"V1"` or `"V2"` as in TensorFlow, or the
-            enum member. `"UNSUPPORTED"` replicates all tables; `"V1"` and `"V2"` shard
+            enum member. `"UNSUPPORTED"` replicates all tables. `"V1"` and `"V2"` shard
             them. Not allowed with a `plan`, which sets the placement.
-          pipeline_execution_with_tensor_core: a TensorFlow argument; must be False. For
+          pipeline_execution_with_tensor_core: a TensorFlow argument. Must be False. For
             pipelining, see `tpu_embedding.PipelinedTrainStep`.
           rngs: provides the key for the tables, from its stream `params`.
 
@@ -361,8 +361,8 @@ class TPUEmbedding(ShortRepr):
             `feature_config` in this call. `stats` ignores features with other names.
 
         Returns:
-          Global activations in the nest of the features: float32 `[batch, dim]`, or the
-          sequence or output shape that a feature sets.
+          Global float32 activations in the nest of the features. Their shape is
+          `[batch, dim]`, unless a feature sets a sequence length or an output shape.
 
         Raises:
           TypeError, ValueError: if the dtype or shape of a feature does not fit its
@@ -428,8 +428,8 @@ class TPUEmbedding(ShortRepr):
                 jnp.shape(x) == jnp.shape(y)
                 for x, y in zip(leaves, call_leaves, strict=True)
             )
-            # Only the call that starts a pipeline reads the comparison; XLA removes it
-            # from later steps, which look up again only if a shape differs.
+            # Only the call that starts a pipeline reads the comparison. XLA removes it
+            # from later steps. These look up again only if a shape differs.
             agrees = jnp.array(fits)
             if fits:
                 equal = map(jnp.array_equal, leaves, call_leaves)
@@ -524,9 +524,9 @@ class TPUEmbedding(ShortRepr):
 
         Raises:
           TypeError: if `values` is not a dict.
-          ValueError: if a table is unknown or an array does not fit; or if an optimizer
-            derives state from these values, as `adafactor` does. If so, call
-            `Optimizer.set_embedding_tables`.
+          ValueError: if a table is unknown or an array does not fit. Also raised if an
+            optimizer derives state from these values, as `adafactor` does. In this
+            case, call `Optimizer.set_embedding_tables`.
         """
         check_values(values, self.plan)
         check_has_slots(

@@ -79,8 +79,8 @@ class ModelState:
         skipped if any gradient is not finite and the dense optimizer skips such steps.
 
         Returns:
-          New state, the result from `update_dense`, and a bool scalar or None. If it is
-          False, the caller must drop the dense update.
+          Three values: the new state, the result from `update_dense`, and a bool scalar
+          or None. If the scalar is False, the caller must drop the dense update.
         """
         plans = [tables.plan for tables in self.tables.values()]
         norm = only_if = keep_dense = None

@@ -98,14 +98,14 @@ class Optimizer(ShortRepr):
           model: owns at least one `TPUEmbedding`.
           tx: optimizer for the dense parameters. It does not see the tables, so clip
             with `te.gradients.clip_by_global_norm` if you want the norm to cover the
-            whole model. However, `optax.apply_if_finite(tx, n)` skips whole steps: a
-            gradient that is not finite changes neither tables nor dense parameters.
+            whole model. However, `optax.apply_if_finite(tx, n)` skips whole steps: if a
+            gradient is not finite, neither tables nor dense parameters change.
           wrt: selects the dense parameters, as in Flax.
 
         Raises:
-          ValueError: if the model has no `TPUEmbedding`, or if `tx` accumulates
-            gradients over several steps, as `optax.MultiSteps` does, but the table
-            optimizers do not.
+          ValueError: if the model has no `TPUEmbedding`. Also raised if `tx`
+            accumulates gradients over several steps, as `optax.MultiSteps` does, but a
+            table optimizer does not.
 
         Warns:
           UserWarning: if a table has no optimizer, or a part of `tx` is meant for the
@@ -159,7 +159,7 @@ class Optimizer(ShortRepr):
         """Applies gradients to the model in place.
 
         Under `jit`, donate model and optimizer. Each call is one step for all tables in
-        all layers: step counts and schedules advance even for a table that your loss
+        all layers. Step counts and schedules advance even for a table that your loss
         did not look up.
 
         Args:
@@ -260,9 +260,9 @@ class Optimizer(ShortRepr):
 
         Call it after the last step, as Keras does at the end of `fit`. To evaluate the
         averages earlier, finalize `nnx.clone(model)` with `nnx.clone(optimizer)`.
-        `te.optimizers.with_ema` adds averages to any optimizer; tables and dense
-        parameters without them do not change. Under `jit`, donate model and optimizer;
-        otherwise the tables are briefly in memory twice.
+        `te.optimizers.with_ema` adds averages to any optimizer. Tables and dense
+        parameters without averages do not change. Under `jit`, donate model and
+        optimizer. Otherwise the tables are briefly in memory twice.
 
         Args:
           model: the model you made this optimizer for; it changes in place.
@@ -302,7 +302,7 @@ class Optimizer(ShortRepr):
             dense hyper-parameter, set it in `dense.opt_state`.
 
         Raises:
-          ValueError: if no table optimizer has such a hyper-parameter.
+          ValueError: if no table optimizer has a hyper-parameter of that name.
 
         Example:
           >>> import tpu_embedding as te
@@ -348,8 +348,9 @@ class Optimizer(ShortRepr):
     ) -> None:
         """Replaces table values and resets the state derived from them.
 
-        The moving averages of all rows in these tables, and Adafactor's scale of a
-        table, are reset to match the new values. Other slot variables do not change.
+        Two things are reset to match the new values: the moving averages of all rows in
+        these tables, and Adafactor's scale of each table. The remaining slot variables
+        do not change.
 
         Args:
           model: the model you made this optimizer for; it changes in place.
@@ -358,7 +359,8 @@ class Optimizer(ShortRepr):
 
         Raises:
           TypeError: if `values` is not a dict.
-          ValueError: if a table is unknown, or an array or the model does not fit.
+          ValueError: if a table is unknown, if an array does not fit its table, or if
+            the optimizer was made for a model with different layers.
 
         Example:
           >>> import numpy as np

@@ -54,7 +54,8 @@ def set_each_step(
     Raises:
       TypeError: if one of `functions` is not a function without arguments. The returned
         step raises TypeError under `jit`, or if no argument holds table optimizers.
-      ValueError: when called, if no table optimizer has such a hyper-parameter.
+      ValueError: from the returned step, if no table optimizer has a hyper-parameter of
+        that name.
 
     Example:
       >>> import optax
@@ -149,9 +150,8 @@ class PipelinedTrainStep:
       old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 
     Call it outside of `jit`: it compiles the step itself, and donates model and
-    optimizer. If your batches have one shape, it compiles three programs: one for the
-    first lookup, one for the last call, and one for all calls before the last. Each new
-    shape compiles again.
+    optimizer. If your batches have one shape, it compiles three programs: the first
+    lookup, the calls before the last, and the last call. Each new shape compiles again.
 
     Example:
       >>> import itertools, optax, jax.numpy as jnp
@@ -190,8 +190,8 @@ class PipelinedTrainStep:
           loss_fn: `(model, batch) -> loss`, as for `tpu_embedding.value_and_grad`.
           features_of: maps a batch to the features that your loss first passes to the
             layer. If your model has several layers, it returns a dict from layer path
-            to such features. The step itself does the lookups of layers that the dict
-            leaves out, and of all later calls.
+            to these features. Two kinds of lookup do not start early: a layer's second
+            and later calls, and calls of layers that the dict leaves out.
           mode: what starts early, `"exact"` or `"stale"`.
           wrt: selects the dense parameters.
           has_aux: whether `loss_fn` returns a second value.
@@ -230,18 +230,19 @@ class PipelinedTrainStep:
           The loss of `batch` before the update, or `(loss, aux)`.
 
         Raises:
-          ValueError: if `batch` is not the `next_batch` of the previous call; if, in
-            the first call, the loss calls a layer with features that differ from the
-            result of `features_of`; or, in mode `"stale"`, if `optimizer` is a
-            different object or has changed since the previous call. However, a change
-            to table values goes unnoticed: the batch in flight keeps the old rows.
+          ValueError: if `batch` is not the `next_batch` of the previous call. In the
+            first call, also raised if the loss calls a layer with features that differ
+            from the result of `features_of`. In mode `"stale"`, also raised if
+            `optimizer` is a different object or has changed since the previous call.
+            However, a change to table values goes unnoticed: the batch in flight keeps
+            the old rows.
         """
         begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
         if self._pending is None:
             own_batch = jax.tree.map(_own_copy, batch)
-            # Check this only when a pipeline starts: in later calls, reading an
-            # agreement would wait for devices.
+            # The features are compared only when a pipeline starts. In later calls,
+            # reading the result would wait for devices.
             in_flight, agreements = begin(graph, state, own_batch)
             for path, agrees in agreements.items():
                 if not agrees:

@@ -120,9 +120,10 @@ def differentiate(
 ) -> tuple[Any, Any, Gradients]:
     """Computes the result of a loss, with all gradients.
 
-    `call_loss` maps `(dense, tables, recorder)` to `(result, rest)`: what the user loss
-    returned, and what else to keep from the second run. In the first run, the recorder
-    gets zeros shaped like the activations. In the second, it gets routings.
+    `call_loss` maps `(dense, tables, recorder)` to `(result, rest)`. `result` is what
+    the user loss returned. `rest` is what else to keep from the second run. In the
+    first run, the recorder gets zeros shaped like the activations. In the second run,
+    it gets routings.
     """
 
     def run(dense: Any, tables: Any, taps: Any) -> tuple[Any, Any]:

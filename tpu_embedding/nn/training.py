@@ -68,9 +68,9 @@ def value_and_grad(
     Args:
       loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`. The
         model is an `nnx.Module` with `TPUEmbedding` layers. You can call each layer any
-        number of times; gradients from all calls are added row by row. Changes to the
+        number of times. Gradients from all calls are added row by row. Changes to the
         model in the loss (batch statistics, random streams, lookup statistics) are
-        kept, except batch statistics if `te.gradients.is_whole` is False.
+        kept. The exception is batch statistics if `te.gradients.is_whole` is False.
       wrt: selects the dense parameters, as in Flax. Pass False to compute only table
         gradients.
       has_aux: whether `loss_fn` returns a second value.
@@ -80,8 +80,8 @@ def value_and_grad(
 
     Raises:
       TypeError: if `wrt` is not a filter.
-      ValueError: when called, if the model has no `TPUEmbedding`, or `wrt` selects
-        tables or integers.
+      ValueError: from the returned function, if the model has no `TPUEmbedding`, or
+        if `wrt` selects tables or integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -141,8 +141,8 @@ def value_and_grad(
             call_loss, dense, tables, plans, has_aux
         )
         if any(may_be_partial(plan) for plan in plans.values()):
-            # A failed lookup makes the running statistics NaN. The optimizer skips such
-            # a step, but can't restore the statistics.
+            # A failed lookup makes the running statistics NaN. The optimizer then skips
+            # the step, but can't restore the statistics.
             stats = (nnx.filter_state(x, nnx.BatchStat) for x in (new_rest, others))
             new_rest = nnx.merge_state(new_rest, keep_if(is_whole(gradients), *stats))
         nnx.update(model, new_rest)

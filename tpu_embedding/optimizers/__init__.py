@@ -1,13 +1,12 @@
 """Optimizers for embedding tables: row-local optax transformations.
 
 A table or layer accepts any of these optimizers, a name such as `"adagrad"`, or a Keras
-optimizer. docs/guides/optimizers.md shows how to choose, and
-docs/guides/optimizer_catalogue.md lists equations and slot bytes per row. An
-*optimizer* is the value you pass, and its *rule* is the arithmetic on rows. *Slot
-variables* are state arrays with one entry per row. By default, a step changes only the
-rows that it looks up, but `every_row` and a few options update all rows. To read the
-code, start with the types in `row_optimizer`. Then read `resolve` (it decides how a
-layer applies an optimizer), `probe` (it checks rules) and `rules/`.
+optimizer. docs/guides/optimizers.md shows how to choose. Equations and slot bytes per
+row are in docs/guides/optimizer_catalogue.md. An *optimizer* is the value you pass. Its
+*rule* is the arithmetic on rows. *Slot variables* are state arrays with one entry per
+row. By default, a step changes only the rows that it looks up. `every_row` and a few
+options update all rows. To read the code, start with the types in `row_optimizer`. Then
+read `resolve` (it decides how a layer applies an optimizer), `probe` and `rules/`.
 """
 
 from tpu_embedding.optimizers.averages import with_ema as with_ema

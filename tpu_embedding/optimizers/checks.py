@@ -206,7 +206,7 @@ def checks_of(
     """Derives a check for each argument in a signature except the learning rate.
 
     An argument with a bool default must be a flag. An argument with a `Literal`
-    annotation must be one of its choices. All other arguments get their range from
+    annotation must be one of its choices. The remaining arguments get their range from
     `own` or `RANGES`, by name. If the default is None, None is valid.
 
     Example:

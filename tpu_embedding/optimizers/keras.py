@@ -2,7 +2,7 @@
 
 The formulas are from `keras/src/optimizers` in Keras 3.15 and `tf_keras/src/optimizers`
 in `tf_keras` 2.21. Both packages have the same schedules. Optimizers from before Keras
-2.11 have other formulas, so they are recognized by their fields and rejected.
+2.11 have different formulas. They are recognized by their fields and rejected.
 """
 
 import functools
@@ -53,9 +53,9 @@ def _is_of_keras(module: str) -> bool:
 def _serialized_schedule(value: Any) -> Mapping[str, Any] | None:
     """Serializes a Keras schedule, or accepts one that is already serialized.
 
-    Any other value gives None.
+    A value that is not a Keras schedule gives None.
     """
-    # A user class may share its name with a Keras schedule, but have another formula.
+    # A user class may have the name of a Keras schedule, but a different formula.
     cls = type(value)
     if cls.__name__ in _FORMULAS and _is_of_keras(cls.__module__):
         return {"class_name": cls.__name__, "config": value.get_config()}
@@ -290,10 +290,10 @@ def from_keras_config(
 
     Keras optimizers update every table row in each step: moments and weights decay, and
     Ftrl recomputes each row from its slot variables. The translated optimizer updates
-    the whole table and its slot variables only if the Keras class and its fields
-    require it. Pass `rows="touched"` for the lazy algorithm, which is usual on
-    TPUs: a row and its slot variables change only in steps that look up the row.
-    Gradients are summed over all occurrences of an id before clipping.
+    the whole table only if the Keras class and its fields require it. Pass
+    `rows="touched"` for the lazy algorithm, which is usual on TPUs. Then a row and its
+    slot variables change only in steps that look up the row. Gradients are summed over
+    all occurrences of an id before clipping.
 
     However, `tf_keras` clips lookup gradients (`tf.IndexedSlices`) before summing. So
     `clipnorm` in `tf_keras`' Adafactor becomes a norm over all occurrences. If the
@@ -316,12 +316,13 @@ def from_keras_config(
 
     Args:
       config: the Keras optimizer or the result of its `get_config()`. Missing fields
-        get Keras' defaults, but `learning_rate` is required. The rate is a number, a
-        Keras schedule or its serialized form, or a function of the step counted from 0.
+        get Keras' defaults, but `learning_rate` is required. Three kinds of rate are
+        valid: a number, a Keras schedule (serialized or not), or a function of the
+        step counted from 0.
       class_name: name of the class in Keras, such as `"Adam"`. Defaults to the class of
         the optimizer you pass. If you pass a mapping, it defaults to the field `name`,
         which Keras derives from the class by default.
-      rows: `"every"` as in Keras, or `"touched"`, see above.
+      rows: `"every"` or `"touched"`, see above. Keras updates every row.
 
     Raises:
       ValueError: if the class is unknown, or if fields cannot be translated. The error

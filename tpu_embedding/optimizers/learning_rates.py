@@ -34,7 +34,7 @@ def checked_schedule(
     name: str = "learning_rate",
     check: Callable[[Any], Check] = step_size,
 ) -> optax.ScalarOrSchedule:
-    """Checks a learning rate, or any other scalar that may be a schedule.
+    """Checks a scalar that may be a schedule, such as a learning rate.
 
     Returns the scalar, or a schedule that checks the type and shape of its values.
     `check` applies to scalars only. Errors contain the optimizer's name `owner` and the
@@ -100,8 +100,8 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Raises:
       TypeError: if a value is not a number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name. Also
-        raised if a value is not a finite scalar, is a negative `learning_rate`, or is
-        not an integer although the old value is an integer.
+        raised if a value is not a finite scalar, or if `learning_rate` is negative. If
+        the old value is an integer, the new value must be an integer as well.
 
     Example:
       >>> from tpu_embedding import optimizers

@@ -255,15 +255,15 @@ def with_options(
           `c` means `(-c, c)`. In a pair, either bound may be None.
         * `slot_dtype`: floating dtype to store slot variables in, such as
           `jnp.bfloat16`. Defaults to the rule's choice. The rule still computes in
-          float32. Note that bfloat16 suits only moving averages: with its 8 bits of
-          precision, a sum of squares such as Adagrad's stops growing once it is 256
-          times as large as the next summand. Integer slots, such as counts, keep their
-          dtype. With `optax.inject_hyperparams`, `slot_dtype` must be a static
+          float32. Note that bfloat16 suits only moving averages, because it has 8 bits
+          of precision. A sum of squares, such as Adagrad's, stops growing once it is
+          256 times as large as the next summand. Integer slots, such as counts, keep
+          their dtype. With `optax.inject_hyperparams`, `slot_dtype` must be a static
           argument.
-        * `slot_initializers`: maps a slot name, such as `"accumulators"`, to a number,
-          or to a function `(shape, dtype) -> array` that returns the same values for
-          all rows. `shape` is the slot variable's shape on one shard. Slot variables
-          that you omit keep their initial values.
+        * `slot_initializers`: maps a slot name, such as `"accumulators"`, to a number
+          or a function `(shape, dtype) -> array`. The function must return the same
+          values for all rows. `shape` is the slot variable's shape on one shard. Slot
+          variables that you omit keep their initial values.
         * `slot_variable_creation_fn`: must be None. Use `slot_initializers` and
           `slot_dtype` instead. Slot variables are always sharded and packed like their
           table.

@@ -56,7 +56,7 @@ _FEW_ROWS: Final = np.asarray([5, 3, 0], np.int32)
 among them, and their number is odd and below 128."""
 
 _BAD_ROW: Final = 1
-"""A row of large values. Its gradient is NaN in one step and large in the other
+"""A row of large values. Its gradient is NaN in the first step and large in the second
 step."""
 
 _EMPTY_ROWS: Final = slice(100, None)
@@ -146,9 +146,9 @@ def rates_are_finite(
     if not (updates or any(probed.partition(leaves)[1])):
         return None
     # The step runs on rows of ones. A rate that isn't finite makes all updates NaN or
-    # infinite, so one finite element shows that the rate is finite. Other values in the
-    # step don't show this: a bound may be infinite, and a branch that isn't taken may
-    # be NaN, as in the first steps of optax.radam. `scalars` are the shared values, in
+    # infinite, so one finite element shows that the rate is finite. Values inside the
+    # step don't show this. A bound may be infinite. A branch that isn't taken may be
+    # NaN, as in the first steps of optax.radam. `scalars` are the shared values, in
     # leaf order.
     arguments = [jnp.ones(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     remaining = iter(scalars)
@@ -171,7 +171,7 @@ def slot_row_shapes(
     """Finds slot variables without running a step.
 
     In the returned state, each slot variable is replaced by the shape and dtype of one
-    row, and any other leaf by None.
+    row. Leaves that are not slot variables are None.
     """
     state, few_state = (
         jax.eval_shape(
@@ -452,8 +452,8 @@ def _moved_by_adding(
     """Tests `ProbedSlot.is_moved_by_adding` for each leaf. Shared values give False."""
     # If a slot's old value is doubled, its new value should increase by 0.5 to 1 times
     # the old value. The test allows 0.75 plus or minus 0.25, with room for rounding.
-    # Late counts imitate a row that many steps didn't touch. A rule may forget more of
-    # such a row's old value.
+    # Late counts imitate a row that many steps didn't touch, because a rule may then
+    # forget more of the old value.
     gradient = _random(rows.shape)
     powers = np.random.default_rng(0).uniform(-2, 15, size=rows.shape)
     leaves = rule.start(rows)

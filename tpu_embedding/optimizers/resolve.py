@@ -97,10 +97,10 @@ def resolve_optimizer(
 def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """Rejects an optimizer that a layer cannot apply row by row.
 
-    A row's update may depend on that row, its gradient and slot variables, on scalars
-    in the state, and on totals that the rule gets from `table_rows`. The check runs
-    your optimizer on some rows, and then on only a few of them. These few rows must get
-    the same updates in both runs.
+    A row's update may depend on the row, its gradient and its slot variables. It may
+    also depend on scalars in the state, and on totals from `table_rows`. The check runs
+    your optimizer on some rows, and then on only a few of these rows. The few rows must
+    get the same updates in both runs.
 
     Args:
       optimizer: an optax transformation for rows `[rows, dim]`, a name, or a Keras

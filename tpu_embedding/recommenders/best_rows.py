@@ -82,7 +82,7 @@ def top_k(
 
     Args:
       tables: packed rows by stack name, from `init_tables`. Exported programs pass
-        whole tables by table name, with rows in natural order on one device.
+        whole tables by table name instead. Their rows are in id order, on one device.
       queries: global `[queries, dim]`, as wide as the rows or the `transform` output.
         Converted to float32.
       plan: plan that placed the tables.
@@ -95,8 +95,8 @@ def top_k(
         any order. Pad them with `te.inputs.PADDING_ROW_ID`. The array can be empty.
 
     Returns:
-      Scores and ids. If exclusions leave fewer than `k` rows, the remaining entries are
-      `-inf` and `te.inputs.PADDING_ROW_ID`.
+      Scores and ids. If exclusions leave fewer than `k` rows, the remaining scores are
+      `-inf`, and the remaining ids are `te.inputs.PADDING_ROW_ID`.
 
     Raises:
       ValueError: if `k`, the table name, the query width or `excluded` doesn't fit, or

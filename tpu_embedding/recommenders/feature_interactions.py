@@ -20,10 +20,10 @@ class DotInteraction(nnx.Module):
     """Scalar products between all pairs of vectors in a sample.
 
     The layer has no parameters. For vectors `v_0, v_1, ...`, the result is
-    `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`: the lower triangle of the product
-    matrix, row by row, as in TensorFlow Recommenders and Keras Recommenders. See Naumov
-    et al., "Deep Learning Recommendation Model for Personalization and Recommendation
-    Systems", arXiv 1906.00091.
+    `[v_1 v_0, v_2 v_0, v_2 v_1, v_3 v_0, ...]`. This is the lower triangle of the
+    product matrix, row by row, as in TensorFlow Recommenders and Keras Recommenders.
+    See Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    Recommendation Systems", arXiv 1906.00091.
 
     Attributes:
       self_interaction: if True, includes the product of each vector with itself.
@@ -73,8 +73,8 @@ class DotInteraction(nnx.Module):
 class FeatureCross(nnx.Module):
     """A cross layer from DCN-v2: `x_next = x_0 * (W x + b + diag_scale * x) + x`.
 
-    `x_0` is the input to the first layer in a stack, `x` is the input to this layer,
-    and `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs.
+    `x_0` is the input to the first layer in a stack. `x` is the input to this layer.
+    `*` multiplies elementwise. So layer `n` forms products of up to `n + 1` inputs.
     `W` is a full matrix, or `W = U V` with low rank. See Wang et al., "DCN V2: Improved
     Deep & Cross Network", arXiv 2008.13535, equations 1 and 2. Names follow Keras
     Recommenders, and initial weights follow TorchRec.

@@ -145,7 +145,7 @@ class Metric:
         """Combines the samples in both metrics.
 
         Raises:
-          ValueError: if the other metric has a different class or different settings.
+          ValueError: if the two metrics differ in their class or settings.
         """
         return merge(self, other)
 
@@ -184,7 +184,7 @@ def merge(metrics: Nest, others: Nest) -> Nest:
       >>> float(merge({"mae": first}, {"mae": second})["mae"].compute())
       0.5
     """
-    # Settings are part of a metric's pytree structure, so unequal ones raise below.
+    # Settings are part of a metric's pytree structure, so unequal settings raise below.
     is_sum = lambda value: isinstance(value, Sum)  # noqa: E731
     try:
         return jax.tree.map(Sum.add, metrics, others, is_leaf=is_sum)

@@ -47,9 +47,9 @@ def in_batch_softmax(
         log_softmax_i = s_ii - log(sum over j of exp(s_ij))
 
     The correction `log q_j` keeps popular items, which often appear as negatives, from
-    scoring too low. At the minimum of the loss, `<queries_i, items_j>` is, up to a
-    constant per query, the logarithm of the probability that query `i` chooses item
-    `j`. Your loss is the mean of `-log_softmax`.
+    scoring too low. At the minimum of the loss, `<queries_i, items_j>` is the logarithm
+    of the probability that query `i` chooses item `j`, plus a constant per query. Your
+    loss is the mean of `-log_softmax`.
 
     Args:
       queries: global, with one query vector per sample.
@@ -64,10 +64,11 @@ def in_batch_softmax(
         `tasks.Retrieval`. Defaults to all negatives. Ranks always count all negatives.
 
     Returns:
-      `log_softmax`, at most 0, and `te.metrics.Ranks`. The ranks count the candidates
-      with a higher `s` than the sample's own item, from 0 to `batch - 1`, and the
-      candidates with the same `s`. Pass the ranks to `te.metrics.RecallAtK.from_ranks`.
-      If a score of the sample is NaN, its ranks are NaN.
+      Two values: `log_softmax`, at most 0, and `te.metrics.Ranks`. In the ranks,
+      `num_higher` counts the candidates with a higher `s` than the sample's own item,
+      from 0 to `batch - 1`. `num_equal` counts the candidates with the same `s`. If one
+      of the sample's scores is NaN, the sample's ranks are NaN. Pass the ranks to
+      `te.metrics.RecallAtK.from_ranks`.
 
     Raises:
       ValueError: if shapes differ, or `num_hard_negatives` is not a positive int.
@@ -323,8 +324,8 @@ def list_mle_loss(
 ) -> Float[Array, "*lists"]:
     """Computes the negative log-likelihood of the label order, a listwise loss.
 
-    In the Plackett-Luce model, items are drawn one after the other, each from a softmax
-    over the remaining scores:
+    In the Plackett-Luce model, items are drawn one by one, each from a softmax over the
+    remaining scores:
 
         loss = sum over i of log(sum over j >= i of exp(s_j)) - s_i
 

@@ -29,8 +29,8 @@ from tpu_embedding.types import PADDING_ROW_ID
 class Ranks(NamedTuple):
     """The possible ranks of one relevant candidate per sample.
 
-    If scores are equal, several ranks are possible: the `num_equal` ranks that start at
-    `num_higher`, all equally likely.
+    If scores are equal, several ranks are possible and equally likely. There are
+    `num_equal` possible ranks, and the first is `num_higher`.
 
     Attributes:
       num_higher: how many candidates have a higher score, in any shape. NaN if a score

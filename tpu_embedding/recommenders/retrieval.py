@@ -50,14 +50,14 @@ def top_k(
       queries: global `[queries, dim]`, converted to float32.
       k: number of rows, from 1 to the vocabulary size.
       table: table name, optional if the layer has only one.
-      **options: `transform`, which maps rows to the vectors that queries are compared
-        with, such as an item tower; and `excluded`, the ids not to return. See
-        `te.functional.top_k`.
+      **options: `transform` and `excluded`; see `te.functional.top_k`. `transform`,
+        such as an item tower, maps rows to the vectors that queries are compared with.
+        `excluded` has the ids not to return.
 
     Returns:
-      `scores`, float32 `[queries, k]`, the largest first, and `ids`, int32. If
-      exclusions leave fewer than `k` rows, the remaining entries are `-inf` and
-      `te.inputs.PADDING_ROW_ID`.
+      Two arrays `[queries, k]`: float32 `scores`, the largest first, and int32 `ids`.
+      If exclusions leave fewer than `k` rows, the remaining scores are `-inf`, and the
+      remaining ids are `te.inputs.PADDING_ROW_ID`.
 
     Raises:
       TypeError: if `layer` is not a `TPUEmbedding`, but for example a model.
@@ -117,7 +117,7 @@ def top_k_of_tower(
         `te.functional.top_k`.
 
     Returns:
-      `scores` and `ids`, the item numbers, as in `top_k`.
+      `scores` and `ids`, as in `top_k`. The ids are item numbers.
 
     Raises:
       ValueError: if `k`, the query width or `excluded` doesn't fit.

@@ -50,8 +50,9 @@ class UniqueIds(NamedTuple):
         """Finds an attribute for each unique id, such as the artist of a song.
 
         Look up the result as another feature with `output_shape=(-1,)`. Its rows are
-        aligned with the rows for `ids`. If many ids share an attribute, pass the result
-        to `unique_ids` first, and expand the attribute rows to the ids.
+        aligned with the rows for `ids`. If many ids share an attribute, first pass the
+        result to `unique_ids`. Then look up the unique attributes, and expand their
+        rows to the ids.
 
         Args:
           attributes: arrays nested like the ids, with an attribute in each position. An
@@ -105,15 +106,16 @@ def unique_ids(
 ) -> UniqueIds:
     """Finds the unique ids in the samples on each device. Runs on the host.
 
-    Each device then reads and exchanges a row once, however many samples need it, and
-    your model transforms it once. `te.functional.expand` sums the gradients at all
-    positions of a row before they are sent. So an optimizer that treats each occurrence
-    of an id separately sees one occurrence per device and row.
+    Each device then reads and exchanges a row once, however many samples need the row.
+    Your model also transforms the row once. `te.functional.expand` sums the gradients
+    at all positions of a row before they are sent. So an optimizer that treats each
+    occurrence of an id separately sees one occurrence per device and row.
 
     Args:
-      ids: integers `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` (for uint64,
-        `2**64 - 1`) in unused positions; `RaggedIds`; or a nest of these types, such as
-        a dict with a history and a candidate that share the rows.
+      ids: integers `[batch]` or `[batch, valence]`, or `RaggedIds`. In integer arrays,
+        unused positions have `PADDING_ROW_ID`, or `2**64 - 1` if the ids are uint64.
+        You can also pass a nest of these types, such as a dict with a history and a
+        candidate that share the rows.
       plan: layer plan, or `plan.for_loaders()`. If it is None, one device has all
         samples, as in a served model.
       feature: name of the feature that looks up the unique ids. Its `expected_valence`
@@ -275,8 +277,8 @@ def expand(
     float32, and the sum is rounded once.
 
     Args:
-      values: global `[num_devices * size, ...]` in any float type, with one value per
-        unique id, such as an MLP's output for the id's row.
+      values: one value per unique id, such as an MLP's output for the id's row. The
+        array is global, `[num_devices * size, ...]`, in any float type.
       index: index from `tpu_embedding.inputs.unique_ids`, or a nest with some of its
         arrays.
       plan: plan for the lookup. If it is None, all values are on one device.

@@ -115,13 +115,13 @@ class TPUEmbedding(nn.Module):
             `feature_config` in this call.
 
         Returns:
-          Global activations in the nest of the features: float32 `[batch, dim]`, or the
-          sequence or output shape that a feature sets.
+          Global float32 activations in the nest of the features. Their shape is
+          `[batch, dim]`, unless a feature sets a sequence length or an output shape.
 
         Raises:
           TypeError, ValueError: if the dtype or shape of a feature does not fit its
-            config, or the variables lack the tables or hold tables from a different
-            plan.
+            config. Also raised if the variables lack the tables, or hold tables from a
+            different plan.
         """
         tables = self._tables()
         plan = self.plan

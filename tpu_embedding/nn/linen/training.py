@@ -147,9 +147,9 @@ class TrainState(struct.PyTreeNode):
           **fields: your own fields, if you subclass.
 
         Raises:
-          ValueError: if the variables lack tables, or if `tx` accumulates gradients
-            over several steps, as `optax.MultiSteps` does, but the table optimizers do
-            not.
+          ValueError: if the variables lack tables. Also raised if `tx` accumulates
+            gradients over several steps, as `optax.MultiSteps` does, but a table
+            optimizer does not.
         """
         check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
@@ -193,7 +193,7 @@ class TrainState(struct.PyTreeNode):
           TypeError: if the gradients lack the tables, or if `tx` needs an argument that
             is missing.
           ValueError: if the gradients belong to different layers or to a different
-            plan, or the updates name a collection that the state does not have.
+            plan. Also raised if `updates` names a collection that the state lacks.
         """
         check_gradients(
             grads,
@@ -247,8 +247,9 @@ class TrainState(struct.PyTreeNode):
           with_stats: whether to also return counts.
 
         Returns:
-          New state, and the batch with row numbers. Pass this batch to the layer in
-          your loss. If `with_stats`, also `te.functional.DynamicStats` by table name.
+          Two values: the new state, and the batch with row numbers. Pass this batch to
+          the layer in your loss. With `with_stats`, the third value is a dict from
+          table name to `te.functional.DynamicStats`.
 
         Raises:
           ValueError: if the variables have no such layer, or if `layer` is missing and
@@ -304,6 +305,6 @@ class TrainState(struct.PyTreeNode):
           **values: see `tpu_embedding.optimizers.with_hyperparameters`.
 
         Raises:
-          ValueError: if no table optimizer has such a hyper-parameter.
+          ValueError: if no table optimizer has a hyper-parameter of that name.
         """
         return self.replace(slots=with_hyperparameters(self.slots, **values))

@@ -60,7 +60,7 @@ def with_embedding_tables(
     """Replaces table values in variables.
 
     If you pass `slots`, optimizer state derived from the old values is reset to match
-    the new ones, as in `tpu_embedding.functional.with_table_values`.
+    the new values. See `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
@@ -74,8 +74,8 @@ def with_embedding_tables(
 
     Raises:
       TypeError: if `values`, or its values, are not dicts.
-      ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
-        `slots` is needed but missing. For a `TrainState`, call its
+      ValueError: if a layer or table is unknown, or an array has the wrong shape. Also
+        raised if `slots` is needed but missing. For a `TrainState`, call its
         `with_embedding_tables`.
 
     Example:

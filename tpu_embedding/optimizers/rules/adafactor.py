@@ -240,19 +240,19 @@ def adafactor(
       every row, both modes give the same result.
 
     A step takes three small all-reduces per table, with `dim + 2`, 1 and 2 scalars.
-    `RMS(w)` comes from a running sum over the squares of the stored values, so it
-    includes the rounding in a narrow table. Restoring a checkpoint recomputes this sum.
-    If ids are not row numbers, means and `RMS(w)` include only the rows that belong to
-    an id. If a row is reassigned to a new id, the sum includes only the row's new
-    values.
+    `RMS(w)` comes from a running sum over the squares of the stored values. If the
+    table's dtype is narrow, the sum includes the rounding. Restoring a checkpoint
+    recomputes this sum. If ids are not row numbers, means and `RMS(w)` include only the
+    rows that belong to an id. If a row is reassigned to a new id, the sum includes only
+    the row's new values.
 
     Note that Adafactor must come last in a chain. If you change table values later, use
     `tpu_embedding.Optimizer.set_embedding_tables`, which updates the sum.
 
     You can train tables and dense parameters with one `adafactor(...)`. In either mode,
-    it gives the same numbers as Keras on dense arrays of any rank. The second moments
-    are factored over the last two axes if the rank is 2 or more, and kept in full
-    otherwise.
+    it gives the same numbers as Keras on dense arrays of any rank. If the rank is 2 or
+    more, the second moments are factored over the last two axes. Otherwise they are
+    kept in full.
 
     `global_clipnorm` bounds one norm over the loss gradients of all tables and dense
     parameters. `tpu_embedding.Optimizer` and Linen's `TrainState` compute this norm.
@@ -280,12 +280,12 @@ def adafactor(
         `clipnorm`, `clipvalue` and `global_clipnorm` is allowed.
       global_clipnorm: largest gradient norm over the model, positive. On tables, it
         cannot be combined with `gradient_accumulation_steps`.
-      use_ema: True keeps moving averages; `with_ema` describes how to read them.
+      use_ema: True keeps moving averages. `with_ema` describes how to read them.
       ema_momentum: decay of the averages, in [0, 1].
       ema_overwrite_frequency: number of updates after which the averages replace the
         rows. Defaults to never. You can't combine it with
         `gradient_accumulation_steps`.
-      loss_scale_factor: positive factor on the loss; gradients are divided by it.
+      loss_scale_factor: positive factor on the loss. Gradients are divided by it.
       gradient_accumulation_steps: number of steps per update, at least 2. An update
         uses the mean gradient of these steps. As in Keras, averages advance in every
         step.
@@ -538,8 +538,8 @@ class _Adafactor:
         moves, dim = self._rows_to_update(tables), gradient.shape[1]
         state = self._move_rows(gradient, state._replace(squares=squares), tables)
 
-        # One all-reduce does the work of three: it sums squared gradients by column,
-        # counts moving rows, and sums weight decay's change in the squares.
+        # One all-reduce sums three things: squared gradients by column, the number of
+        # moving rows, and the change in the squares from weight decay.
         change = jnp.sum(jnp.square(decayed) - jnp.square(old), axis=1)
         totals = tables.total(
             jnp.concatenate(

@@ -73,7 +73,7 @@ def adam(
       learning_rate: scalar or optax schedule.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive; at least 1.1e-19 with `sum_inside_sqrt=True`, because the
+      epsilon: positive. With `sum_inside_sqrt=True`, at least 1.1e-19, because the
         square of a smaller epsilon is 0 in float32.
       lazy_adam: False updates every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.

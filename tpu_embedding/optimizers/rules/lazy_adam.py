@@ -33,8 +33,8 @@ class LazyAdamState(NamedTuple):
     mu: jax.Array
     nu: jax.Array
     # int32 `[rows]`, the `count` after each row's latest update. 0 means that the row
-    # skipped no steps: its moments are 0, or come from a rule that ignores skipped
-    # steps.
+    # has no steps to catch up. Its moments are 0, or come from a rule that ignores
+    # skipped steps.
     last_counts: jax.Array
 
 
@@ -73,13 +73,13 @@ def lazy_adam(
     moves, even in the step that takes these moves. The gradient in that step belongs to
     the row as it was read. Each skipped move is about `beta_1 / sqrt(beta_2)` times the
     previous move, by default 0.9005 times. A row takes at most 198 skipped moves by
-    default; later moves are below float32 precision.
+    default. Later moves are below float32 precision.
 
     A loop takes the moves of all touched rows together, until the row that waited
     longest is done. On real data, most steps run the maximum number of iterations. On a
-    CPU, such a step takes about 20 times as long as without catching up: 120 ms for
-    8,192 rows with 64 elements. If you need dense Adam's values in every lookup, use
-    `every_row(optax.adam(...))`, which costs a pass over the table.
+    CPU, a step with this maximum takes about 20 times as long as without catching up:
+    120 ms for 8,192 rows with 64 elements. If you need dense Adam's values in every
+    lookup, use `every_row(optax.adam(...))`, which costs a pass over the table.
 
     Source: Kingma and Ba (ICLR 2015), as in `optax.adam`. With a schedule, skipped
     moves use the rates at the skipped steps. If you set the rate by hand, they use the

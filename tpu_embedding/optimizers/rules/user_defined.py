@@ -63,9 +63,9 @@ def user_defined(
       custom_computation: function of one row, see above.
       learning_rate: scalar or optax schedule.
       slot_names: slot variable names, distinct strings.
-      slot_initializers: one entry per slot, which is a scalar, or a function of
-        `(shape, dtype)` such as `jnp.ones` that returns the same values for every row.
-        `shape` is the slot variable's shape on one shard.
+      slot_initializers: one entry per slot, a scalar or a function of
+        `(shape, dtype)`, such as `jnp.ones`. The function must return the same values
+        for every row. `shape` is the slot variable's shape on one shard.
       hyperparameters: scalars or optax schedules.
       slot_dims: one entry per slot: 2 for `[rows, dim]` or 1 for `[rows]`. By default,
         all are 2.
@@ -132,7 +132,7 @@ def user_defined(
         if shapes != list(expected.values()):
             field = "user_defined: custom_computation"
             raise invalid(field, f"return arrays with shapes {expected}", shapes)
-        # A state with other dtypes would make the next step recompile.
+        # A state with different dtypes would make the next step recompile.
         rows, *slots = (
             after.astype(before.dtype)
             for before, after in zip(old.values(), results, strict=True)

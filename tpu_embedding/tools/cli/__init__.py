@@ -1,7 +1,7 @@
 """The command `tpu-embedding`.
 
-`command` parses the command line, `arguments` has the options that subcommands share,
-and the other modules have the subcommands. The `--help` texts are the docstrings of
+`command` parses the command line, and `arguments` has the options that subcommands
+share. Each subcommand has its own module. The `--help` texts are the docstrings of
 command classes and their fields.
 """
 

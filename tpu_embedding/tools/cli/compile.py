@@ -15,17 +15,17 @@ from tpu_embedding.tools.train.run_steps import abstract_step, make_run_plan
 class Compile(ConfigCommand):
     """Compiles a config's train step for a TPU slice, without needing a TPU.
 
-    Prints whether the step fits in memory, what it does with the tables (copies,
-    exchanges and SparseCore operations), and the compiler's estimate of its cycles.
-    Nothing is allocated, and no data are read. The exit status is 1 if the step does
-    not fit.
+    Prints whether the step fits in memory, and the compiler's estimate of its cycles.
+    Also prints what the step does with the tables: copies, exchanges and SparseCore
+    operations. Nothing is allocated, and no data are read. The exit status is 1 if the
+    step does not fit.
     """
 
     topology: str
     """TPU slice as GENERATION:CHIPS, such as v5p:2x2x1."""
 
     slices: int = 1
-    """Number of such slices, connected by the data-center network."""
+    """Number of slices, connected by the data-center network."""
 
     def run(self) -> int:
         config = self.origin().load()

@@ -78,8 +78,9 @@ class Train(_Run):
     """Trains a config's model.
 
     Prints progress, evaluates, and saves checkpoints. SIGTERM and Ctrl-C save the state
-    before they stop the run. The exit status is 0 if the run is done, 1 if it failed, 2
-    if the command, the config or the data are wrong, and 75 if it was stopped.
+    before they stop the run. The exit status is 0 if the run is done, 1 if it failed,
+    and 75 if it was stopped. If the command, the config or the data are wrong, the exit
+    status is 2.
     """
 
     resume: bool = False

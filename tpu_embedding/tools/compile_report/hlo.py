@@ -165,10 +165,10 @@ class TableAccesses:
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: peak size of the temporaries, including what SparseCores write.
       table_sized_copies: copies of table-sized arrays within HBM. An array is
-        table-sized if it is as large as a stacked table, a slot variable or a map of
-        cached rows, or if it is larger than all of them. However, copies below 64 KiB
-        per device are not reported. Copies between HBM and on-chip memory, where XLA
-        may keep small tables during a step, are not reported either.
+        table-sized if it is exactly as large as a stacked table, a slot variable or a
+        map of cached rows, or if it is larger than all of them. Copies below 64 KiB per
+        device are not reported. Copies between HBM and on-chip memory are not reported
+        either, because XLA may keep small tables on-chip during a step.
       table_sized_passes: other instructions that write table-sized arrays, except
         in-place scatters. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers that produce table-sized arrays.

@@ -27,8 +27,8 @@ class Memory:
     """Memory that a program needs on one device, in bytes.
 
     Attributes:
-      arguments: all inputs, including tile padding: tables, slot variables, dense state
-        and the batch. 0 if the compiler rejected the program.
+      arguments: tables, slot variables, dense state and the batch, including their
+        tile padding. 0 if the compiler rejected the program.
       aliased: inputs whose memory is reused for results.
       outputs: results that need new memory.
       temporaries: peak size of the temporaries, including what SparseCores write.
@@ -67,7 +67,7 @@ class CompileReport:
       topology: topology name, as passed by the caller.
       plan: embedding plan.
       memory: memory that the step needs, and whether it fits.
-      accesses: what the step does with its tables. None if the compiler rejected it.
+      accesses: table accesses in the step. None if the compiler rejected the step.
       cycles: estimated cycles; see `Cycles`. None if the compiler rejected the step.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time to compile.
@@ -113,8 +113,8 @@ def compile_report(
     Args:
       step: jitted function that donates the state and uses the plan's
         `compiler_options`.
-      arguments: step arguments, such as the state and a batch, as
-        `jax.ShapeDtypeStruct`s with shardings; see `abstract_arrays` and
+      arguments: step arguments, such as the state and a batch. They are
+        `jax.ShapeDtypeStruct`s with shardings, from `abstract_arrays` and
         `abstract_batch`.
       plan: embedding plan, on a mesh from `topology_mesh`.
       name: step name in the report.

@@ -199,7 +199,7 @@ class SliceShapes:
 
     Attributes:
       cube_side: chips per side of a cube. Slices larger than the `fixed` grids are made
-        of such cubes. If None, only the `fixed` grids exist.
+        of these cubes. If None, only the `fixed` grids exist.
     """
 
     fixed: tuple[tuple[int, ...], ...]

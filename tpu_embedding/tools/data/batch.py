@@ -26,15 +26,15 @@ class Batch:
     """One batch of samples, on the host until the training loop moves it to devices.
 
     Attributes:
-      features: ids by feature name: an int array `[batch]` or `[batch, valence]`
-        (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds` or a `SparseIds`. A
-        model config may replace them in its `with_inputs`.
+      features: ids by feature name, as a `DenseIds`, a `RaggedIds`, a `SparseIds` or an
+        int array. Arrays are `[batch]` or `[batch, valence]`, and padded with
+        `PADDING_ROW_ID`. A model config may replace the features in its `with_inputs`.
       dense: dense inputs, finite numbers `[batch, num_dense]`. The loop converts dense
         inputs, labels and weights to float32. A dict of arrays `[batch, ...]` is also
         accepted; its integers become int32. `None` means no dense inputs.
       labels: finite numbers `[batch]`, in [0, 1] for the loss `"log_loss"`.
       weights: numbers `[batch]`, at least 0. Samples that pad the last evaluation batch
-        have weight 0; other samples typically have weight 1.
+        have weight 0. Real samples typically have weight 1.
 
     Example:
       >>> batch = Batch(

@@ -43,7 +43,7 @@ class SampleReader(Protocol):
           samples: int64 `[num_samples]`, mostly runs of consecutive numbers.
 
         Raises:
-          DataError: if the data are damaged; the message names the file and the place.
+          DataError: if the data are damaged. The message names the file and the place.
         """
         ...
 

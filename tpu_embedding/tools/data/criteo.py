@@ -33,7 +33,7 @@ class CriteoSource:
 
     Attributes:
       vocabulary_size: number of table rows for each feature.
-      num_evaluation_samples: number of held-out samples, which are the last samples in
+      num_evaluation_samples: number of held-out samples. They are the last samples in
         the files.
       vocabulary_sizes: number of table rows for each feature, if the numbers differ.
         `vocabulary_size` then limits each number, so that a small machine can hold the
@@ -64,8 +64,8 @@ class CriteoSource:
         """Opens a log, or draws synthetic rows if `data_dir` is None.
 
         To open a log, pass a file that `scripts/criteo_to_parquet.py` wrote, or a
-        directory with such files, whose names must sort by time. See also
-        `DataSource.open`.
+        directory with several of these files. The file names must sort by time. See
+        also `DataSource.open`.
 
         Raises:
           DataError: if a file is missing or damaged.

@@ -318,9 +318,9 @@ class ParquetSource:
       num_evaluation_samples: number of held-out rows. They are the last rows in the
         evaluation files, or in the training files if you don't set `evaluation_files`.
         Defaults to all rows in the evaluation files.
-      files: pattern for training files in the data directory, which are sorted by name.
+      files: pattern for training files in the data directory. Files are sorted by name.
       evaluation_files: pattern for files with held-out rows, or None.
-      num_streams: number of row groups that a batch mixes. One more is kept in memory.
+      num_streams: number of row groups that a batch mixes. Memory holds one more group.
 
     Example:
       >>> source = ParquetSource(

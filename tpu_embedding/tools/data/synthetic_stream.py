@@ -37,8 +37,8 @@ class SyntheticStreamSource(SyntheticSource):
       num_users: number of users alive at the same time.
       num_items: number of items alive at the same time.
       life_steps: number of training steps that an id is alive.
-      evaluation_step: training step, not before the last one. The held-out samples use
-        the ids that are alive at this step.
+      evaluation_step: training step, at least the run's last step. The held-out samples
+        use the ids that are alive at this step.
       num_evaluation_samples: number of held-out samples.
       vocabulary: table kind. `"hashed"` tables use the same memory as `"dynamic"`
         tables, and `"unlimited"` tables have a row for every id.

@@ -115,7 +115,8 @@ def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
 
 
 def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
-    # `Outputs.scores` lacks the other items' scores, so the model computes the ranks.
+    # `Outputs.scores` has only one score per sample, for the sample's own item. Ranks
+    # need the scores of all items in the batch, so the model computes the ranks.
     ranks = outputs.predictions
     loss = m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
     recall = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)

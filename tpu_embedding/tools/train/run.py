@@ -57,7 +57,7 @@ _Item = TypeVar("_Item")
 
 ExistingRun = Literal["refuse", "resume"]
 """How to handle a checkpoint in the output directory: raise an error, or continue from
-it. Without a checkpoint, `"resume"` starts a new run, so a job can always pass it."""
+it. Without a checkpoint, `"resume"` starts a new run, so a job can always resume."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ def train(
       ConfigError: if the model does not fit the config.
       DataError: if data are missing or damaged.
       CheckpointError: if the checkpoint to resume from is damaged, or does not fit.
-      RunDirectoryError: if another process uses `output_dir`, or `existing_run` does
-        not allow its checkpoint.
+      RunDirectoryError: if another process uses `output_dir`, or if the directory has a
+        checkpoint and `existing_run` is `"refuse"`.
       TrainingDivergedError: if a loss, a gradient or a metric is not finite.
       MissingExtraError: if a library of the extra `train` is not installed.
 

@@ -202,8 +202,8 @@ class RunConfig:
       data: data source, a frozen dataclass; see `DataSource`.
       model: hyperparameters such as layer sizes, a frozen dataclass; see `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, `"softmax"` for
-        classes (labels are class numbers, and scores are `[batch, classes]`), or
-        `"in_batch_softmax"` for choices among the items in the batch.
+        classes, or `"in_batch_softmax"` for choices among the items in the batch. With
+        `"softmax"`, labels are class numbers, and scores are `[batch, classes]`.
       loss_weight: positive factor for the training loss; metrics do not use it.
       batch_size: samples per step, over all devices. It need not be divisible by the
         device count.
@@ -236,7 +236,8 @@ class RunConfig:
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
       keep_best: whether to also keep the checkpoint with the lowest main metric on the
-        held-out data, and make it the result. Every evaluation then saves a checkpoint.
+        held-out data. This checkpoint is then the run's result, and every evaluation
+        saves a checkpoint.
       patience: ends the run after this many evaluations in a row that don't lower the
         main metric. With 0, the run does all steps.
       on_event: function for your own logging. On the first process, `train` calls it
@@ -345,8 +346,8 @@ def list_configs() -> dict[str, pathlib.Path]:
 def load_config(name_or_path: str) -> RunConfig:
     """Loads the run config that a Python file defines as `config`.
 
-    Like a script, your file can import modules from its folder. Errors that it raises
-    propagate.
+    Like a script, your file can import modules from its folder. Errors that your file
+    raises propagate.
 
     Args:
       name_or_path: a name from `list_configs`, or the path to a Python file.

@@ -178,10 +178,10 @@ StepMetrics = dict[str, jax.Array]
   finite.
 * `rounds`: number of exchange rounds, the maximum over all stacks.
 * `out_of_range`: number of ids out of range.
-* `beyond_limit`: exists only if a backend replaces the exchange. 1 if a stack with such
-  a backend needed the exchange nevertheless, else 0.
-* `not_run`: exists only if the program of a stack lacks the exchange. 1 if such a stack
-  needed the exchange, else 0.
+* `beyond_limit`: 1 if a stack needed the exchange, although its backend replaces the
+  exchange, else 0. Missing if no backend replaces the exchange.
+* `not_run`: 1 if a stack needed the exchange, but its program lacks it, else 0. Missing
+  if all programs have the exchange.
 * `table/count`: counts of dynamic tables."""
 
 
