@@ -303,16 +303,16 @@ class TableConfig:
         or a Keras optimizer, whose fields `make_plan` reads. A name such as
         `"adagrad"` selects an optimizer with its defaults. `optax.set_to_zero()` keeps
         the table fixed. Defaults to the layer's optimizer.
-      combiner: how to pool a sample's rows: `"sum"`, `"mean"` (sum divided by the
-        summed weights) or `"sqrtn"` (sum divided by the square root of the summed
-        squared weights). A denominator of 0 gives 0. To pool in another way, look the
-        feature up as a sequence and pool in the model.
+      combiner: how to pool a sample's rows: `"sum"`, `"mean"` or `"sqrtn"`. The mean is
+        the sum divided by the summed weights. `"sqrtn"` divides the sum by the square
+        root of the summed squared weights. A denominator of 0 gives 0. To pool in
+        another way, look the feature up as a sequence and pool in the model.
       name: unique name, used in checkpoint keys and to seed the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type. Arithmetic, slot variables and activations are always
         float32. `bfloat16` halves the memory and rounds updates stochastically. `int8`
-        stores a scale and a bias per row and takes about a quarter of the memory, but
-        such tables can't be trained.
+        takes about a quarter of the memory and stores a scale and a bias per row. You
+        can't train int8 tables.
       placement: where the rows live, such as `te.Sharded()` or `te.Replicated()`. It
         never changes results. By default, `make_plan` decides.
 
@@ -437,18 +437,17 @@ class FeatureConfig:
         zero activations and touches no rows.
       name: name in errors and metrics. Defaults to the path in the nest.
       out_of_range_ids: how to handle ids outside `[0, vocabulary_size)`. `"error"`
-        raises in `prepare_features`; inside jit, which cannot raise, the ids are
+        raises in `prepare_features`. Inside jit, which cannot raise, the ids are
         dropped. `"drop"` ignores them: they add zero and update nothing. `"clip"` reads
         the nearest row. `LookupStats.out_of_range` counts them under every policy.
-        However, a `Dynamic` vocabulary accepts every id except -1, which means "no id":
-        `"error"` rejects -1 in `prepare_features`, `"drop"` skips it without counting
-        it, and `"clip"` is not supported.
+        However, a `Dynamic` vocabulary accepts every id except -1, which means "no id".
+        There, `"error"` rejects only -1, in `prepare_features`. `"drop"` skips -1
+        without counting it. `"clip"` is not supported.
       expected_valence: mean number of ids per sample, which sets a ragged feature's
         buffer size. If a shard has more ids, its buffer grows, which recompiles the
-        step.
-        If you omit this value, buffers grow as your batches need. For a feature from
-        `te.inputs.unique_ids`, pass the distinct ids per device divided by the samples
-        per device.
+        step. If you omit this value, buffers grow as your batches need. For a feature
+        from `te.inputs.unique_ids`, pass the distinct ids per device divided by the
+        samples per device.
       find_only: whether `insert_ids` only finds ids and gives no rows to new ones. Use
         it if other features add the ids. Finding an id counts as a use. True needs a
         `Dynamic` vocabulary.

@@ -36,8 +36,8 @@ def start(
     Call it in every process. Without arguments, JAX detects jobs on Cloud TPU, GKE,
     Slurm and Open MPI. Outside a job, or with one process, the function does nothing.
 
-    Note that if a process dies, JAX misses its heartbeats and ends the other processes
-    after a while.
+    Note that JAX ends all processes some time after one of them dies and its heartbeats
+    stop.
 
     Args:
       coordinator: `HOST:PORT` where process 0 listens.

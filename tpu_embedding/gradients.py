@@ -344,7 +344,7 @@ def add(*gradients: T) -> T:
     """Adds gradients of one model, for example from several micro-batches.
 
     A row that several gradients touch appears once in the sum, as in the gradient of
-    one batch with all samples. Optimizers that square gradients need such a sum.
+    one batch with all samples. Optimizers that square gradients depend on this.
 
     Args:
       *gradients: see `global_norm`. All have the same structure, but some may lack

@@ -34,7 +34,7 @@ class HardwareInfo:
     """A kind of device: its row layout, memory and compiler options.
 
     Attributes:
-      name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
+      name: TPU generation such as `"v5e"`, otherwise `"cpu"` or `"gpu"`.
       line_lanes: lanes per packed line, 128 on TPU. If `dim` is below 128, XLA:TPU
         stores a `[rows, dim]` array column by column, and copies all of it before each
         gather. Packing rows into 128-lane lines avoids the copy. If None, tables keep
@@ -98,9 +98,9 @@ class HardwareInfo:
 #
 # XLA offloads gathers to SparseCore by default, but scatters and long sorts only on
 # request. Offloading sorts saves compile time: a sort of 900,000 pairs takes 9 s to
-# compile for the TensorCore and 0.6 s for SparseCore, and a step has about a dozen
-# sorts, including the ones that XLA adds to scatters. By default XLA keeps sorts of up
-# to about 131,000 keys on the TensorCore. The option that lowers this limit needs jax
+# compile for the TensorCore and 0.6 s for SparseCore. A step has about a dozen sorts,
+# including the ones that XLA adds to scatters. By default XLA keeps sorts of up to
+# about 131,000 keys on the TensorCore. The option that lowers this limit needs jax
 # 0.12.
 _SPARSE_CORE_OPTIONS: Final = (
     ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),

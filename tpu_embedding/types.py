@@ -78,8 +78,8 @@ class RaggedIds:
 
     Attributes:
       values: integers `[num_values]`, all ids in sample order.
-      row_splits: integers `[batch + 1]` from 0 to `num_values`, never decreasing;
-        sample `i` owns `values[row_splits[i]:row_splits[i + 1]]`.
+      row_splits: integers `[batch + 1]` that rise from 0 to `num_values` and never
+        decrease. Sample `i` owns `values[row_splits[i]:row_splits[i + 1]]`.
       weights: float32 `[num_values]`. Defaults to weight 1 for every id.
 
     Example:
@@ -347,9 +347,8 @@ class LookupStats:
 
     Attributes:
       rounds: exchange rounds, int32 scalars by stack name. More than 1 means that skew
-        spilled some ids to later rounds. 0 means that the backend looked rows up
-        without an exchange; with such a backend, 1 or more means that the ids were
-        beyond its limits.
+        spilled some ids to later rounds. Some backends look rows up without an exchange
+        and count 0 rounds. They count 1 or more if the ids were beyond their limits.
       out_of_range: ids outside their table, int32 scalars by feature name. These ids
         were dropped or clipped; see `FeatureConfig.out_of_range_ids`.
       num_ids: ids in the batch, except padding and dropped ids, int32 scalars by stack

@@ -27,7 +27,7 @@ class VocabularyInputs:
     """Turns feature ids into row numbers; by default, ids are row numbers.
 
     `read`, `check` and `for_step` run on the host in `prepare_features`, in this order.
-    The other methods run in lookups, including compiled lookups.
+    `find_rows` runs in lookups, compiled or not, and `served_rows` in exported models.
     """
 
     text_to_ids: str = "te.inputs.hash_ids or te.inputs.Vocabulary"
@@ -69,8 +69,9 @@ class VocabularyInputs:
                 "'drop' or 'clip'."
             )
         # Conversion to int32 would wrap ids that don't fit. Instead, they become -1 or
-        # the largest int32 that isn't padding. The step, or a served program with its
-        # own policy, can then still drop them or clip them to the right end.
+        # the largest int32 that isn't padding. Both replacements are out of range, so
+        # the step can still drop them or clip them to the right end. So can a served
+        # program, which has its own policy.
         is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
         replacement = np.where(ids < 0, -1, PADDING_ROW_ID - 1)
         kept = np.where(is_foreign, 0, ids).astype(np.int32)

@@ -64,9 +64,9 @@ def as_variables(values: T) -> T:
 
 def computed_apart(values: T) -> T:
     """Keeps values from being fused into their consumers."""
-    # XLA:CPU fuses arithmetic with the copy, slice or scatter around it, and the fused
-    # loop runs on one core or without vector instructions. XLA:TPU aborts on some
-    # fusions of gathers.
+    # XLA:CPU fuses arithmetic with the copy, slice or scatter around it. The fused loop
+    # runs on one core or without vector instructions. XLA:TPU aborts on some fusions of
+    # gathers.
     return jax.lax.optimization_barrier(values)
 
 

@@ -1,6 +1,6 @@
 """Saves and restores training state, and imports tables from other libraries.
 
-A checkpoint is an ordinary Orbax checkpoint in which each table is one array with its
+A checkpoint is an ordinary Orbax checkpoint. Each table in it is one array with its
 rows in natural order, so any plan on any devices can read it.
 
 Read `saving` first. `split_state` finds the tables in a state, `saved_leaves` describes

@@ -1,7 +1,7 @@
 """Reads and writes checkpoint arrays with tensorstore, chunk by chunk.
 
 Arrays are uncompressed zarr 3. Each chunk ends with its CRC-32C. In a large table, a
-chunk takes 10 to 20 MB. When saving, Orbax passes all leaves to an `ArrayWriter`, which
+chunk takes 10 to 20 MB. When saving, Orbax passes all leaves to an `ArrayWriter`. It
 streams stacks block by block (`tables/row_stream.py`), so neither devices nor host hold
 a second copy of a table. When reading, `SavedArray` trusts nothing on disk that
 `state.json` doesn't confirm.

@@ -122,8 +122,8 @@ class SaveState(ocp.args.CheckpointArgs):
     """The state to save: an argument for `CheckpointManager.save`.
 
     Attributes:
-      state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
-        `TrainState`; or any pytree.
+      state: nnx modules such as `(model, optimizer)`, an `nnx.State`, a Linen
+        `TrainState`, or any pytree.
       plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       description: JSON values to store with the state.
 
@@ -197,14 +197,15 @@ def save(
 
     Args:
       directory: checkpoint path. It must not exist.
-      state: nnx modules, such as `(model, optimizer)`; an `nnx.State`; a Linen
-        `TrainState`; or any pytree, which may include data positions and random keys.
+      state: nnx modules such as `(model, optimizer)`, an `nnx.State`, a Linen
+        `TrainState`, or any pytree. The pytree may include data positions and random
+        keys.
       plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       description: JSON values to store with the state.
 
     Raises:
-      CheckpointError: if the directory exists, or the files can't be written, for
-        example because the disk is full or a leaf's dtype is not supported.
+      CheckpointError: if the directory exists, or the files can't be written. For
+        example, the disk may be full, or a leaf's dtype may not be supported.
       TypeError: if a leaf is neither an array nor a number, or the description can't be
         written as JSON.
       ValueError: if some tables have no known plan, or the description is larger than
@@ -299,9 +300,9 @@ def restore(
       plan: table plan. Needed unless modules or Linen variables in `state` hold it.
       tables: names of the tables to restore. Defaults to all tables. Tables that you
         leave out keep their values. If the state has several layers, the layer path
-        precedes the name: `"user/movie"`. Stacked tables share step counts. So if you
-        restore only some of them, the state's count must be 0 or equal to the restored
-        count.
+        precedes the name: `"user/movie"`. Stacked tables share step counts. If you
+        restore only some tables in a stack, the state's count must be 0 or equal to the
+        restored count.
       rename: maps a table's name in the state to its name in the checkpoint.
 
     Returns:
@@ -309,9 +310,9 @@ def restore(
 
     Raises:
       CheckpointError: if the checkpoint or a file is missing or damaged, or if the
-        checkpoint doesn't fit the state; the message lists every difference with a fix.
-        The arrays in `state` keep their values, unless checkpoint files are overwritten
-        in place or removed while rows are being restored.
+        checkpoint doesn't fit the state. The message then lists every difference with a
+        fix. The arrays in `state` keep their values, unless checkpoint files are
+        overwritten in place or removed while rows are being restored.
       ValueError: if an argument is invalid, or some tables have no known plan.
 
     Example:

@@ -50,9 +50,9 @@ def save_delta(
       directory: new directory for the delta. It appears once all files are written.
 
     Raises:
-      ExportError: if an export is damaged, if table names, shapes or types differ, or
-        if the directory holds files or cannot be written. `ExportError` is a
-        ValueError.
+      ExportError: if an export is damaged, or if table names, shapes or types differ.
+        Also raised if the directory holds files or cannot be written. `ExportError` is
+        a ValueError.
 
     Example:
       >>> import tempfile
@@ -132,9 +132,9 @@ def apply_delta(
       directory: new directory for the newer export.
 
     Raises:
-      ExportError: if the delta belongs to a different export, if files are missing,
-        damaged or symbolic links, or if the directory holds files or cannot be written.
-        `ExportError` is a ValueError.
+      ExportError: if the delta belongs to a different export, or if files are missing,
+        damaged or symbolic links. Also raised if the directory holds files or cannot be
+        written. `ExportError` is a ValueError.
 
     Example:
       >>> import tempfile

@@ -68,8 +68,9 @@ class Input:
     path: tuple[str, ...]
     # "dense_ids" for `DenseIds`, and for plain arrays that the model looks up.
     kind: InputKind
-    # An exclusive upper bound on ids. None if the program drops or clips out-of-range
-    # ids, if ids have 64 bits, or if the model changes ids before it looks them up.
+    # An exclusive upper bound on ids. None if ids have 64 bits, or if the model changes
+    # ids before it looks them up. Also None if the program drops or clips out-of-range
+    # ids.
     vocabulary_size: int | None = None
 
     def __post_init__(self):

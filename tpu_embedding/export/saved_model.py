@@ -51,7 +51,7 @@ def save_tensorflow(
     `tf.Module` that turns strings into ids.
 
     Note that the host holds all tables at once, because TensorFlow saves them from
-    memory. They are first written to a temporary directory.
+    memory. The tables are first written to a temporary directory.
 
     Args:
       model: see `save`.

@@ -73,8 +73,8 @@ def save(
         shapes and dtypes matter. If an array's first axis has the batch size, calls may
         change the size of this axis. All other sizes are fixed.
       method: name of the method to export.
-      dtype: table type in the files: `"float32"`, `"bfloat16"`, or `"int8"` with a
-        scale and bias per row, in FBGEMM's layout.
+      dtype: table type in the files: `"float32"`, `"bfloat16"` or `"int8"`. An int8 row
+        has a scale and a bias, in FBGEMM's layout.
       batch_size: fixed batch size. You need it if the model computes with its batch
         size, or if features have an `output_shape`. By default, calls may have any
         batch size.
@@ -82,11 +82,11 @@ def save(
         in an input's path, or the input's name in the signature.
 
     Raises:
-      ExportError: if the directory holds files or cannot be written; if the example
-        does not fit; if the model cannot run on one device, or needs a fixed
-        `batch_size`; if a vocabulary does not match exactly one input, or has more ids
-        than its table has rows; or if the extra `serving` is not installed.
-        `ExportError` is a ValueError.
+      ExportError: if the directory holds files or cannot be written, or if the extra
+        `serving` is not installed. Also raised if the example does not fit, or if the
+        model cannot run on one device or needs a fixed `batch_size`. Also raised if a
+        vocabulary does not match exactly one input, or has more ids than its table has
+        rows. `ExportError` is a ValueError.
 
     Example:
       >>> import pathlib, tempfile

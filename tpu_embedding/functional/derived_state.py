@@ -61,8 +61,8 @@ def with_table_values(
     """Replaces all values in the given tables.
 
     If you pass `slots`, optimizer state derived from the old values is reset to match
-    the new ones: moving averages for all rows, and Adafactor's scale of the table.
-    Other slot variables don't change.
+    the new values. This state is the moving averages of all rows, and Adafactor's scale
+    of the table. Other slot variables don't change.
 
     Args:
       stacked: stack name to packed rows, as in `unstack_tables`.
@@ -79,8 +79,9 @@ def with_table_values(
     Raises:
       TypeError: if `values` is not a dict, or `plan` is not a plan.
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
-        for another plan; if an array has the wrong shape, is complex or not numeric,
-        or is beyond the range of its type; or if `slots` is needed but missing.
+        for another plan. Also raised for an array that has the wrong shape, does not
+        hold real numbers, or is beyond the range of its type. Also raised if `slots` is
+        needed but missing.
 
     Example:
       >>> import tpu_embedding as te
@@ -244,7 +245,7 @@ def finalize_variable_values(
 ) -> tuple[Any, Any]:
     """Sets variables to their moving averages, as in Keras.
 
-    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep such averages; with
+    `te.optimizers.with_ema` and `adafactor(use_ema=True)` keep moving averages. With
     other optimizers, variables don't change. If the latest steps did not look up a row,
     its average is brought up to date first. The update is in place if your `jit`
     donates tables and slots. For a whole model, call

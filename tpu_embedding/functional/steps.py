@@ -100,8 +100,8 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: global float32 arrays, in a nest like the features. Their shapes are
-        `[batch, dim]`, or the sequence or output shape of the feature.
+      activations: global float32 arrays, in a nest like the features. Shapes are
+        `[batch, dim]`, unless the feature sets `max_sequence_length` or `output_shape`.
       routing: input to `compute_gradients`.
       stats: rounds, ids out of range, and rows requested from each shard.
 
@@ -160,7 +160,7 @@ def lookup(
       tables: stack name to packed rows, from `init_tables`.
       features: nest like the plan's `feature_config`; you can omit dict keys. Leaves
         are global int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
-        `ShardedRaggedIds` from `prepare_features`. You can pass any batch size: batches
+        `ShardedRaggedIds` from `prepare_features`. You can pass any batch size. Batches
         are padded to a multiple of the device count, and the activations are cut back
         to your size.
       plan: plan of the layer.
@@ -521,9 +521,9 @@ def apply_gradients(
     optimizer don't change.
 
     Call it once per step, and sum gradients from several lookups with
-    `te.gradients.add`. As in TensorFlow and optax, each call is one step for all
-    trained tables: step counts and schedules advance even for a table that the step did
-    not look up. With `every_row`, momentum also changes the rows of such a table.
+    `te.gradients.add`. Each call is one step for all trained tables, as in TensorFlow
+    and optax. Step counts and schedules advance even for a table that the step did not
+    look up. With `every_row`, momentum also changes this table's rows.
 
     Args:
       tables: stack name to packed rows.

@@ -54,29 +54,29 @@ def prepare_features(
 
     Args:
       features: nest like the plan's `feature_config`. Dicts may omit features. Leaves
-        are integer arrays `[batch]` or `[batch, valence]` (unused positions hold
-        `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
-        objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Ids may have
-        any integer dtype. Tables with 64-bit ids also take pairs of 32-bit words.
+        are integer arrays, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
+        objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Arrays are
+        `[batch]` or `[batch, valence]`, with `PADDING_ROW_ID` in unused positions. Ids
+        may have any integer dtype. Tables with 64-bit ids also take pairs of 32-bit
+        words.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: the same nest with weights or None per feature. Weights have the same
         form as the ids, or are an array. For ragged and sparse features, the array is
-        `[num_values]`.
-        Defaults to the weights in the id containers.
+        `[num_values]`. Defaults to the weights in the id containers.
       sizes: sizes from earlier batches. By default, each batch has its own.
       samples: `"global"` if you pass the global batch, `"process"` if you pass only the
         samples for this process, `plan.process_samples(batch_size)`. If `"process"`,
         all processes must call this function for each batch, to agree on ragged sizes.
 
     Returns:
-      The nest with NumPy arrays: int32 ids, or pairs of words for tables with 64-bit
-      ids, and float32 weights. Pass it to the layer, or first to
+      The nest with NumPy arrays. Ids are int32, or pairs of 32-bit words for tables
+      with 64-bit ids. Weights are float32. Pass the nest to the layer, or first to
       `tpu_embedding.inputs.shard_batch` with the same `samples`.
 
     Raises:
       TypeError: if ids are not integers, or their container is ambiguous.
-      ValueError: if the nest has a different structure, an id is outside its table and
-        the policy is `"error"`, or shapes do not fit each other.
+      ValueError: if the nest has a different structure, or shapes do not fit each
+        other. Also raised if an id is outside its table and the policy is `"error"`.
 
     Example:
       >>> import tpu_embedding as te
@@ -119,9 +119,9 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
     Args:
       batch: nest of arrays on the host.
       plan: plan of the layer.
-      samples: if `"global"`, each process passes the same global batch; an array whose
-        first axis is not a multiple of the device count is copied to each device. If
-        `"process"`, each process passes only the samples
+      samples: if `"global"`, each process passes the same global batch. Arrays whose
+        first axis is not a multiple of the device count are then copied to each device.
+        If `"process"`, each process passes only the samples
         `plan.process_samples(batch_size)`, in arrays with equal shapes.
 
     Returns:

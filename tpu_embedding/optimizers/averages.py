@@ -133,10 +133,10 @@ def with_ema(
 
         average = momentum * average + (1 - momentum) * w
 
-    The averages are a slot variable, `[rows, dim]`, plus one int32 per row. A step
-    updates only the averages whose rows it changes. An average that was not updated
-    catches up when its row is next touched, or when you read the averages. Up to
-    rounding, the result is the same as averaging the whole table in each step.
+    The averages are a slot variable, `[rows, dim]`, plus one int32 per row. Note that a
+    step updates only the averages whose rows it changes. An average that was not
+    updated catches up when its row is next touched, or when you read the averages. Up
+    to rounding, the result is the same as averaging the whole table in each step.
 
     `te.Optimizer.finalize_variable_values` sets a model's values to their averages.
     `te.functional.finalize_variable_values` does the same for tables or dense arrays

@@ -302,8 +302,8 @@ def from_keras_config(
     `tf_keras` if an id repeats within a step.
 
     All six `keras.optimizers.schedules` are translated from their configurations,
-    whichever backend Keras uses. If you wrote your own schedule class, it is called
-    inside the compiled step, so JAX must be able to trace it.
+    whichever backend Keras uses. However, if you wrote your own schedule class, it is
+    called inside the compiled step, so JAX must be able to trace it.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor`,
     `gradient_accumulation_steps`, and `use_ema`, which becomes `with_ema`. Fields

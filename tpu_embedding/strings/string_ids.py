@@ -83,10 +83,10 @@ def hash_ids(
       strings: string array, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or an
         object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8.
         Integers are hashed as their decimal digits. Fixed-width NumPy arrays (dtype `S`
-        or `U`) drop trailing NUL characters; dtype `object` keeps them.
+        or `U`) drop trailing NUL characters. Dtype `object` keeps them.
       num_buckets: the table's `vocabulary_size`, 1 to 2**31 - 2.
-      salt: number from 0 to 2**64 - 1, or a pair of such numbers. A number `n` means
-        `(n, n)`.
+      salt: a number from 0 to 2**64 - 1, or a pair of numbers in this range. A single
+        number `n` means `(n, n)`.
       padding: string that marks unused places, which become `PADDING_ROW_ID`.
 
     Returns:
@@ -189,8 +189,8 @@ class Vocabulary:
         """Numbers the tokens.
 
         Args:
-          tokens: distinct strings. Lists from Keras may begin with the mask token (if
-            you set `mask_token`), followed by `oov_token` once per bucket.
+          tokens: distinct strings. A list from Keras may begin with `mask_token`, if
+            you set one, and then `oov_token` once per bucket.
           num_oov_buckets: how many ids to reserve for unknown strings. With 0, unknown
             strings raise an error.
           mask_token: string that looks up nothing. Its places become `PADDING_ROW_ID`,
@@ -254,8 +254,8 @@ class Vocabulary:
         """Reads a UTF-8 text file with one token per line.
 
         Args:
-          path: file to read. Spaces are part of a token. However, line endings and a
-            byte order mark are not.
+          path: file to read. Spaces are part of a token. Line endings and a byte order
+            mark are not.
           **options: keyword arguments to `Vocabulary`, such as `num_oov_buckets`.
 
         Raises:
@@ -286,8 +286,8 @@ class Vocabulary:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file for `load`.
 
-        Like `get_vocabulary` in Keras, `tokens` in the file has a string for each id:
-        the mask token, `oov_token` for each bucket, then the tokens.
+        The file's `tokens` has a string for each id, like `get_vocabulary` in Keras.
+        First comes any mask token, then `oov_token` for each bucket, then the tokens.
 
         Args:
           path: file to write. An existing file is replaced once the new file is
@@ -357,8 +357,8 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if a string is unknown and there are no buckets, or if an unknown
-            string is longer than 65,536 bytes and there are several buckets.
+          ValueError: if there are no buckets and a string is unknown. With several
+            buckets, also raised if an unknown string is longer than 65,536 bytes.
         """
         read, values = _read_strings(
             strings, "Vocabulary.ids", takes_integers=self._has_numbers

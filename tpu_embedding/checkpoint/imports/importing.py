@@ -133,19 +133,19 @@ def import_tables(
       rename: maps names in the model to names in the source, where they differ. In the
         model, tables are named `"movie"`, and slot variables `"movie/accumulators"`.
         `print(source)` shows you the source's names. If you list slot variables of a
-        table, only these slots are imported. Otherwise, the source must have exactly
-        the slot variables that the optimizer rule has, or none.
+        table, only these slots are imported. Otherwise, the source must have either
+        exactly the optimizer rule's slot variables or none.
       ids: maps a dynamic table's name to the ids `[rows]` of its source rows, as 64-bit
         integers or strings. The new ids replace all old ids and count as just used.
 
     Returns:
-      What was imported, dropped and kept.
+      A report of what was imported, dropped and kept.
 
     Raises:
       CheckpointError: if names, shapes or types don't fit, or the source is damaged.
         The message lists every mismatch, and the model is unchanged.
-      ValueError: if the optimizer was not made for the model, or if you pass no
-        optimizer although the model's optimizer derives state from these tables.
+      ValueError: if the optimizer was not made for the model. Without an optimizer,
+        also raised if the model's optimizer derives state from the imported tables.
 
     Example:
       >>> import numpy as np

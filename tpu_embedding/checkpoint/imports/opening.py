@@ -42,7 +42,7 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """Opens the tables in another library's file or checkpoint.
 
     Args:
-      source: a dict of arrays, such as `np.load` returns for an `.npz` file; or a path
+      source: a dict of arrays, for example from `np.load` of an `.npz` file, or a path
         to one of these:
 
         * a `.safetensors` file, or a directory with several. Arrays are named `"table"`

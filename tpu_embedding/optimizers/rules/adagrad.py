@@ -118,8 +118,8 @@ def rowwise_adagrad(
     `DECOUPLE` (`fbgemm_gpu/codegen/genscript/optimizers.py`). However, FBGEMM defaults
     to `initial_accumulator_value=0.0` and `epsilon=1e-8`.
 
-    Rows decay only in steps that look them up. Without weight decay, the result equals
-    applying the rule to all rows. optax lacks row-wise Adagrad.
+    Note that rows decay only in steps that look them up. Without weight decay, the
+    result equals applying the rule to all rows. optax lacks row-wise Adagrad.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -341,7 +341,8 @@ def proximal_adagrad(
     (NIPS 2009), as in TensorFlow's `ProximalAdagradParameters`
     (`optimization_parameters.proto`) and kernel `ResourceSparseApplyProximalAdagrad`.
 
-    Rows are regularized only in steps that look them up. optax has no equivalent.
+    Note that rows are regularized only in steps that look them up. optax has no
+    equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -505,8 +506,8 @@ def frequency_aware_adagrad(
     instead of the counter, and multiplies by the gradient twice.
 
     Both sources keep one counter per element. As all counters in a row are equal, this
-    rule keeps one per row. Rows are regularized only in steps that look them up. optax
-    has no equivalent.
+    rule keeps one per row. Note that rows are regularized only in steps that look them
+    up. optax has no equivalent.
 
     Args:
       learning_rate: scalar or optax schedule.
@@ -581,8 +582,8 @@ def frequency_estimator(
     `d` is the interval since the row's last lookup, in steps, and `c` is the bounded
     interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
 
-    The gradient is ignored. A row changes only in steps that look it up. In the
-    `TableConfig`, you must set `dim=1` and
+    The gradient is ignored. Note that a row changes only in steps that look it up. In
+    the `TableConfig`, you must set `dim=1` and
     `initializer=jax.nn.initializers.constant(max_delta)`, so that rows start at
     `max_delta`.
 
