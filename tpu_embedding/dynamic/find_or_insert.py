@@ -39,8 +39,8 @@ _EMPTY, _EVICTABLE, _TAKEN = range(3)
 _COUNT_BITS: Final = 8
 _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 _TOTAL_LANE: Final = LINE_LANES - 1
-"""In a sketch line, the lane that counts all unknown ids in the bucket. Each other lane
-is a counter that several ids share."""
+"""In a sketch line, the lane that counts all unknown ids in the bucket. Each lane
+before it is a counter that several ids share."""
 
 
 @jax.tree_util.register_dataclass
@@ -146,8 +146,8 @@ def insert(
     """Finds ids and assigns lanes to new ones, in place if the directory is donated.
 
     Returns:
-      The new directory, each id's lane or -1, whether each id had a lane before, new
-      rows, and counts.
+      Five values: the new directory, each id's lane or -1, whether each id had a lane
+      before, the new rows, and counts.
     """
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)

@@ -119,7 +119,7 @@ def initial_values_of_ids(
         has_function = [
             initializer.function == function for initializer in initializers
         ]
-        # `function` is called for the rows of all tables, so tables with other
+        # `function` is called for the rows of all tables, so tables with different
         # initializers also need scalars. The results for their rows are not used.
         first_scalars = initializers[has_function.index(True)].scalars
         scalars = [

@@ -86,7 +86,7 @@ deviations. Each unused position costs 16 bytes."""
 _MIN_CAPACITY: Final = 256
 
 _NO_ROW: Final = NO_ID
-"""Reply for an id without a row. Other replies are `2 * row + is_known`."""
+"""Reply for an id without a row. Ids with a row get `2 * row + is_known`."""
 
 
 @jax.tree_util.register_dataclass

@@ -72,8 +72,8 @@ class LeastFrequentlyUsed:
     """Evicts the id used in the fewest steps, and breaks ties by least recent use.
 
     Attributes:
-      half_life: time in steps or units of `now`, from 1 to 2**32 - 1, after which the
-        count of an unused id is halved. By default, counts don't decay.
+      half_life: time until the count of an unused id is halved, in steps or units of
+        `now`, from 1 to 2**32 - 1. By default, counts don't decay.
 
     Example:
       >>> LeastFrequentlyUsed(half_life=1000).half_life
@@ -146,8 +146,8 @@ class Dynamic(Vocabulary):
     """The vocabulary for a table whose 64-bit ids come and go.
 
     Each id belongs to one bucket with 64 places. If the bucket is full, a new id takes
-    the row of an evicted id, or gets no row. With a capacity of 1.33 times the ids in
-    use, fewer than 0.1 % of them don't fit.
+    the row of an evicted id, or gets no row. If the capacity is 1.33 times the number
+    of ids in use, fewer than 0.1 % of these ids don't fit.
 
     Attributes:
       capacity: row count from 1 to 2**31 - 2**21, rounded up to a multiple of 64.

@@ -138,7 +138,7 @@ def _rows_of_feature(ids: Any, shape: FeatureShape, feature: FeaturePlan) -> np.
         values = values.astype(np.int32)
     # Ids beyond int32 match no row, as in a lookup outside `jax.jit`. Inside `jax.jit`,
     # without `jax_enable_x64`, JAX truncates such ids before this library sees them, so
-    # a lookup may read other rows. `prepare_features` replaces these ids.
+    # a lookup may read wrong rows. `prepare_features` replaces these ids.
     is_row = (values >= 0) & (values < feature.num_rows)
     if feature.config.out_of_range_ids == "clip" and not is_row.all():
         is_row = values != PADDING_ROW_ID  # Padding must not become the last row.

@@ -60,8 +60,9 @@ def rows_brought(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Brings fetched rows into tables and slot variables, which are donated.
 
-    `slots` may omit layers. If `fetched` is None, this only checks the steps so far.
-    `lost_reads` counts uncached rows that the latest lookup read, by layer and stack.
+    `slots` may omit layers. If `fetched` is None, the function brings nothing. It only
+    checks whether the steps so far used stale copies or uncached rows. `lost_reads`
+    counts uncached rows that the latest lookup read, by layer and stack.
     """
     stacks = {path: dict(tables.stacks) for path, tables in layers.items()}
     new_slots = {path: dict(states) for path, states in slots.items()}

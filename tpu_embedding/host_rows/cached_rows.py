@@ -1,8 +1,8 @@
 """Rows that are stored on the host, with slots that cache some of them on devices.
 
-Only `locate`, which lookups and updates call once per round, turns row ids into slots.
-All other code sees the same row ids and owners as if all rows were on the devices, so
-sums, rules and random bits are equal bit for bit.
+Lookups and updates call `locate` once per round, and only `locate` turns row ids into
+slots. The rest of the code sees the same row ids and owners as if all rows were on the
+devices. So sums, rules and random bits are equal bit for bit.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class CachedRows(PackedRows):
     # Column of the host's records. The table is column 0.
     column: int
     # int32 `[1]` per shard. Each exchange increments the version. The host keeps the
-    # same count, to detect stale copies, whose slots may hold other rows by now.
+    # same count, to detect stale copies. Slots of a stale copy may be reused by now.
     version: Any
     # Number of the optimizer state that the rows belong to, or 0 for the table.
     owner: int = 0

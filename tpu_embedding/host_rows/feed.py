@@ -96,9 +96,11 @@ class Feed(Generic[Batch]):
     def __iter__(self) -> Iterator[tuple[Batch, dict[Key, FetchedRows]]]:
         # Turn `t`, before the step of batch `t`:
         #   finder thread   find what this process reads in batch `t + window + 4`
-        #   main thread     receive last turn's messages: the rows of `t + window + 2`,
-        #                   and how many exchanges `t` needs; send the rows of
-        #                   `t + window + 3` and the sizes of `t + 1`; exchange `t`
+        #   main thread     1. receive the messages sent in the last turn: the rows of
+        #                      `t + window + 2`, and how many exchanges `t` needs
+        #                   2. send the rows of `t + window + 3`, and the sizes of
+        #                      `t + 1`
+        #                   3. exchange `t`
         #   planner thread  plan `t + 2`
         #   reader thread   read the rows of `t + 1`, and start their transfer
         #   writer thread   write the rows that left with `t - 1`

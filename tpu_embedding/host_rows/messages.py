@@ -176,8 +176,8 @@ class Messenger:
 
     def _end_with_others(self) -> None:
         """Ends this process if another is gone and the main thread can't notice it."""
-        # The main thread may wait forever in a step that the other process doesn't run.
-        # It first gets some seconds to raise the error itself, in `_wait`.
+        # The main thread may wait forever in a step that the missing process doesn't
+        # run. It first gets some seconds to raise the error itself, in `_wait`.
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS) and not ENDING.is_set():
             if self._absences() and not self._is_closed.wait(_SECONDS_TO_NOTICE):
                 if absences := self._absences():

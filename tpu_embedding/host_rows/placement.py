@@ -40,9 +40,9 @@ class HostRows(Placement):
     """Placement that keeps all table rows in host memory, and caches some on devices.
 
     Use it if your tables don't fit in device memory. `te.host_rows` brings each batch's
-    rows to the devices before the step, and evicts other rows to make room. Row values,
-    slot variables and activations are the same as with `te.Sharded()`. On CPU, they are
-    equal bit for bit.
+    rows to the devices before the step, and evicts cached rows to make room. Row
+    values, slot variables and activations are the same as with `te.Sharded()`. On CPU,
+    they are equal bit for bit.
 
     Slot variables are stored with their rows. However, each table row still takes 4
     bytes on its device, for the map from rows to cache slots. On several hosts, each
@@ -51,7 +51,7 @@ class HostRows(Placement):
     Attributes:
       cache_rows: how many rows all devices cache together, rounded up to a multiple of
         the device count. The rows for three batches must fit. A cache that is a few
-        times larger already holds most rows of each batch.
+        times larger than this minimum already holds most rows of each batch.
       directory: path on each host's local disk for memory-mapped files, if your tables
         are larger than host memory. The files have no names, so several processes may
         share a directory. The files are freed at the end. If None, rows stay in memory.

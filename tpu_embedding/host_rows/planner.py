@@ -57,10 +57,10 @@ class _Undo(NamedTuple):
 class Planner:
     """Plans a shard's cache, batch by batch. Plans are the same on every machine.
 
-    A missing row takes a slot that was never filled. If all slots were filled, it
-    evicts the row with the oldest stamp among the next slots after a clock hand (a
-    sampled LRU), but never a row that an unfinished batch uses. In all methods, `rows`
-    are sorted unique local rows, int32.
+    A missing row takes a slot that was never filled. If all slots were filled, it takes
+    one of the next slots after a clock hand, and evicts the row with the oldest stamp
+    (a sampled LRU). Rows that an unfinished batch uses are never evicted. In all
+    methods, `rows` are sorted unique local rows, int32.
 
     Attributes:
       place: slot of each row, `-(t + 2)` if batch `t` evicted it, or -1 if it was never

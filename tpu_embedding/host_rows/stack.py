@@ -67,7 +67,7 @@ class HostStack:
       feed: the active pipeline.
       exchange_rows: K, the rows per shard in an exchange. 0 until a batch has rows.
       num_ids: unique rows, summed over batches and own shards.
-      num_fetched: how many of these rows were not cached.
+      num_fetched: how many of the `num_ids` rows were not cached.
     """
 
     def __init__(self, stack: StackPlan, plan: EmbeddingPlan):
@@ -146,8 +146,8 @@ class HostStack:
     def init_state(self, table: MappedRows, kept: Any) -> Any:
         """Makes an optimizer state, with new slot variables unless a state is `kept`.
 
-        New slot variables make earlier states invalid. With `kept`, this only computes
-        new totals.
+        New slot variables make earlier states invalid. With `kept`, its slot variables
+        stay in use, and only totals are computed again.
         """
         stack: Any = self.stack
         if kept is not None:

@@ -2,10 +2,10 @@
 
 A gradient is kept as routing and cotangents, on the devices that have its samples. So
 gradients can be added exactly, by joining their samples. `gradient_rounds` brings a
-gradient to the owners of its rows, in three stages: the source sums cotangents by row
-(spread) and sends the sums (exchange), and the owner adds the sums from all sources
-(merge). The gradient also holds what the owners received in round 1, so that a norm and
-the update after it share one exchange.
+gradient to the owners of its rows, in three stages. First, the source sums cotangents
+by row (spread). Then it sends the sums (exchange). Then the owner adds the sums from
+all sources (merge). The gradient also holds what the owners received in round 1, so
+that a norm and the update after it share one exchange.
 """
 
 import dataclasses

@@ -117,8 +117,8 @@ def flatten(
     """Turns ids into keys.
 
     Returns:
-      The keys of all features, concatenated. The other results are from
-      `rows_and_poolings`.
+      Three values. The keys of all features, in one array. Then the poolings and the
+      counts of ids out of range, both from `rows_and_poolings`.
     """
     if stack.keeps_duplicates:
         inputs = [_in_order_of_samples(feature_input) for feature_input in inputs]
@@ -142,8 +142,8 @@ def rows_and_poolings(
     """Applies id policies and combiners.
 
     Returns:
-      The table row of each id, or `PADDING_ROW_ID` if it reads no row, for all features
-      in one array; the `PoolingSpec` of each feature; and, for each feature, the number
+      Three values. The table rows of all ids, in one array. An id that reads nothing
+      has `PADDING_ROW_ID`. Then a `PoolingSpec` per feature. Then, per feature, a count
       of ids outside its table.
     """
     row_ids, out_of_range = _apply_id_policies(inputs, features)
@@ -477,10 +477,10 @@ def read_stack(
     """Reads and combines rows.
 
     Returns:
-      Float32 activations by feature; the routing for the backward pass; and counts by
-      `LookupStats` field, each with a first axis of length 1. The counts lack `num_ids`
-      and `requested_rows` if the lookup sent no ids. They lack `missing_rows` if the
-      device has all rows that it owns.
+      Three values. Float32 activations per feature. Then the routing for the backward
+      pass. Then counts by `LookupStats` field, each with a first axis of length 1. The
+      counts lack `num_ids` and `requested_rows` if the lookup sent no ids. They lack
+      `missing_rows` if the device has all rows that it owns.
     """
     poolings = routing.poolings
 

@@ -44,8 +44,8 @@ def rank_unique(
     """Sorts ids, and finds the rank of each id among the distinct ids.
 
     Returns:
-      The sorted words; the position of each sorted id before sorting; and its rank,
-      which is the number of smaller distinct ids.
+      Three values. The sorted words. Then the position of each sorted id before
+      sorting. Then the rank of each sorted id: the number of smaller distinct ids.
     """
     positions = jnp.arange(words[0].shape[0], dtype=jnp.int32)
     *ids, order = jax.lax.sort(

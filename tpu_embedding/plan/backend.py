@@ -106,7 +106,7 @@ class Backend:
 
 
 class BackendOptions:
-    """The value of `backend=`. It chooses a backend per stack; this class uses XLA."""
+    """The value of `backend=`. It chooses a backend per stack. This class uses XLA."""
 
     def choose(self, stack: "StackPlan", mesh: Mesh) -> "StackPlan":
         """Chooses a stack's backend, and the row layout that this backend needs.

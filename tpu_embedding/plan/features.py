@@ -73,8 +73,8 @@ class FeatureNest:
           what: name for the batch in errors.
 
         Returns:
-          A plan with only these features, and the batch as a list of one leaf per
-          feature. If the batch holds all features, the plan is this plan itself.
+          Two values: a plan with only these features, and the batch as a list with one
+          leaf per feature. If the batch holds all features, the plan is this plan.
 
         Raises:
           ValueError: if the nest has a different structure or no features.

@@ -66,13 +66,13 @@ def make_plan(
         results. Defaults to the mean plus four standard deviations.
       placement: where to store rows if you don't set `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()`, the default, splits
-        rows over all devices. `te.Sharded(axes=...)` splits them over some mesh axes
-        and copies them along the other axes. `te.Replicated()` copies them to every
+        rows over all devices. `te.Sharded(axes=...)` splits rows over the given mesh
+        axes and copies them along the rest. `te.Replicated()` copies rows to every
         device. Pass a function `(table name, number of rows)` to choose per table.
       hardware: hardware to plan for. Defaults to the kind of devices in the mesh.
       backend: how rows are looked up and updated. It changes speed, never results.
         `"xla"` uses gathers and scatters. `"sparse_core"` or `te.SparseCore(...)` uses
-        XLA's embedding operations for SparseCores, for each stack that they support;
+        XLA's embedding operations for SparseCores, for each stack that they support.
         `print(plan)` shows each stack's backend and the reason. `tpu-embedding doctor`
         compares the two backends on your devices.
 

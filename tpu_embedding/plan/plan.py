@@ -289,8 +289,8 @@ class EmbeddingPlan(FeatureNest):
         """Finds the samples in a global batch that this process has to load.
 
         These are the samples on its own devices. However, every process loads all
-        samples if the device count doesn't divide the batch, if some process has
-        samples that are not consecutive, or if processes have unequal device counts.
+        samples if the device count doesn't divide the batch. The same is true if some
+        process's samples are not consecutive, or if device counts are unequal.
 
         Args:
           batch_size: samples in the global batch.

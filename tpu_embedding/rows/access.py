@@ -102,8 +102,8 @@ def replace_stored_rows(
     Each row may appear at most once. Ids past the last row are dropped. Other rows keep
     their bits.
     """
-    # Additions of int32 wrap around, so they are exact. They don't change the other row
-    # in the same lanes: `(old << 16) + other` plus `(new - old) << 16` is
+    # Additions of int32 wrap around, so they are exact. They don't change `other`, the
+    # row that shares the lanes: `(old << 16) + other` plus `(new - old) << 16` is
     # `(new << 16) + other`.
     layout = packed.layout
     old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
@@ -148,7 +148,7 @@ def _gather_stored(
         rows = select_lanes(lines, groups, layout.groups_per_line, layout.lanes_per_row)
     if layout.rows_per_lane == 1:
         return rows
-    # The mask removes the other row, or the sign bits that `>>` shifts in.
+    # The mask removes the row that shares the lanes, or the sign bits from `>>`.
     return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
 
 
@@ -278,7 +278,7 @@ class Blocks(NamedTuple):
     """Blocks that cover all rows, each as (first row, row count).
 
     Attributes:
-      first: the block outside the loop. Its size may differ.
+      first: the block outside the loop. Its row count may differ from `size`.
       starts: the first row of each block in the loop.
       size: the row count of each block in the loop, which must be static.
     """

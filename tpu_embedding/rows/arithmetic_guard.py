@@ -2,7 +2,7 @@
 
 In bfloat16 and int8 tables, several values share a word, so a moving average or a norm
 with `jax.tree.map` would be silently wrong. The guard's leaf has an opaque dtype, like
-random keys. JAX copies and saves such a leaf, but rejects arithmetic on it. Lookups and
+random keys. JAX copies and saves this leaf, but rejects arithmetic on it. Lookups and
 updates ignore the guard.
 """
 
@@ -36,7 +36,7 @@ _IMPL: Final = define_prng_impl(
     split=_reject,
     random_bits=_reject,
     fold_in=_reject,
-    # Orbax restores such an array by this name, so it must be a name that JAX knows.
+    # Orbax restores the guard's array by this name, so JAX must know the name.
     name="threefry2x32",
     tag=_ADVICE,  # JAX's errors print it as the name of the dtype.
 )

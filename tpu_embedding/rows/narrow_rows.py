@@ -137,7 +137,7 @@ def _encode_int8(rows: Any) -> Any:
 def _join(codes: Any, xp: ModuleType) -> Any:
     """Packs the uint32 codes of int8 rows into words, four codes in each."""
     # Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
-    # bits first, so that joining and splitting work on contiguous slices.
+    # bits first. With this order, joining and splitting work on contiguous slices.
     num_words = -(-codes.shape[1] // 4)
     codes = xp.pad(codes, ((0, 0), (0, 4 * num_words - codes.shape[1])))
     words = codes[:, :num_words]

@@ -5,8 +5,8 @@ copies it before each gather or scatter. So `128 // dim` rows share a *line*, ea
 *lane group*. Rows longer than 128 take a multiple of 128 lanes. On CPU and GPU, a line
 is one row. docs/concepts/stacking.md has a picture.
 
-Rows have three forms: values, `[rows, dim]`; *stored* rows, `[rows, lanes_per_row]`,
-where narrow rows are words; and lines.
+Rows have three forms. Values are `[rows, dim]`. *Stored* rows, which are words if rows
+are narrow, are `[rows, lanes_per_row]`. The third form is lines.
 """
 
 import dataclasses
@@ -243,16 +243,17 @@ class PackedRows:
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
 
-    # A subclass may hold only some of the rows, and know where the other rows are.
+    # A subclass may hold only some of the rows, and know where to find the rest.
     holds_all_rows: ClassVar[bool] = True
 
     def locate(self, row_ids):
         """Finds rows that are about to change. An update calls this once per round.
 
         Returns:
-          This object, or a copy that counts changes that will be dropped; and the place
-          of each row in the lines, or `PADDING_ROW_ID` if the lines lack the row. A row
-          has the same place in a table and in its slot variables.
+          Two values: these rows, and the place of each row in the lines. Rows that the
+          lines lack have place `PADDING_ROW_ID`. The returned rows may be a copy that
+          counts the changes that will be dropped. A row has the same place in a
+          table and in its slot variables.
         """
         return self, row_ids
 

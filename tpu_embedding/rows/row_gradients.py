@@ -119,8 +119,8 @@ class RowGradients:
     """The gradients of one shard's rows in one round.
 
     Attributes:
-      row_ids: local rows, each at most once (or once per occurrence, for optimizers
-        that see occurrences); `PADDING_ROW_ID` where unused.
+      row_ids: local rows, each at most once. For optimizers that see occurrences, a row
+        appears once per occurrence. Unused positions hold `PADDING_ROW_ID`.
       values: gradients, undefined in unused positions.
       occurrences: one gradient per occurrence of an id, if the optimizer needs the norm
         of these gradients; else None.

@@ -69,25 +69,25 @@ _EMULATED_CORES: Final = 2
 class SparseCore(BackendOptions):
     """Options for XLA's embedding operations on a TPU's SparseCores.
 
-    TensorFlow's TPUEmbedding and jax-tpu-embedding use the same operations, which look
-    up, pool and exchange rows, and apply the optimizer. Here the operations read your
+    The operations look up, pool and exchange rows, and apply the optimizer. They are
+    also used by TensorFlow's TPUEmbedding and jax-tpu-embedding. Here they read your
     raw ids inside the step. Ids that don't fit in one operation are split into up to 64
-    minibatches. If that isn't enough, the step runs XLA's gathers and scatters on the
+    minibatches. If 64 aren't enough, the step runs XLA's gathers and scatters on the
     same rows, so ids are never dropped.
 
     Attributes:
-      max_ids: maximum number of ids, a multiple of 8, that one SparseCore may request
-        from one SparseCore (another or itself) in a minibatch. Also limits the number
-        of distinct rows. A smaller limit is used if memory requires it. The limit
-        changes speed, never results. Defaults to the mean number of ids plus a few
-        standard deviations, with room for hot rows.
-      cores: SparseCores per device. Defaults to the actual number, or to 2 on CPUs and
-        GPUs, which emulate the operations in plain JAX, for tests. Only CPUs and GPUs
+      max_ids: maximum number of ids in a minibatch that one SparseCore may request from
+        a single SparseCore, possibly itself. Use a multiple of 8. Also limits the
+        number of distinct rows. A smaller limit is used if memory requires it. The
+        limit changes speed, never results. Defaults to the mean number of ids plus a
+        few standard deviations, with room for hot rows.
+      cores: SparseCores per device. Defaults to the actual number. CPUs and GPUs
+        emulate the operations in plain JAX, for tests. They default to 2, and only they
         accept a different number.
       exchange: whether to compile XLA's gathers and scatters into the program, for
         steps that 64 minibatches can't hold. This exchange takes most of the program's
-        code and compile time. Without it, such a step returns NaN activations, which
-        make the loss NaN, and reports `stats.rounds` of 1 instead of 0. `te.Optimizer`
+        code and compile time. Without it, a step that doesn't fit returns NaN
+        activations, so the loss is NaN, and `stats.rounds` is 1, not 0. `te.Optimizer`
         then skips the whole step: tables, slot variables, dense parameters and counts
         don't change. In your own loop, `te.gradients.is_whole(gradients)` is False. The
         training command stops at a NaN loss. A step with a NaN or infinite weight fails

@@ -165,7 +165,7 @@ def _lower_update(
     config = _config(
         sizes.limits,
         num_slot_variables=num_arrays - 1,
-        # The other operands are five buffers, the arrays and the gradients.
+        # Not hyperparameters: five buffers, the arrays and the gradients.
         num_hyperparameters=len(operands) - 6 - num_arrays,
     )
     lower = _custom_call(

@@ -129,10 +129,10 @@ def partition_ids(
       may_repeat: whether a sample may have the same row twice.
 
     Returns:
-      The buffers, and whether the ids on all devices fit in them. Otherwise, the
-      buffers are empty. Ids don't fit if a row has more than `max_ids` ids in a group,
-      if they need more than 64 minibatches or more positions than `room`, or if a gain
-      isn't finite.
+      Two values: the buffers, and whether the ids on all devices fit in them. If they
+      don't fit, the buffers are empty. Ids don't fit if a row has more than `max_ids`
+      ids in a group, or if a gain isn't finite. They also don't fit if they need more
+      than 64 minibatches, or more positions than `room`.
     """
     num_ids, cores, limits = partitions.shape[0], sizes.cores, sizes.limits
     num_partitions = cores * devices

@@ -57,7 +57,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, Any]:
 
     Returns:
       Packed rows by stack name, sharded over the mesh. If your ids are not row numbers,
-      the result also has arrays, under other names, that say which id each row has.
+      the result also has arrays that say which id each row has, under different names.
 
     Example:
       >>> import tpu_embedding as te
@@ -206,8 +206,8 @@ def facts_of_tables(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
         keys=keys,
         parameters=parameters,
     )
-    # Hide these constants from XLA. Otherwise, a table's values could be rounded
-    # differently, depending on the other tables.
+    # Hide these constants from XLA. Otherwise, the rounding of a table's values could
+    # depend on which tables share its stack.
     return as_variables(jax.tree.map(jnp.asarray, facts))
 
 

@@ -118,7 +118,7 @@ def write_blocks(
 
     Args:
       packed: donated, so use only the result.
-      read: runs in a thread, only for blocks that this process writes, and returns rows
+      read: runs in a thread, only for blocks that this process writes. It returns rows
         in the form of `file_row`. A block never crosses a multiple of `rows_per_block`.
       num_rows: number of rows to write from the start of each table. Defaults to all.
     """

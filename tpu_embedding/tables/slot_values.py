@@ -174,7 +174,7 @@ class NamedSlot:
 
     Attributes:
       kind: `"rows"` and `"tables"` leaves have one entry per row or table. All tables
-        share the other leaves.
+        share `"shared"` and `"hyperparameter"` leaves.
     """
 
     name: str

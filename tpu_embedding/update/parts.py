@@ -289,7 +289,7 @@ def run_rule(
     Slots in `state` must be plain rows. If `known` is None, the rows are a whole table.
     """
     probed = probe_rule(optimizer, rows.shape[1])
-    # In a rule with totals, the cache of a `jit` could return totals of other rows.
+    # In a rule with totals, the cache of a `jit` could return totals from another call.
     with table_rows_context(known, inlines_jit=probed.takes_totals):
         updates, new_state = optimizer.update(gradient, state, rows)
     new_leaves = jax.tree.structure(state).flatten_up_to(new_state)
@@ -337,9 +337,9 @@ def lift_to_rows(
         treats the rows you pass as one whole table.
 
     Returns:
-      A transformation whose `init` accepts a table's `PackedRows`, and whose `update`
-      maps `RowUpdates`, state and table to `RowUpdates` and state. Slot variables in
-      the state are `PackedRows`. All arrays are per shard.
+      A transformation. Its `init` accepts a table's `PackedRows`. Its `update` maps
+      `RowUpdates`, state and table to new `RowUpdates` and a new state. Slot variables
+      in the state are `PackedRows`. All arrays are per shard.
 
     Example:
       >>> import jax.numpy as jnp
@@ -383,9 +383,9 @@ def bits_of_rows(
     """Hashes step, table name, row and element into bits for stochastic rounding."""
     # Rounding to nearest would lose every update below half a unit of the dtype, so
     # small gradients would never move a row. With random rounding, the mean is exact.
-    # The hash doesn't depend on devices, stacking or packing. If the hash left out the
-    # step, an element that was rounded back to its old value would get the same bits in
-    # the next step, and would never change.
+    # The hash doesn't depend on devices, stacking or packing. It includes the step.
+    # Otherwise, an element that was rounded back to its old value would get the same
+    # bits in the next step, and might never change.
     _, stack_rows = rows_of_stack(row_ids, stack)
     stack_rows = stack.vocabulary.stacks.rows_on_one_shard(stack_rows, stack)
     stack_rows = stack_rows.astype(jnp.uint32)

@@ -1,7 +1,7 @@
 """Initial optimizer states of stacked tables, and access to their parts.
 
 A state is what optax returns for the rule, except that slot variables, which have one
-entry per table row, are `PackedRows`. All rows share the other leaves, such as counts.
+entry per table row, are `PackedRows`. Other leaves, such as counts, aren't per row.
 Two wrappers may enclose the state: `KeptGradientState` if the rule needs the dense
 gradient, and `RoundedState`, always outermost, if the table is narrow.
 """
