@@ -399,7 +399,7 @@ class Feeder:
 def by_input(
     vocabularies: Mapping[str, Vocabulary], signature: Signature
 ) -> dict[str, Vocabulary]:
-    """Keys vocabularies by input name. The given keys may also be feature names."""
+    """Maps input names to vocabularies. The given keys may also be feature names."""
     result: dict[str, Vocabulary] = {}
     for name, vocabulary in vocabularies.items():
         inputs = [input_ for input_ in signature.inputs if input_.name == name] or [

@@ -152,7 +152,7 @@ class Planner:
         self._pinned.clear()
 
     def _take_slots(self, count: int, batch: int) -> np.ndarray | None:
-        """Finds slots for new rows, or returns None if too few rows may leave."""
+        """Finds slots for new rows, or returns None if too many rows must stay."""
         begin = self._num_filled
         end = min(begin + count, len(self.row_of))
         slots = np.arange(begin, end)

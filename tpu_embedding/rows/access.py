@@ -189,8 +189,8 @@ def set_rows(
         stored = store_rows(values.reshape(-1, layout.dim), layout)
         return replace_stored_rows(packed, row_ids, stored)
     if layout.tile_lanes is None and old is None:
-        # If old values were read, don't set lines directly. New values might not depend
-        # on them, so XLA could write before the read, and copy the array to do so.
+        # Only if old values were not read. Otherwise nothing orders this write after
+        # the read, and XLA might copy the array to write first.
         lines = lines_to_add(row_ids, values.astype(packed.lines.dtype), layout)
         line_ids = _line_ids(row_ids, row_ids < layout.num_rows, layout)
         return _set_lines(packed, line_ids, lines)

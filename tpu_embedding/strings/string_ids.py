@@ -357,8 +357,8 @@ class Vocabulary:
 
         Raises:
           TypeError: if an element is not a string.
-          ValueError: if there are no buckets and a string is unknown. With several
-            buckets, also raised if an unknown string is longer than 65,536 bytes.
+          ValueError: if a string is unknown to a vocabulary without buckets, or if an
+            unknown string is longer than 65,536 bytes and there are several buckets.
         """
         read, values = _read_strings(
             strings, "Vocabulary.ids", takes_integers=self._has_numbers

@@ -40,7 +40,7 @@ class CriteoSource:
         tables.
       valences: ids per sample for each feature. In the files, the feature's column has
         integers for valence 1, and lists of this fixed size for larger valences.
-      max_valence: upper limit for synthetic valences. By default, there is no limit.
+      max_valence: upper limit for synthetic valences. Defaults to unlimited.
 
     Example:
       >>> source = CriteoSource(vocabulary_size=1000, num_evaluation_samples=10)
